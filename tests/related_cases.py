@@ -82,6 +82,10 @@ RELATED = {
     "codegen": Case("codegen", {**FALCON_1, "vocab_size": 301, "rotary_dim": 8}, shard="60KB"),
     "codegen, eight heads, bfloat16": Case("codegen", {**FALCON_1, "hidden_size": 96, "num_attention_heads": 8, "rotary_dim": 6},
                                            dtype="bfloat16"),
+    "persimmon": Case("persimmon", {"vocab_size": 301, "layer_norm_eps": 1e-3}, shard="60KB"),
+    "persimmon, no norms of heads, more turns, tied, bfloat16": Case("persimmon", {
+        "qk_layernorm": False, "tie_word_embeddings": True, "hidden_act": "gelu", "hidden_size": 96, **rope(
+            "linear", factor=4.0, partial_rotary_factor=0.75)}, dtype="bfloat16"),
     "minicpm": Case("minicpm", {"attention_multiplier": 0.25, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling":
                                 4.0, "vocab_size": 301, "tie_word_embeddings": True}),
     "minicpm, longrope, own head, bfloat16": Case("minicpm", {

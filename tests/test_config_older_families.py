@@ -31,6 +31,12 @@ PUBLISHED = {
         "eos_token_id": 50256, "gradient_checkpointing": False, "hidden_size": 768, "initializer_range": 0.02, "intermediate_size": None,
         "layer_norm_epsilon": 1e-05, "max_position_embeddings": 2048, "model_type": "gpt_neo", "num_heads": 12, "num_layers": 12,
         "resid_dropout": 0, **SUMMARY, "use_cache": True, "vocab_size": 50257, "window_size": 256},
+    "persimmon": {
+        "architectures": ["PersimmonForCausalLM"], "bos_token_id": 71013, "eos_token_id": 71013, "hidden_act": "relu2", "hidden_dropout":
+        0.0, "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 16384, "layer_norm_eps": 1e-05,
+        "max_position_embeddings": 16384, "model_type": "persimmon", "num_attention_heads": 64, "num_hidden_layers": 36,
+        "num_key_value_heads": 64, "partial_rotary_factor": 0.5, "qk_layernorm": True, "rope_scaling": None, "rope_theta": 25000.0,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 262144},
     "gpt_bigcode": {
         "activation_function": "gelu", "architectures": ["GPTBigCodeForCausalLM"], "attention_softmax_in_fp32": True, "attn_pdrop": 0.1,
         "bos_token_id": 0, "embd_pdrop": 0.1, "eos_token_id": 0, "inference_runner": 0, "initializer_range": 0.02, "layer_norm_epsilon":
@@ -47,7 +53,8 @@ def test_nothing_in_a_published_config_is_unknown(family: str) -> None:
 
 def test_what_they_say() -> None:
     made = {family: parse_config(raw) for family, raw in PUBLISHED.items()}
-    assert [each.intermediate_size for each in made.values()] == [16_384, 4096, 3072, 24_576]
+    assert [each.intermediate_size for each in made.values()] == [16_384, 4096, 3072, 16_384, 24_576]
+    assert made["persimmon"].rope.theta == 25_000.0 and made["persimmon"].rope.partial_rotary_factor == 0.5 and made["persimmon"].qk_norm
     assert made["gptj"].rope.neighbours and made["gptj"].rope.partial_rotary_factor == 0.25 and made["gptj"].head_bias
     assert made["gpt_neo"].windows == (None, 256) * 6 and made["gpt_neo"].attn_scale == 1.0
     starcoder = made["gpt_bigcode"]
@@ -64,6 +71,7 @@ def test_as_many_channels_turn_as_are_stated(half: int, data: st.DataObject) -> 
 
 @pytest.mark.parametrize(("family", "key", "value"), [
     ("gptj", "rotary_dim", 63), ("gptj", "rotary_dim", 512), ("gptj", "sliding_window", 128), ("codegen", "n_head", 2),
+    ("persimmon", "attention_bias", False), ("persimmon", "sliding_window", 128),
     ("gpt_bigcode", "multi_query", False), ("gpt_bigcode", "add_cross_attention", True), ("gpt_neo", "attention_types", [[["global"], 6]]),
     ("gpt_neo", "attention_types", [[["random"], 12]]), ("gpt_neo", "attention_types", [[["local"], 2**40]]),
     ("gpt_neo", "attention_types", {"global": 12}), ("gpt_neo", "attention_layers", ["local"] * 12)])

@@ -153,6 +153,7 @@ PECULIAR = {
     "gpt_bigcode": [{"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}, {"attn_scale": 1.0}],
     "gpt_neo": [{"windows": (None,) * 3}, {"windows": (None, 41, 41)}, {"attn_scale": None}, {"hidden_act": "silu"}],
     "gptj": [{"ropes": {"neighbours": False}}, {"ropes": {"partial_rotary_factor": 1.0}}, {"norm_eps": 1e-1}, {"hidden_act": "silu"}],
+    "persimmon": [{"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"hidden_act": "relu"}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "longcat_flash": [{"mixture": each} for each in ({"renormalise": True}, {"sigmoid": True}, {"factor": 1.0}, {"corrected": False})] + [
         {"factors": {"q_a_norm": 1.0}}, {"factors": {"kv_a_norm": 1.0}}, {"norm_eps": 1e-1}, {"ropes": (None,) * 4}, {"attn_scale": 1.0}],
     "modernbert_decoder": [{"windows": (None,) * 3}, {"windows": (None, 80, 80)}, {"ropes": 0}, {"norm_eps": 1e-1}, {"norm_kind": "rms"},
@@ -319,7 +320,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
-                                  "codegen", "gpt_bigcode", "gpt_neo", "gptj"])
+                                  "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -66,7 +66,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "gpt2": "other tools want their matrices turned over",
                "falcon": "other tools want their queries, keys and values joined group by group",
                "internlm2": "other tools want their queries, keys and values joined group by group",
-               **dict.fromkeys(("bloom", "gpt_neox"), "other tools want their queries, keys and values joined head by head"),
+               **dict.fromkeys(("bloom", "gpt_neox", "persimmon"), "other tools want their queries, keys and values joined head by head"),
                "codegen": "other tools want their queries, keys and values joined in four parts",
                "dbrx": "other tools want their experts joined",
                "modernbert_decoder": "no other tool was found to read what stands before their head so",

@@ -63,7 +63,7 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
             "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral",
             "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
-            "olmo3", "olmo_hybrid", "olmoe", "opt", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
+            "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
             "step3p5", "vaultgemma", "youtu", "zamba2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {

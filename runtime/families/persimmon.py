@@ -1,0 +1,67 @@
+"""Persimmon (8B): GPT-NeoX's matrices, attention before an MLP with the square of ReLU between its two, layer norms with biases, of every
+head of q and k too, and rotary positions on half of each head.
+
+A store of the folder takes queries, keys and values apart (`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, llama
+from .opt import block
+from .stablelm import biased
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm"})
+# What other families call by these names, transformers passes over in this one.
+KEYS_HARMLESS = frozenset({"head_dim", "num_key_value_heads", "rms_norm_eps"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}
+SIZES = {"vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 36, "num_attention_heads": 64}
+SHARE = 0.5  # of a head that turns, where a config does not say
+PARTS = ("q", "k", "v")  # of what lies in one matrix, head by head
+JOINT = "query_key_value"
+NAMES = {"o": "self_attn.dense", "up": "mlp.dense_h_to_4h", "down": "mlp.dense_4h_to_h"}
+HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
+
+    base = Defaults(max_position_embeddings=16_384, bos=1, eos=(2,), act=("hidden_act", "relu2"), grouped=False, eps_key="layer_norm_eps",
+                    norm_eps=1e-5, sizes=SIZES)
+    return decoder_config(keys, base, ropes, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
+                          qk_norm=keys.flag("qk_layernorm", True))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, `[N, K]` as the store gives them: no gate, and a bias of each."""
+    rules, prefix = llama.layer_tensors(config, layer), f"model.layers.{layer}."
+    rules = {role: rule for role, rule in rules.items() if role != "gate" and not role.endswith("_bias")}
+    for role, name in NAMES.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", rules[role].shape)
+    for role, name in HEAD_NORMS.items() if config.qk_norm else ():
+        rules[role] = TensorRule(f"{prefix}self_attn.{name}.weight", rules[role].shape)
+    return rules | {f"{role}_bias": biased(rule) for role, rule in rules.items()}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules, norm = llama.outer_tensors(config), TensorRule("model.final_layernorm.weight", (config.hidden_size,))
+    return rules | {"norm": norm, "norm_bias": biased(norm)}
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """Names of a layer's q, k and v, biases too -> that of what they lie in, and their rows there: heads have all three one by one."""
+    prefix, (heads, depth) = f"model.layers.{layer}.self_attn.", (config.num_attention_heads, config.head_dim)
+    rows = np.arange(heads * len(PARTS) * depth).reshape(heads, len(PARTS), depth)
+    return {f"{prefix}{role}_proj.{kind}": (f"{prefix}{JOINT}.{kind}", rows[:, i].reshape(-1))
+            for i, role in enumerate(PARTS) for kind in ("weight", "bias")}
