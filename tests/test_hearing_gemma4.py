@@ -138,7 +138,7 @@ def test_what_no_model_has_is_refused(gemma, tmp_path):
     for each in gemma[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     own = json.loads((tmp_path / "processor_config.json").read_text())
-    for key, value in (("preemphasis", 0.97), ("per_bin_mean", [1.0] * 16), ("max_frequency", 9000.0)):
+    for key, value in (("preemphasis", 1.5), ("per_bin_mean", [1.0] * 16), ("max_frequency", 9000.0)):
         changed = own | {"feature_extractor": own["feature_extractor"] | {key: value}}
         (tmp_path / "processor_config.json").write_text(json.dumps(changed))
         with pytest.raises(ConfigError, match=key):

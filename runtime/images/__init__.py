@@ -37,6 +37,7 @@ SIGHTS: dict[str, str] = {
     "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+UNSEEN = ("gemma3n",)  # model types of HEARING that take pictures too, which are not read
 
 
 @dataclass(frozen=True)
@@ -106,8 +107,11 @@ def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmEr
             found[sense] = sight_of(folder, config, sense)
         except EffllmError as error:
             found[sense] = error
-    if not found and kind in COMPOSITE:
-        raise UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
+    if kind in UNSEEN or not found and kind in COMPOSITE:
+        unread = UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
+        if not found:
+            raise unread
+        found[PICTURES] = unread
     return found
 
 
@@ -131,7 +135,9 @@ def senses_of(raw: Mapping[str, object]) -> tuple[Sense, ...]:
 
 def taken_too(raw: Mapping[str, object]) -> str:
     """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well."""
-    return " and ".join({PICTURES: "images", SOUNDS: "sounds"}[sense] for sense in senses_of(raw) or (PICTURES,))
+    senses = senses_of(raw)
+    seen = not senses or PICTURES in senses or raw.get("model_type") in UNSEEN
+    return " and ".join([*("images",) * seen, *("sounds",) * (SOUNDS in senses)])
 
 
 def kind_of(folder: Path) -> str | None:

@@ -331,7 +331,7 @@ def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
 
 def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense = PICTURES) -> None:
     """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here."""
-    if not is_gguf(model) and sense not in (senses_of(raw_of(model)) or (PICTURES,)):
+    if sense not in (PICTURES, *senses_of(raw_of(model))):
         raise UsageError(*sense.refusal)
     sighted(Album(*_senses(model, config, mmproj)), sense)
 

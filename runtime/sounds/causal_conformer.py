@@ -1,5 +1,5 @@
-"""A conformer (Gulati et al. 2020, arXiv:2005.08100) whose rows look back alone, as Gemma 4 has it: two convolutions over time and bands,
-each of which halves both, and layers of half an FFN, attention, a convolution over time, and half an FFN.
+"""A conformer (Gulati et al. 2020, arXiv:2005.08100) whose rows look back alone, as Gemma 3n and 4 have it: two convolutions over time and
+bands, each of which halves both, and layers of half an FFN, attention, a convolution over time, and half an FFN.
 
 Rows see some before them, by what queries make of the distance (Dai et al. 2019, arXiv:1901.02860, appendix B). So rows come in blocks, of
 which each sees itself and as many rows before it as are ever seen: a few hundred scores a block and head, of all blocks at once.
@@ -32,8 +32,8 @@ LIMITS = ("input_min", "input_max", "output_min", "output_max")
 @dataclass(frozen=True)
 class CausalSizes:
     """`channels`: of the first two convolutions; `taps`: of a layer's own; `share`: of an FFN that is added; `block`: rows that are one
-    piece of attention, of which each sees itself, `back` - 1 before and `ahead` - 1 behind; `cap`: what scores stay below; `bound`: what
-    everything does between the parts of a layer; `made`: numbers of a row at last."""
+    piece of attention, for which `back` before it and `ahead` behind it are at hand; the farthest of both are seen where `edges` says so.
+    `cap`: what scores stay below; `bound`: what everything does between the parts of a layer; `made`: numbers of a row at last."""
 
     bands: int
     width: int
@@ -51,9 +51,10 @@ class CausalSizes:
     curve: str
     clipped: bool
     made: int
+    edges: bool = False
 
     @staticmethod
-    def read(keys: Keys, bands: int) -> CausalSizes:
+    def read(keys: Keys, bands: int, edges: bool = False) -> CausalSizes:
         width, heads = keys.integer("hidden_size", low=2, high=MOST_WIDTH), keys.integer("num_attention_heads", high=1024)
         if width % heads or width % 2:
             raise ConfigError(f"{keys.where}: hidden_size {width} is not an even multiple of {heads} heads")
@@ -66,7 +67,7 @@ class CausalSizes:
             keys.integer("attention_context_left", low=2, high=4096) - 1, keys.integer("attention_context_right", low=0, high=4096),
             keys.number("attention_logit_cap"), min(keys.number("gradient_clipping"), float(np.finfo(np.float32).max)),
             keys.number("rms_norm_eps"), keys.choice("hidden_act", {key: key for key in CURVES}, "silu"),
-            keys.flag("use_clipped_linears"), keys.integer("output_proj_dims", high=MOST_WIDTH))
+            keys.flag("use_clipped_linears"), keys.integer("output_proj_dims", high=MOST_WIDTH), edges)
 
     @property
     def context(self) -> int:
@@ -75,10 +76,10 @@ class CausalSizes:
 
     @property
     def distances(self) -> np.ndarray:
-        """Waves that tell each distance that has a place, from the farthest to none, float32 [context // 2 + 1, D]."""
-        half = self.width // 2
+        """Waves that tell each distance that has a place, from the farthest on, float32 [distances, D]."""
+        half, places = self.width // 2, range(self.back, -self.ahead - 1, -1) if self.edges else range(self.context // 2, -1, -1)
         lengths = np.exp(np.arange(half, dtype=np.float32) * np.float32(-math.log(LONGEST) / max(half - 1, 1)))
-        angles = np.arange(self.context // 2, -1, -1, dtype=np.float32)[:, None] * lengths
+        angles = np.array(places, np.float32)[:, None] * lengths
         return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
@@ -89,24 +90,25 @@ def halved(frames: int) -> int:
 
 @dataclass(frozen=True)
 class Halving:
-    """A convolution over frames and bands that halves both, and a norm of its channels. `kernel` [C, C_in * KERNEL²]."""
+    """A convolution over frames and bands that halves both, and a norm of what it makes. `kernel` [C, C_in * KERNEL²]; `before`: frames
+    that are read before the first."""
 
     kernel: Matrix
-    norm: Norm
+    norm: Curve
+    before: int = 1
 
     def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
         """float32 [T, F, C_in] -> [T / 2, F / 2, C]; beyond the borders there is nothing."""
-        wide, around = self.kernel.wide(), np.pad(x, ((1, 1), (1, 1), (0, 0)))
+        wide, around = self.kernel.wide(), np.pad(x, ((self.before, KERNEL - 1 - self.before), (1, 1), (0, 0)))
         reads = np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::2, ::2]  # [T / 2, F / 2, C_in, 3, 3]
         out = np.empty((*reads.shape[:2], len(self.kernel.stored)), np.float32)
 
         def some(begin: int) -> None:
             rows = slice(begin, begin + HELD)
-            y = wide(reads[rows].reshape(-1, self.kernel.stored.shape[1]))
-            out[rows] = np.maximum(self.norm(y), 0).reshape(-1, *out.shape[1:])
+            out[rows] = wide(reads[rows].reshape(-1, self.kernel.stored.shape[1])).reshape(-1, *out.shape[1:])
 
         crew.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
-        return out
+        return np.maximum(self.norm(out), 0)
 
 
 @dataclass(frozen=True)
@@ -162,7 +164,8 @@ class BackAttention:
         at, seen = np.arange(block)[:, None], np.arange(context) - sizes.back
         apart = at - seen
         there = np.arange(blocks)[:, None, None] * block + seen
-        allowed = ((apart >= 0) & (apart < sizes.back) | (apart < 0) & (-apart < sizes.ahead)) & (there >= 0) & (there < len(x))
+        reach = ((apart >= 0) & (apart < sizes.back + sizes.edges)) | ((apart < 0) & (-apart < sizes.ahead + sizes.edges))
+        allowed = reach & (there >= 0) & (there < len(x))
         mixed = np.empty((blocks, block, *q.shape[2:]), np.float32)
 
         def look(head: int) -> None:
@@ -234,15 +237,18 @@ def _bounded(x: np.ndarray, bound: np.float32) -> np.ndarray:
 
 @dataclass(frozen=True)
 class CausalConformer:
+    """Of the rows each `every`th is kept."""
+
     halvings: tuple[Halving, Halving]
     enter: Matrix
     blocks: Sequence[tuple[Ffn, BackAttention, BackConvolution, Ffn]]
     after: Sequence[Norm]
     bound: np.float32
-    last: Matrix
+    last: Matrix | None
+    every: int = 1
 
     def rows(self, frames: np.ndarray, crew: Crew) -> np.ndarray:
-        """Of a spectrogram float32 [frames, bands] -> [halved, made]."""
+        """Of a spectrogram float32 [frames, bands] -> [halved / every, made]."""
         crew.work.total += len(self.blocks)
         x = frames[..., None]
         for halving in self.halvings:
@@ -253,7 +259,8 @@ class CausalConformer:
                 part.run(x, crew)
             x = norm(_bounded(x, self.bound))
             crew.work.done += 1
-        return product(x, self.last, crew)
+        kept = x[:: self.every]
+        return kept if self.last is None else product(kept, self.last, crew)
 
 
 def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str) -> CausalConformer:

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..config_reader import Keys
 from ..images import PLACE
 from ..images.gemma4 import demand_padding
 from ..images.senses import RATE
@@ -13,7 +14,7 @@ from ..images.tower import Rows
 from ..images.tower_parts import ROWS, Norm, product
 from ..images.tower_weights import Weights
 from .causal_conformer import HELD, KERNEL, USUAL, CausalSizes, halved, load_causal_conformer
-from .log_magnitudes import LogMagnitudes
+from .log_magnitudes import GEMMA_4, LogMagnitudes
 from .log_mel import read_extractor
 from .tower_hearing import Hearing
 
@@ -21,20 +22,25 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..images.tower_source import TowerSource
 
-KIND = "Gemma4AudioFeatureExtractor"
 BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
 
 
 class Gemma4(Hearing):
+    """`KIND` of extractors, and what they are `SAYING` by saying nothing."""
+
     AUDIO = {"gemma4_audio": USUAL}
+    KIND, SAYING = "Gemma4AudioFeatureExtractor", GEMMA_4
     placeholder = SOUND
     most_seconds = 30.0
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.bands = LogMagnitudes.read(read_extractor(source.model, KIND))
-        self.sizes = CausalSizes.read(self.said, self.bands.bands)
+        self.bands = LogMagnitudes.read(read_extractor(source.model, self.KIND), self.SAYING)
+        self.sizes = self.sized(self.said, self.bands.bands)
         demand_padding(self.outer, config)
+
+    def sized(self, keys: Keys, bands: int) -> CausalSizes:
+        return CausalSizes.read(keys, bands)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)

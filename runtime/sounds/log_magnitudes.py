@@ -5,6 +5,7 @@ A frame counts where all of its samples, and the one behind them, are of the sou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -13,12 +14,19 @@ import numpy as np
 from ..config_reader import Keys
 from .log_mel import FRAMES, HIGHEST_HZ, hann, triangles
 
+GEMMA_4: Mapping[str, object] = {"frame_length": 320, "fft_overdrive": False, "min_frequency": 0.0, "max_frequency": HIGHEST_HZ,
+                                 "mel_floor": 1e-3, "preemphasis": 0.0}
+GEMMA_3N: Mapping[str, object] = {"frame_length": 512, "fft_overdrive": True, "min_frequency": 125.0, "max_frequency": 7600.0,
+                                  "mel_floor": 1e-5, "preemphasis": 0.97}
+FILLED = 128  # samples of which a sound of the earlier ones is made a multiple, by silence
+
 
 @dataclass(frozen=True)
 class LogMagnitudes:
     """`frame`: samples that a transform of `window` sees, the rest of which is nothing; `hop` from one to the next; `lowest` and `highest`
-    hertz of the bands; `floor` is added to each, so that silence has a logarithm. Half a frame of silence goes before the sound, so that
-    the first frame has its beginning in the middle."""
+    hertz of the bands; `emphasis`: how much of the sample before each is taken off it. `floor`: what silence has a logarithm by. The later
+    of two kinds adds it, and has half a frame of silence before the sound, so that the first frame has its beginning in the middle; the
+    `earlier` one counts nothing for less, and fills a sound up."""
 
     bands: int
     frame: int
@@ -26,25 +34,28 @@ class LogMagnitudes:
     window: int
     lowest: float
     highest: float
+    emphasis: float
     floor: float
     scale: float
+    earlier: bool
 
     @staticmethod
-    def read(keys: Keys) -> LogMagnitudes:
-        """Raises ConfigError for what no model that is known has."""
-        frame = keys.integer("frame_length", 320, low=16, high=4096)
-        if keys.raw.get("preemphasis") not in (None, 0):
-            raise keys.fail("preemphasis", "0: frames are taken as they are")
+    def read(keys: Keys, usual: Mapping[str, object]) -> LogMagnitudes:
+        """`usual`: what an extractor of this kind says by saying nothing. Raises ConfigError for what no model that is known has."""
+        keys = Keys({**usual, **{name: value for name, value in keys.raw.items() if value is not None}}, keys.where)
         for name in ("per_bin_mean", "per_bin_stddev"):
             if keys.raw.get(name) is not None:
                 raise keys.fail(name, "left away: bands are taken as they are")
-        window = 1 << (frame - 1).bit_length() + keys.flag("fft_overdrive", False)
-        lowest = keys.number("min_frequency") if keys.raw.get("min_frequency") else 0.0
-        highest = keys.number("max_frequency", HIGHEST_HZ)
+        emphasis = keys.number("preemphasis") if keys.raw["preemphasis"] else 0.0
+        if emphasis >= 1 or not keys.flag("preemphasis_htk_flavor", True):
+            raise keys.fail("preemphasis", "a number below 1, in HTK's way")
+        lowest, highest = keys.number("min_frequency") if keys.raw["min_frequency"] else 0.0, keys.number("max_frequency")
         if not lowest < highest <= HIGHEST_HZ:
             raise keys.fail("max_frequency", f"more than min_frequency, and {HIGHEST_HZ:g} at most")
+        frame = keys.integer("frame_length", low=16, high=4096)
+        window = 1 << (frame - 1).bit_length() + keys.flag("fft_overdrive")
         return LogMagnitudes(keys.integer("feature_size", 128, high=512), frame, keys.integer("hop_length", 160, high=4096), window, lowest,
-                             highest, keys.number("mel_floor", 1e-3), keys.number("input_scale_factor", 1.0))
+                             highest, emphasis, keys.number("mel_floor"), keys.number("input_scale_factor", 1.0), usual is GEMMA_3N)
 
     @cached_property
     def filters(self) -> np.ndarray:
@@ -53,17 +64,23 @@ class LogMagnitudes:
         edges = 700 * (10 ** (np.linspace(low, high, self.bands + 2) / 2595) - 1)
         return triangles(edges, self.window).astype(np.float32)
 
+    def around(self, samples: int) -> tuple[int, int]:
+        """Silence before and behind a sound of so many samples."""
+        return (0, -samples % FILLED) if self.earlier else (self.frame // 2, 0)
+
     def frames(self, samples: int) -> int:
         """Those that a sound of so many samples has."""
-        return max(0, -(-(samples - self.frame + self.frame // 2) // self.hop))
+        return max(0, (samples + sum(self.around(samples)) - self.frame - 1) // self.hop + 1)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
         """float32 [n] -> float32 [frames, bands]."""
-        around = np.pad(samples.astype(np.float32, copy=False) * np.float32(self.scale), (self.frame // 2, 0))
-        frames, shape = self.frames(len(samples)), hann(self.frame)
+        around = np.pad(samples.astype(np.float32, copy=False) * np.float32(self.scale), self.around(len(samples)))
+        frames, shape, before = self.frames(len(samples)), hann(self.frame), np.float32(self.emphasis)
         each = np.lib.stride_tricks.sliding_window_view(around, self.frame)[:: self.hop][:frames]
         made = np.empty((frames, self.bands), np.float32)
         for begin in range(0, frames, FRAMES):
-            some = slice(begin, begin + FRAMES)
-            made[some] = np.abs(np.fft.rfft(each[some] * shape, self.window)) @ self.filters
-        return np.log(made + np.float32(self.floor))
+            some = each[begin : begin + FRAMES]
+            if self.emphasis:
+                some = np.concatenate([some[:, :1] * (1 - before), some[:, 1:] - before * some[:, :-1]], axis=1)
+            made[begin : begin + FRAMES] = np.abs(np.fft.rfft(some * shape, self.window)) @ self.filters
+        return np.log(np.maximum(made, np.float32(self.floor)) if self.earlier else made + np.float32(self.floor))

@@ -1,0 +1,157 @@
+"""Gemma 3n: Gemma 4's tower as it was before, of whose rows every fourth is kept, in a place of 188 whatever a sound's length: what is left
+of it is filled with a word of the tower's own vocabulary, and so is the word behind it."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ..config_reader import Keys
+from ..images import PLACE
+from ..images.senses import RATE
+from ..images.tower import Rows
+from ..images.tower_parts import Crew, Norm, product, silu
+from ..images.tower_weights import Weights
+from .causal_conformer import KERNEL, NORM_EPS, BackAttention, BackConvolution, CausalConformer, CausalSizes, Ffn, Halving, halved
+from .gemma4 import Gemma4
+from .log_magnitudes import GEMMA_3N
+from .tower_hearing import Hearing
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+BEGIN, SOUND, END = "<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"
+USUAL = {"input_feat_size": 128, "hidden_size": 1536, "rms_norm_eps": 1e-6, "gradient_clipping": 1e10, "conf_attention_chunk_size": 12,
+         "conf_attention_context_left": 13, "conf_attention_context_right": 0, "conf_attention_logit_cap": 50.0,
+         "conf_num_attention_heads": 8, "conf_num_hidden_layers": 12, "conf_conv_kernel_size": 5, "conf_reduction_factor": 4,
+         "conf_residual_weight": 0.5, "sscp_conv_channel_size": [128, 32], "sscp_conv_group_norm_eps": 1e-3, "vocab_size": 128,
+         "vocab_offset": 262_272}
+# What the tower's keys are called in the later one's config.
+LATER = {"conf_attention_chunk_size": "attention_chunk_size", "conf_attention_context_left": "attention_context_left",
+         "conf_attention_context_right": "attention_context_right", "conf_attention_logit_cap": "attention_logit_cap",
+         "conf_num_attention_heads": "num_attention_heads", "conf_num_hidden_layers": "num_hidden_layers",
+         "conf_conv_kernel_size": "conv_kernel_size", "conf_residual_weight": "residual_weight",
+         "sscp_conv_channel_size": "subsampling_conv_channels"}
+
+
+@dataclass(frozen=True)
+class NormUntil:
+    """Of each frame, by the mean and the variance of all frames until then. `weight` float32 [C]."""
+
+    weight: np.ndarray
+    eps: float
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        """float32 [T, F, C]."""
+        counts = np.arange(1, len(x) + 1) * x[0].size
+        means = np.cumsum(x.sum((1, 2), dtype=np.float64)) / counts
+        y = x - means[:, None, None].astype(np.float32)
+        spread = np.cumsum(np.einsum("tfc,tfc->t", y, y, dtype=np.float64)) / counts
+        y *= (1 / np.sqrt(spread + self.eps))[:, None, None].astype(np.float32)
+        return y * self.weight
+
+
+class Gemma3n(Gemma4):
+    AUDIO = {"gemma3n_audio": USUAL}
+    KIND, SAYING = "Gemma3nAudioFeatureExtractor", GEMMA_3N
+    placeholder = SOUND
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.count = self.outer.integer("audio_soft_tokens_per_image", 188, high=1 << 14)
+        self.every = self.said.integer("conf_reduction_factor", high=64)
+        self.first, self.vocabulary = (self.said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
+        self.filler = config.vocab_size - 1 - self.first
+        if not 0 <= self.filler < self.vocabulary:
+            raise self.said.fail("vocab_offset", f"a number by which the last of {config.vocab_size} words is one of the tower's")
+
+    def sized(self, keys: Keys, bands: int) -> CausalSizes:
+        if keys.integer("input_feat_size") != bands:
+            raise keys.fail("input_feat_size", f"{bands}, as is said of how sounds are made ready")
+        for name, usual in (("sscp_conv_kernel_size", [[3, 3]] * 2), ("sscp_conv_stride_size", [[2, 2]] * 2)):
+            if keys.raw.get(name) not in (None, usual):
+                raise keys.fail(name, f"{usual}")
+        later = {LATER.get(name, name): value for name, value in keys.raw.items()}
+        later |= {"hidden_act": "silu", "use_clipped_linears": False, "output_proj_dims": keys.integer("hidden_size")}
+        return CausalSizes.read(Keys(later, keys.where), bands, edges=True)
+
+    @cached_property
+    def _around(self) -> tuple[list[int], list[int]]:
+        """Tokens before and behind a sound's rows. What ends it is a row where it is a word of the tower's."""
+        end = self.word(END)
+        before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
+        self.word(BEGIN)
+        return before, [PLACE if token == end >= self.first else token for token in behind]
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        if not self.bands.frames(samples):
+            raise UsageError(f"a sound of {samples / RATE:.3f} s is too short for this model", "give a longer sound")
+        before, behind = self._around
+        return (*before, *(PLACE,) * self.count, *behind)
+
+    def load(self, weights: Weights) -> Rows:
+        sizes, width, hidden = self.sizes, self.sizes.width, self.config.hidden_size
+        tower = self.tower_of(weights)
+        plain = Norm(np.ones(hidden, np.float32), None, sizes.eps, centered=False)
+        hard, soft = (weights.rms_norm(f"embed_audio.{each}_embedding_norm", width, sizes.eps) for each in ("hard", "soft"))
+        project = weights.matrix("embed_audio.embedding_projection", hidden, width, bias=False)
+        words = weights.numbers("embed_audio.embedding.weight", self.vocabulary, width)
+        end = self.word(END) - self.first
+        known = words[[self.filler, *((end,) if end >= 0 else ())]]
+
+        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+            heard = tower.rows(frames, crew)[: self.count]
+            made, (filler, *behind) = plain(product(soft(heard), project, crew)), plain(product(hard(known), project, crew))
+            return np.stack([*made, *(filler,) * (self.count - len(made)), *behind])
+
+        return rows
+
+    def tower_of(self, weights: Weights) -> CausalConformer:
+        sizes, width, bound, first = self.sizes, self.sizes.width, np.float32(self.sizes.bound), "audio_tower.subsample_conv_projection."
+        depth, eps = width // sizes.heads, self.said.number("sscp_conv_group_norm_eps")
+
+        def norm(own: str, eps: float = NORM_EPS) -> Norm:
+            return weights.rms_norm(own, width, eps)
+
+        def halving(number: int) -> Halving:
+            own, (inside, channels) = f"{first}conv_{number}", ((1, *sizes.channels)[number], sizes.channels[number])
+            return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
+                           NormUntil(weights.numbers(f"{own}.norm.weight", channels), eps), before=0)
+
+        def ffn(own: str) -> Ffn:
+            return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")),
+                       weights.matrix(f"{own}.ffw_layer_1", 4 * width, width), weights.matrix(f"{own}.ffw_layer_2", width, 4 * width), silu,
+                       np.float32(sizes.share), bound)
+
+        def attention(own: str) -> BackAttention:
+            steep = np.logaddexp(0, weights.numbers(f"{own}.attn.per_dim_scale", depth)).astype(np.float32)
+            told = weights.matrix(f"{own}.attn.relative_position_embedding.pos_proj", width, width).wide()(sizes.distances)
+            return BackAttention(
+                (norm(f"{own}.pre_attn_norm"), norm(f"{own}.post_norm")),
+                *(weights.matrix(f"{own}.{each}", width, width) for each in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "post")),
+                by_channel=steep * np.float32(depth**-0.5 / math.log(2)), key_scale=np.float32(1),
+                near=np.ascontiguousarray(told.reshape(-1, sizes.heads, depth).swapaxes(0, 1)), sizes=sizes)
+
+        def convolution(own: str) -> BackConvolution:
+            taps = weights.numbers(f"{own}.depthwise_conv1d.weight", width, sizes.taps).T
+            return BackConvolution((norm(f"{own}.pre_layer_norm", sizes.eps), norm(f"{own}.conv_norm", sizes.eps)),
+                                   weights.matrix(f"{own}.linear_start", 2 * width, width), taps,
+                                   weights.matrix(f"{own}.linear_end", width, width), silu, bound)
+
+        owns = [f"audio_tower.conformer.{number}" for number in range(sizes.layers)]
+        return CausalConformer(
+            (halving(0), halving(1)),
+            weights.matrix(f"{first}input_proj_linear", width, halved(sizes.bands) * sizes.channels[1], bias=False),
+            [(ffn(f"{own}.ffw_layer_start"), attention(f"{own}.attention"), convolution(f"{own}.lconv1d"), ffn(f"{own}.ffw_layer_end"))
+             for own in owns], [norm(f"{own}.norm") for own in owns], bound, None, self.every)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return Gemma3n(source, config)
