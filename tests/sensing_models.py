@@ -1,6 +1,7 @@
 """Tiny random models that see and hear, for tests."""
 
 import json
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +15,8 @@ from transformers import (
     Qwen2_5OmniThinkerConfig,
     Qwen2_5OmniThinkerForConditionalGeneration,
     Qwen2VLImageProcessorPil,
+    Qwen3OmniMoeThinkerConfig,
+    Qwen3OmniMoeThinkerForConditionalGeneration,
     WhisperFeatureExtractor,
 )
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -86,21 +89,53 @@ def written_omni(folder: Path) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    published(folder, model, "qwen2_5_omni", OMNI_WORDS, OMNI_TEMPLATE, {**OMNI_LOOKED.to_dict(), **OMNI_EXTRACTOR.to_dict()})
+    return model
+
+
+def published(folder: Path, model: PreTrainedModel, kind: str, words: Sequence[str], template: str, ready: Mapping[str, object]) -> None:
+    """What writes in a model that speaks, saved as the whole is published; `ready`: how pictures and sounds are made ready."""
     model.save_pretrained(folder)
     stored = load_file(folder / "model.safetensors")
     save_file({f"thinker.{name.replace('model.language_model.', 'model.')}": each for name, each in stored.items()},
               folder / "model.safetensors", {"format": "pt"})
     inner = json.loads((folder / "config.json").read_text())
-    whole = {"architectures": ["Qwen2_5OmniModel"], "model_type": "qwen2_5_omni", "dtype": "float32", "thinker_config": inner}
+    whole = {"architectures": ["Qwen2_5OmniModel"], "model_type": kind, "dtype": "float32", "thinker_config": inner}
     (folder / "config.json").write_text(json.dumps({**whole, "talker_config": {}, "enable_audio_output": True}))
-    ready = {**OMNI_LOOKED.to_dict(), **OMNI_EXTRACTOR.to_dict()}
     ready = {key: each for key, each in ready.items() if isinstance(each, int | float | str | list | dict | None)}
     (folder / "preprocessor_config.json").write_text(json.dumps(ready))
     (folder / "generation_config.json").write_text((FABLE / "generation_config.json").read_text())
-    settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": OMNI_TEMPLATE}
+    settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": template}
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     vocabulary = json.loads((FABLE / "tokenizer.json").read_text())
     like = vocabulary["added_tokens"][-1]
-    vocabulary["added_tokens"] += [{**like, "id": FIRST + at, "content": word, "special": True} for at, word in enumerate(OMNI_WORDS)]
+    vocabulary["added_tokens"] += [{**like, "id": FIRST + at, "content": word, "special": True} for at, word in enumerate(words)]
     (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+
+
+LATER_WORDS = ["<|image_pad|>", "<|vision_start|>", "<|vision_end|>", "<|audio_pad|>", "<|audio_start|>", "<|audio_end|>", "<|video_pad|>"]
+LATER_TEMPLATE = TEMPLATE.replace("'<|' + p['type'] + '|>'", "{'image': '<|vision_start|><|image_pad|><|vision_end|>', "
+                                  "'audio': '<|audio_start|><|audio_pad|><|audio_end|>'}[p['type']]")
+LATER_EXTRACTOR = WhisperFeatureExtractor(feature_size=16)
+
+
+def written_later_omni(folder: Path) -> PreTrainedModel:
+    """As `written_omni`, of Qwen 3 Omni; of its pieces of a second two see each other."""
+    text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4],
+                                          "mrope_interleaved": True},
+            "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 40}
+    eyes = {"depth": 2, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "patch_size": 4, "num_position_embeddings": 36,
+            "deepstack_visual_indexes": [0], "out_hidden_size": WRITER["hidden_size"]}
+    ears = {"num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 96,
+            "max_source_positions": 30, "n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 6,
+            "output_dim": WRITER["hidden_size"]}
+    config = Qwen3OmniMoeThinkerConfig(
+        text_config=text, vision_config=eyes, audio_config=ears, image_token_id=FIRST, audio_token_id=AUDIO, video_token_id=FIRST + 6,
+        vision_start_token_id=FIRST + 1, vision_end_token_id=FIRST + 2, audio_start_token_id=FIRST + 4, audio_end_token_id=FIRST + 5)
+    torch.manual_seed(3)
+    model = Qwen3OmniMoeThinkerForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    published(folder, model, "qwen3_omni_moe", LATER_WORDS, LATER_TEMPLATE, {**OMNI_LOOKED.to_dict(), **LATER_EXTRACTOR.to_dict()})
     return model

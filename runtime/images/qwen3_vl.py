@@ -26,6 +26,7 @@ DEEP = {**USUAL, "deepstack_visual_indexes": [8, 16, 24]}
 class Qwen3Vl(QwenPatches):
     VISION = {"qwen3_vl_vision": DEEP, "qwen3_vl": DEEP, "qwen3_vl_moe_vision": DEEP, "qwen3_vl_moe": DEEP, "qwen3_5_vision": USUAL,
               "qwen3_5": USUAL, "qwen3_5_moe_vision": USUAL, "qwen3_5_moe": USUAL}
+    DEEPER, JOINING = "visual.deepstack_merger_list", ("norm", "linear_fc1", "linear_fc2")  # what joins patches early, and its parts
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.vision, self.width, self.config.hidden_size
@@ -46,8 +47,9 @@ class Qwen3Vl(QwenPatches):
                          curve, self.heads)
 
         def merger(name: str, after: bool) -> Rows:
-            norm = weights.layer_norm(f"{name}.norm", together if after else width, EPS)
-            first, second = weights.matrix(f"{name}.linear_fc1", together, together), weights.matrix(f"{name}.linear_fc2", hidden, together)
+            own, one, two = (f"{name}.{part}" for part in self.JOINING)
+            norm = weights.layer_norm(own, together if after else width, EPS)
+            first, second = weights.matrix(one, together, together), weights.matrix(two, hidden, together)
 
             def merged(x: np.ndarray, crew: Crew) -> np.ndarray:
                 normed = norm(x.reshape(-1, together)) if after else norm(x).reshape(-1, together)
@@ -56,7 +58,7 @@ class Qwen3Vl(QwenPatches):
             return merged
 
         blocks, last = [block(number) for number in range(depth)], merger("visual.merger", False)
-        deep = {number: merger(f"visual.deepstack_merger_list.{index}", True) for index, number in enumerate(numbers)}
+        deep = {number: merger(f"{self.DEEPER}.{index}", True) for index, number in enumerate(numbers)}
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values

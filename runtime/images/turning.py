@@ -24,8 +24,9 @@ if TYPE_CHECKING:
 # Model type -> channel pairs of each of the three where the config does not say them, and whether they take turns.
 SECTIONS = {"glm46v": ((8, 12, 12), False), "glm4v": ((8, 12, 12), False), "glm4v_moe": ((8, 12, 12), False),
             "glm_ocr": ((8, 12, 12), False), "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False),
-            "qwen2_5_vl": ((16, 24, 24), False), "qwen2_5_omni": ((16, 24, 24), False), "qwen3_vl": ((24, 20, 20), True),
-            "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True)}
+            "qwen2_5_vl": ((16, 24, 24), False), "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True),
+            "qwen3_vl": ((24, 20, 20), True), "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True),
+            "qwen3_5_moe": ((11, 11, 10), True)}
 PICTURED = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
 

@@ -90,11 +90,11 @@ def halved(frames: int) -> int:
 
 @dataclass(frozen=True)
 class Halving:
-    """A convolution over frames and bands that halves both, and a norm of what it makes. `kernel` [C, C_in * KERNEL²]; `before`: frames
+    """A convolution over frames and bands that halves both, and what is made of that. `kernel` [C, C_in * KERNEL²]; `before`: frames
     that are read before the first."""
 
     kernel: Matrix
-    norm: Curve
+    finish: Curve
     before: int = 1
 
     def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
@@ -108,7 +108,12 @@ class Halving:
             out[rows] = wide(reads[rows].reshape(-1, self.kernel.stored.shape[1])).reshape(-1, *out.shape[1:])
 
         crew.all([lambda begin=begin: some(begin) for begin in range(0, len(out), HELD)])
-        return np.maximum(self.norm(out), 0)
+        return self.finish(out)
+
+
+def rectified(norm: Curve) -> Curve:
+    """Nothing where a norm is less."""
+    return lambda x: np.maximum(norm(x), 0)
 
 
 @dataclass(frozen=True)
@@ -278,7 +283,7 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str) -> Ca
     def halving(number: int) -> Halving:
         own, (inside, channels) = f"{first}layer{number}", ((1, *sizes.channels)[number], sizes.channels[number])
         return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
-                       Norm(weights.numbers(f"{own}.norm.weight", channels), None, sizes.eps))
+                       rectified(Norm(weights.numbers(f"{own}.norm.weight", channels), None, sizes.eps)))
 
     def ffn(own: str) -> Ffn:
         return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")), matrix(f"{own}.ffw_layer_1", 4 * width),

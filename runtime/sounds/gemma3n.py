@@ -17,7 +17,18 @@ from ..images.senses import RATE
 from ..images.tower import Rows
 from ..images.tower_parts import Crew, Norm, product, silu
 from ..images.tower_weights import Weights
-from .causal_conformer import KERNEL, NORM_EPS, BackAttention, BackConvolution, CausalConformer, CausalSizes, Ffn, Halving, halved
+from .causal_conformer import (
+    KERNEL,
+    NORM_EPS,
+    BackAttention,
+    BackConvolution,
+    CausalConformer,
+    CausalSizes,
+    Ffn,
+    Halving,
+    halved,
+    rectified,
+)
 from .gemma4 import Gemma4
 from .log_magnitudes import GEMMA_3N
 from .tower_hearing import Hearing
@@ -123,7 +134,7 @@ class Gemma3n(Gemma4):
         def halving(number: int) -> Halving:
             own, (inside, channels) = f"{first}conv_{number}", ((1, *sizes.channels)[number], sizes.channels[number])
             return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
-                           NormUntil(weights.numbers(f"{own}.norm.weight", channels), eps), before=0)
+                           rectified(NormUntil(weights.numbers(f"{own}.norm.weight", channels), eps)), before=0)
 
         def ffn(own: str) -> Ffn:
             return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")),

@@ -99,6 +99,15 @@ def _reads(x: np.ndarray, step: int) -> np.ndarray:
 def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_norm",
                  places: np.ndarray | None = None) -> WhisperEncoder:
     """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given."""
+    width = sizes.width
+    return WhisperEncoder(
+        first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
+        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
+        blocks=load_blocks(weights, sizes, name), after=weights.layer_norm(f"{name}{after}", width, EPS))
+
+
+def load_blocks(weights: Weights, sizes: Sizes, name: str) -> list[Block]:
+    """The layers of an encoder whose tensors begin with `name`."""
     width, curve = sizes.width, CURVES[sizes.curve]
 
     def block(number: int) -> Block:
@@ -110,7 +119,4 @@ def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_
             up=weights.matrix(f"{own}fc1", sizes.inner, width), down=weights.matrix(f"{own}fc2", width, sizes.inner), curve=curve,
             heads=sizes.heads)
 
-    return WhisperEncoder(
-        first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
-        places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
-        blocks=[block(number) for number in range(sizes.layers)], after=weights.layer_norm(f"{name}{after}", width, EPS))
+    return [block(number) for number in range(sizes.layers)]

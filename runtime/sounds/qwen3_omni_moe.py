@@ -1,0 +1,111 @@
+"""Qwen 3 Omni: pieces of a second through three convolutions over time and bands, each of which halves both, and layers of Whisper's kind,
+whose rows see those of eight pieces. A row is 80 ms of such a piece, whose last is what is left of it."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from ..images import PLACE
+from ..images.senses import RATE
+from ..images.tower import Rows
+from ..images.tower_parts import CURVES, ROWS, Crew, Matrix, gelu, product, two_layers
+from ..images.tower_weights import Weights
+from .causal_conformer import HELD, KERNEL, Halving
+from .log_mel import read_log_mel
+from .qwen2_5_omni import waves
+from .tower_hearing import Hearing
+from .whisper_encoder import EPS, LARGE, Sizes, load_blocks
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+SHARE = 8  # frames, or bands, of which the convolutions make one
+AT_ONCE = 32  # windows that go through the layers together
+
+
+class Qwen3Omni(Hearing):
+    """`piece`: frames of one; `together`: pieces whose rows see each other."""
+
+    AUDIO = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
+    placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
+    most_seconds = 2400.0
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        self.piece = 2 * self.said.integer("n_window", high=1 << 12)
+        self.together = self.said.integer("n_window_infer", high=1 << 16) // self.piece
+        self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
+        if self.log_mel.bands != self.sizes.bands or shared(self.piece) > self.sizes.places or self.sizes.width % 2 or not self.together:
+            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.together} "
+                              f"together, but the tower takes {SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        whole, rest = divmod(samples // self.log_mel.hop, self.piece)
+        return (PLACE,) * (whole * shared(self.piece) + shared(rest))
+
+    def values(self, taken: np.ndarray) -> np.ndarray:
+        """float32 [frames, bands]; what is loudest is so in the whole sound."""
+        return self.log_mel(taken)
+
+    def load(self, weights: Weights) -> Rows:
+        sizes, width, channels, name = self.sizes, self.sizes.width, self.channels, "audio_tower."
+
+        def halving(number: int) -> Halving:
+            inside = 1 if number == 1 else channels
+            stored = weights.stored(f"{name}conv2d{number}.weight", channels, inside * KERNEL**2)  # bands before frames
+            turned = stored.reshape(channels, inside, KERNEL, KERNEL).swapaxes(2, 3).reshape(channels, -1)
+            return Halving(Matrix(np.ascontiguousarray(turned), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
+
+        halvings, blocks = [halving(number) for number in (1, 2, 3)], load_blocks(weights, sizes, name)
+        enter = weights.matrix(f"{name}conv_out", width, channels * shared(sizes.bands), bias=False)
+        places, after = waves(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
+        first, second = (weights.matrix(f"{name}proj{number}", rows, width) for number, rows in ((1, width), (2, self.config.hidden_size)))
+
+        def entered(frames: np.ndarray, fills: bool, crew: Crew) -> np.ndarray:
+            """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
+            x = np.pad(frames, ((0, self.piece - len(frames) if fills else 0), (0, 0)))[..., None]
+            for halving in halvings:
+                x = halving(x, crew)
+            x = product(x.swapaxes(1, 2).reshape(len(x), -1)[: shared(len(frames))], enter, crew)
+            return x + places[: len(x)]
+
+        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+            begins = range(0, len(frames), self.piece)
+            crew.work.total += len(blocks) * -(-len(begins) // (self.together * AT_ONCE))
+            made = []
+            for group in range(0, len(begins), self.together * AT_ONCE):
+                pieces = [entered(frames[begin : begin + self.piece], len(begins) > 1, crew)
+                          for begin in begins[group : group + self.together * AT_ONCE]]
+                ends = [*np.cumsum([0, *map(len, pieces)])[:: self.together].tolist(), sum(map(len, pieces))]
+                x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
+                for block in blocks:
+                    block.run(x, spans, crew)
+                made.append(two_layers(after(x), first, second, CURVES[sizes.curve], crew))
+            return np.concatenate(made)
+
+        return rows
+
+    def bytes_needed(self) -> int:
+        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+        width, frames = self.sizes.width, int(self.most_seconds * RATE) // self.log_mel.hop
+        with self.source.saying(), self.source.weights() as weights:
+            matrices, layer = 12 * width**2, 8 * AT_ONCE * self.together * shared(self.piece) * width
+            pieces = 16 * width * ROWS * self.workers
+            read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
+            whole = frames * self.sizes.bands + shared(frames) * (width + self.config.hidden_size)
+            return weights.nbytes + 4 * (matrices + layer + pieces + read + whole)
+
+
+def shared(count: int) -> int:
+    """Rows, or bands, that the convolutions make of so many frames, or bands."""
+    return -(-count // SHARE)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return Qwen3Omni(source, config)
