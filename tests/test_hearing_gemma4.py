@@ -7,6 +7,7 @@ import pytest
 import torch
 from family_models import assert_close
 from hearing_models import sound
+from safetensors.torch import load_file, save_file
 from sensing_models import AUDIO, EXTRACTOR, LOOKED, written_gemma4, written_unified
 from sight_models import FIRST, PICTURES, UnifiedReady, config_changed
 from transformers import Gemma4UnifiedAudioFeatureExtractor
@@ -16,7 +17,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work, sight_of
-from effllm.runtime.images.album import album_of, senses_nbytes
+from effllm.runtime.images.album import album_of, demand_sight, senses_nbytes
 from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.images.senses import SOUNDS
 from effllm.runtime.prepare import EngineOptions
@@ -132,6 +133,20 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     album = album_of(tmp_path, config)
     assert [*album.sights] == [SEEN] and not album.refused
     assert "takes images too" in read_config(tmp_path).warnings[0]
+
+
+def test_weights_without_what_hears_see_and_say_so(gemma, tmp_path):
+    """As a folder that was quantized when sounds were not read."""
+    for each in gemma[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    kept = {name: each for name, each in load_file(tmp_path / "model.safetensors").items() if "audio" not in name}
+    save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
+    album = album_of(tmp_path, read_config(tmp_path))
+    assert [*album.sights] == [SEEN] and "holds nothing that hears" in album.refused[SOUNDS].message
+    whole = sight_of(gemma[0], read_config(gemma[0]), SEEN)
+    assert np.array_equal(*(each.see(PICTURES["photo"], Work()).rows for each in (album.sights[SEEN], whole)))
+    with pytest.raises(UsageError, match="holds nothing that hears"):
+        demand_sight(tmp_path, read_config(tmp_path), sense=SOUNDS)
 
 
 def test_what_no_model_has_is_refused(gemma, tmp_path):
