@@ -13,9 +13,10 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ..offload.header import is_gguf
+from .images import kind_of
 from .images.album import words
 from .templates.template import ChatTemplate, TemplateError, load_template
-from .templates.written import PREFIX
+from .templates.written import WRITTEN
 from .tokens.reasoning import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
 from .tokens.text_pieces import encoding, in_the_end
 from .tokens.text_stream import Decoder, TextStream
@@ -92,8 +93,8 @@ class Tokenizer:
         if template is None and own is not None:
             template = own
             remarks.append(f"there is no chat template: that of {path.name}'s version is taken")
-        if template is None and config.prefixed:
-            template = ChatTemplate(PREFIX, special)
+        if template is None and (source := WRITTEN.get(kind_of(folder))) is not None:
+            template = ChatTemplate(source, special)
         bos = special.get("bos_token")
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.

@@ -71,7 +71,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
-    "granite_docling": ("granite_docling_text",),
+    "got_ocr2": ("qwen2",), "granite_docling": ("granite_docling_text",),
     "granite_speech": ("granite",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
@@ -84,7 +84,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-             "granite_docling",
+             "got_ocr2", "granite_docling",
              "granite_speech", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
              "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "paddleocr_vl", "paligemma",
              "qwen2_5_omni",

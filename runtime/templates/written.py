@@ -1,11 +1,31 @@
 """Chat templates of models that are published without one, though they were trained on one form of prompt alone."""
 
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+_PARTS = """{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string else message['content'] -%}"""
+_TEXT = """{%- for part in parts if part['type'] == 'text' -%}{{ part['text'] }}{%- endfor -%}"""
 # PaliGemma: pictures, the word that begins a text, what is asked, and the end of its line.
 PREFIX = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
-{%- set parts = [{'type': 'text', 'text': message['content']}] if message['content'] is string else message['content'] -%}
+""" + _PARTS + """
 {%- for part in parts if part['type'] == 'image' -%}{{ '<image>' }}{%- endfor -%}
 {%- if loop.first -%}{{ bos_token }}{%- endif -%}
-{%- for part in parts if part['type'] == 'text' -%}{{ part['text'] }}{%- endfor -%}
+""" + _TEXT + """
 {{ '\\n' }}
 {%- endfor -%}"""
+# GOT-OCR 2: one system's message, pages between two words, and what is asked (OCR:, OCR with format:) between two spaces.
+PAGES = """{%- if messages[0]['role'] != 'system' -%}
+{{ '<|im_start|>system\\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>' }}
+{%- endif -%}
+{%- for message in messages -%}
+""" + _PARTS + """
+{{ '<|im_start|>' + message['role'] + '\\n' }}
+{%- set pages = parts | selectattr('type', 'equalto', 'image') | list | length -%}
+{%- if pages -%}{{ '<img>' + '<imgpad>' * pages + '</img>\\n ' }}{%- endif -%}
+""" + _TEXT + """
+{{ (' ' if pages else '') + '<|im_end|>' }}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
+WRITTEN: Mapping[str | None, str] = {"got_ocr2": PAGES, "paligemma": PREFIX}  # by model type

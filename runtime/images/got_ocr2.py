@@ -1,0 +1,62 @@
+"""GOT-OCR 2: SAM's tower over a page that is made square, and where a folder asks for it over tiles of it too; convolutions make a row of
+every sixteen patches."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from . import PLACE
+from .internvl import FittedTiles
+from .sam import USUAL, convolved, load_sam
+from .tower_parts import Crew, product
+from .tower_sight import Rows
+from .tower_weights import Weights
+from .vision_transformer import layer_count
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+TWICE = 2  # that a convolution makes one of two in a row and in a column
+
+
+class GotOcr2(FittedTiles):
+    VISION = {"got_ocr2_vision": USUAL}
+    PROCESSORS = ("GotOcr2ImageProcessor",)
+    placeholder = "<imgpad>"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        if not self.processor.flag("crop_to_patches", False):
+            self.most = 1
+
+    @property
+    def most_patches(self) -> int:
+        return self.across**2
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self.grid(height, width)
+        side = self.across
+        for _ in range(TWICE):
+            side = -(-side // 2)
+        return (PLACE,) * (side * side * (rows * columns + (rows * columns > 1)))
+
+    def load(self, weights: Weights) -> Rows:
+        tower, hidden, own = load_sam(weights, self, "vision_tower."), self.config.hidden_size, "multi_modal_projector."
+        channels = self.vision.integer("output_channels")
+        first = weights.matrix(f"{own}conv_upsampler1", 2 * channels, 9 * channels, bias=False)
+        second = weights.matrix(f"{own}conv_upsampler2", hidden, 9 * 2 * channels, bias=False)
+        project = weights.matrix(f"{own}multimodal_projector", hidden, hidden, bias=True)
+
+        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            crew.work.total += len(tiles) * layer_count(self)
+            made = [convolved(convolved(tower.seen(tile, crew), first, 2, crew), second, 2, crew).reshape(-1, hidden) for tile in tiles]
+            return product(np.concatenate(made), project, crew)
+
+        return rows
+
+
+def sight(source: TowerSource, config: ModelConfig) -> GotOcr2:
+    return GotOcr2(source, config)

@@ -1,0 +1,154 @@
+"""SAM's tower, as readers of pages have it: patches of a square picture, layers in most of which they see those of a window, with a table
+of distances in rows and another in columns, and two convolutions behind them.
+
+Windows that reach beyond the picture have nothing there, and what a matrix with a bias makes of nothing is seen too, as it was trained.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from .tower_parts import CURVES, QUERIES, SHORT, Crew, Curve, Matrix, Norm, patches_of, product, two_layers
+from .tower_sight import TowerSight
+from .tower_weights import Weights
+from .vision_transformer import layer_count
+
+USUAL: Mapping[str, object] = {
+    "hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 1024, "patch_size": 16, "hidden_act": "gelu",
+    "layer_norm_eps": 1e-6, "qkv_bias": True, "use_abs_pos": True, "use_rel_pos": True, "window_size": 14,
+    "global_attn_indexes": [2, 5, 8, 11], "mlp_dim": 3072, "output_channels": 256}
+NECK_EPS = 1e-6
+
+
+@dataclass(frozen=True)
+class SamLayer:
+    """`side`: of its windows in patches. `far`: what queries are multiplied with by the distance in rows, and in columns, to a key, float32
+    [side, side, depth] each, or None."""
+
+    norms: tuple[Norm, Norm]
+    qkv: Matrix
+    out: Matrix
+    up: Matrix
+    down: Matrix
+    curve: Curve
+    heads: int
+    side: int
+    far: tuple[np.ndarray, np.ndarray] | None
+
+    def run(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+        """Of patches float32 [rows, columns, D]."""
+        rows, columns, width = x.shape
+        windows = _windows(self.norms[0](x), self.side)
+        made = product(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), self.side**2, 3, self.heads, -1)
+        seen = np.empty((len(windows), self.side**2, self.heads, width // self.heads), np.float32)
+        queries, keys, values = made.transpose(2, 0, 3, 1, 4)  # [windows, heads, patches, depth]
+        is_short = self.side**2 <= SHORT
+        few = self.side if is_short else max(1, QUERIES // self.side)
+        lines = [slice(first, min(first + few, self.side)) for first in range(0, self.side, few)]
+        heads = [slice(0, self.heads)] if is_short else [slice(head, head + 1) for head in range(self.heads)]
+        crew.all([self._look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some)
+                  for window in range(len(windows)) for which in heads for some in lines])
+        x = x + _whole(product(seen.reshape(-1, width), self.out, crew).reshape(windows.shape), rows, columns)
+        crew.work.done += 1
+        return x + two_layers(self.norms[1](x), self.up, self.down, self.curve, crew)
+
+    def _look(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, lines: slice) -> Callable[[], None]:
+        """What some lines of a window see of it: queries, keys and values [heads, patches, depth] -> `out` [patches, heads, depth]."""
+        def look() -> None:
+            which, side = slice(lines.start * self.side, lines.stop * self.side), self.side
+            own = queries[:, which]
+            scores = (own @ keys.swapaxes(1, 2)) * np.float32(own.shape[-1] ** -0.5)
+            if self.far is not None:
+                grid = own.reshape(len(own), -1, side, own.shape[-1])
+                down = grid @ self.far[0][lines].swapaxes(1, 2)
+                across = (grid.swapaxes(1, 2) @ self.far[1].swapaxes(1, 2)).swapaxes(1, 2)
+                scores = scores.reshape(len(own), -1, side, side, side)
+                scores += down[..., None]
+                scores += across[..., None, :]
+                scores = scores.reshape(len(own), -1, side * side)
+            scores -= scores.max(-1, keepdims=True)
+            np.exp(scores, out=scores)
+            mixed = scores @ values
+            mixed /= scores.sum(-1, keepdims=True)
+            out[which] = mixed.swapaxes(0, 1)
+
+        return look
+
+
+@dataclass(frozen=True)
+class Sam:
+    """`neck`: a matrix, a norm, a convolution and a norm."""
+
+    patches: Matrix
+    places: np.ndarray | None
+    blocks: Sequence[SamLayer]
+    neck: tuple[Matrix, Norm, Matrix, Norm]
+    patch: int
+
+    def seen(self, values: np.ndarray, crew: Crew) -> np.ndarray:
+        """Of a picture float32 [side, side, 3] -> float32 [rows, columns, channels]."""
+        rows = values.shape[0] // self.patch
+        x = product(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
+        if self.places is not None:
+            x += self.places
+        for block in self.blocks:
+            x = block.run(x, crew)
+        narrow, first, near, second = self.neck
+        x = first(product(x.reshape(-1, x.shape[-1]), narrow, crew)).reshape(rows, rows, -1)
+        return second(convolved(x, near, 1, crew))
+
+
+def convolved(x: np.ndarray, matrix: Matrix, stride: int, crew: Crew) -> np.ndarray:
+    """Of 3 × 3 neighbours, nothing beyond the borders: [rows, columns, C] -> [rows / stride, columns / stride, N], rounded up."""
+    rows, columns, _ = x.shape
+    wide = np.pad(x, ((1, 1), (1, 1), (0, 0)))
+    near = [wide[down : down + rows : stride, across : across + columns : stride] for down in range(3) for across in range(3)]
+    made = product(np.stack(near, axis=-1).reshape(near[0].shape[0] * near[0].shape[1], -1), matrix, crew)
+    return made.reshape(*near[0].shape[:2], -1)
+
+
+def load_sam(weights: Weights, sight: TowerSight, name: str) -> Sam:
+    keys, width, across = sight.vision, sight.width, sight.side // sight.patch
+    eps, inner, channels = keys.number("layer_norm_eps"), keys.integer("mlp_dim"), keys.integer("output_channels")
+    curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+    count = layer_count(sight)
+    whole, window = keys.layers("global_attn_indexes", count), keys.integer("window_size", low=0, high=1 << 10)
+
+    def far(name: str, side: int) -> np.ndarray:
+        table = weights.numbers(name, 2 * side - 1, width // sight.heads)
+        return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
+
+    def block(number: int) -> SamLayer:
+        own, side = f"{name}layers.{number}.", across if number in whole or not window else window
+        return SamLayer(
+            (weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
+            weights.matrix(f"{own}attn.qkv", 3 * width, width, bias=keys.flag("qkv_bias")),
+            weights.matrix(f"{own}attn.proj", width, width, bias=True), weights.matrix(f"{own}mlp.lin1", inner, width, bias=True),
+            weights.matrix(f"{own}mlp.lin2", width, inner, bias=True), curve, sight.heads, side,
+            (far(f"{own}attn.rel_pos_h", side), far(f"{own}attn.rel_pos_w", side)) if keys.flag("use_rel_pos") else None)
+
+    return Sam(weights.matrix(f"{name}patch_embed.projection", width, 3 * sight.patch**2),
+               weights.numbers(f"{name}pos_embed", 1, across, across, width)[0] if keys.flag("use_abs_pos") else None,
+               [block(number) for number in range(count)],
+               (weights.matrix(f"{name}neck.conv1", channels, width, bias=False),
+                weights.layer_norm(f"{name}neck.layer_norm1", channels, NECK_EPS),
+                weights.matrix(f"{name}neck.conv2", channels, 9 * channels, bias=False),
+                weights.layer_norm(f"{name}neck.layer_norm2", channels, NECK_EPS)), sight.patch)
+
+
+def _windows(x: np.ndarray, side: int) -> np.ndarray:
+    """[rows, columns, D] -> [windows, side, side, D], zeros beyond the borders."""
+    rows, columns, width = x.shape
+    down, across = -(-rows // side), -(-columns // side)
+    whole = np.pad(x, ((0, down * side - rows), (0, across * side - columns), (0, 0)))
+    return np.ascontiguousarray(whole.reshape(down, side, across, side, width).swapaxes(1, 2)).reshape(-1, side, side, width)
+
+
+def _whole(windows: np.ndarray, rows: int, columns: int) -> np.ndarray:
+    """The way back."""
+    side, width = windows.shape[1], windows.shape[-1]
+    down, across = -(-rows // side), -(-columns // side)
+    return windows.reshape(down, across, side, side, width).swapaxes(1, 2).reshape(down * side, across * side, width)[:rows, :columns]

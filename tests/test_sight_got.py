@@ -1,0 +1,55 @@
+"""GOT-OCR 2: SAM's windows that end beyond a page, tables of distances, convolutions, and the prompt of a page are transformers'."""
+
+import numpy as np
+import pytest
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
+
+from effllm.runtime.config import read_config
+from effllm.runtime.images import PLACE
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+TOWERS = {"small": {}, "large": {"image_size": 144, "window_size": 5, "qkv_bias": False},  # in whose layer without windows lines are apart
+          "plain": {"use_rel_pos": False, "use_abs_pos": False, "window_size": 10}}
+
+
+@pytest.fixture(scope="module", params=TOWERS)
+def got(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("got")
+    text, tower, words, more, _ = CASES["got_ocr2"]
+    side = TOWERS[request.param].get("image_size", 80)
+    processor = GotOcr2ImageProcessorPil(size={"height": side, "width": side}, max_patches=4, crop_to_patches=request.param == "small")
+    model = seeing(folder, "got_ocr2", (text, tower, words, more, processor), **TOWERS[request.param])
+    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", ["photo", "tall", "tiny"])
+def test_rows(got, name):
+    folder, model, processor = got
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    assert np.array_equal(np.stack(sight.values(picture)).transpose(0, 3, 1, 2), ready["pixel_values"])
+    held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
+
+
+@pytest.mark.parametrize(("pages", "asked"), [(1, "OCR:"), (1, "OCR with format:"), (2, "OCR across multi pages:")])
+def test_a_prompt_is_the_one_that_it_was_trained_on(got, pages, asked):
+    folder, _, processor = got
+    config = read_config(folder)
+    album = album_of(folder, config)
+    prompts = Prompts(Tokenizer.load(folder, config), album=album)
+    points = [PICTURES[name] for name in ("photo", "tall")[:pages]]
+    shown = [album.take(each) for each in points]
+    list(album.see(shown))
+    ids = prompts.encoded(prompts.rendered([{"role": "user", "content": "".join(mark(each.digest) for each in shown) + asked}], None))
+    _, text, *_ = GotOcr2Processor(processor, words_of(folder)).prepare_inputs_layout(
+        images=points[0] if pages == 1 else [points], format="format" in asked, multi_page=pages > 1, images_kwargs={})
+    rows = sum(each.seen.tokens.count(PLACE) for each in shown)
+    told = words_of(folder).encode(text[0].replace("<imgpad>", "<imgpad>" * rows), add_special_tokens=False)
+    assert [FIRST if token >= 1 << 40 else token for token in ids] == told
