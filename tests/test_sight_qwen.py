@@ -1,5 +1,5 @@
-"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR and PaddleOCR-VL: patches, rows, what goes to early layers, and tokens
-are those of transformers."""
+"""Qwen 2 VL, 2.5 VL, 3 VL and 3.5, GLM 4.1V to 4.6V, GLM-OCR, PaddleOCR-VL and LFM3-VL: patches, rows, what goes to early layers, and
+tokens are those of transformers."""
 
 import numpy as np
 import pytest
@@ -27,6 +27,9 @@ CASES = {
     "qwen3_vl": ("qwen3_vl", {**PLACES, "deepstack_visual_indexes": [0, 2]}, {"model_type": "qwen3_vl_text", **ROPE}),
     "paddleocr_vl": ("paddleocr_vl", {**TOWER, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8, "image_size": 48},
                      {"model_type": "paddleocr_vl_text", **ROPE}),
+    "lfm3_vl": ("lfm3_vl", {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 4, "num_attention_heads": 4,
+                            "num_key_value_heads": 2, "patch_size": 8, "initializer_range": 0.2},
+                {"model_type": "lfm3", "num_hidden_layers": 4, "pad_token_id": 0, "eos_token_id": 4}),
     "qwen3_5": ("qwen3_5", PLACES, {"model_type": "qwen3_5_text", "head_dim": 24, "layer_types": ["full_attention"] * 2,
                                     "rope_parameters": {**ROPE["rope_parameters"], "partial_rotary_factor": 1.0}}),
 }
@@ -56,7 +59,7 @@ def test_rows_are_those_of_transformers(qwen, name):
     assert np.array_equal(ours, values)
     seen = held_against(sight, picture, model, ready)
     rows, columns = ready["image_grid_thw"][0, 1:] // 2
-    assert seen.grid == (rows, columns) and len(seen.tokens) == rows * columns
+    assert seen.grid == (None if model.config.model_type == "lfm3_vl" else (rows, columns)) and len(seen.tokens) == rows * columns
     with torch.inference_mode():
         found = model.model.get_image_features(**{key: torch.as_tensor(value) for key, value in ready.items()})
     deep = getattr(found, "deepstack_features", None)

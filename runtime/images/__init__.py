@@ -33,6 +33,7 @@ SIGHTS: dict[str, str] = {
     "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
+    "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",

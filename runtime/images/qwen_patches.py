@@ -93,16 +93,20 @@ class QwenPatches(TowerSight):
         return patches_of(ready, self.patch)[order], np.stack(np.divmod(order, columns), axis=1)
 
     def embedding(self, weights: Weights, bias: bool) -> Matrix:
-        """Of a patch. Films are cut into pieces of several frames: a picture is a frame as often as they ask for, so their weights add."""
-        shape = self.width, 3 * self.frames * self.patch**2
-        stored = weights.numbers("visual.patch_embed.proj.weight", *shape).reshape(self.width, 3, self.frames, self.patch**2)
-        once = np.ascontiguousarray(stored.sum(2).reshape(self.width, -1))
-        return Matrix(once, weights.numbers("visual.patch_embed.proj.bias", self.width) if bias else None)
+        """Of a patch."""
+        stored = weights.numbers("visual.patch_embed.proj.weight", self.width, 3 * self.frames * self.patch**2)
+        return Matrix(self.once(stored), weights.numbers("visual.patch_embed.proj.bias", self.width) if bias else None)
 
-    def rope(self, places: np.ndarray) -> Rope:
+    def once(self, stored: np.ndarray) -> np.ndarray:
+        """What multiplies a patch, float32 [D, 3 * patch * patch]. Films are cut into pieces of several frames: a picture is a frame as
+        often as they ask for, so their weights add."""
+        frames = stored.reshape(self.width, 3, self.frames, self.patch**2)
+        return np.ascontiguousarray(frames.sum(2).reshape(self.width, -1))
+
+    def rope(self, places: np.ndarray, theta: float = THETA) -> Rope:
         """Of patches at these rows and columns, int64 [n, 2]."""
         quarter = self.width // self.heads // 4
-        steps = (1 / THETA ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+        steps = (1 / theta ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
         angles = (places[:, :, None].astype(np.float32) * steps).reshape(len(places), -1)
         angles = np.concatenate([angles, angles], axis=1)
         return Rope(np.cos(angles), np.sin(angles))

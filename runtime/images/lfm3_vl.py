@@ -1,0 +1,153 @@
+"""LFM3-VL: Qwen's patches through layers of which some see all patches and the others have a gated convolution over neighbours; squares of
+patches become one row."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError
+from . import PLACE
+from .qwen_patches import QwenPatches
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, product, silu, two_layers
+from .tower_sight import Rows
+from .tower_weights import Weights
+from .vision_transformer import layer_count
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+USUAL = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
+         "patch_size": 16, "conv_kernel_size": 3, "norm_eps": 1e-5}
+THETA, PROJECTOR_EPS = 1e6, 1e-6
+PATCHES, HEAD_NORMS = ("patchifier.weight", "patch_embed.weight"), ("layernorm", "norm")  # as published, and as transformers calls them
+CONV, ATTENTION = "conv", "full_attention"
+
+
+@dataclass(frozen=True)
+class ConvLayer:
+    """x += out(b · convolution(a · c)) for a, b, c of the norm of x, then x += ffn(norm(x)). `near`: float32 [side, side, D]."""
+
+    norms: tuple[Norm, Norm]
+    into: Matrix
+    near: np.ndarray
+    out: Matrix
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+
+    def run(self, x: np.ndarray, places: np.ndarray, crew: Crew) -> None:
+        """In place on x float32 [n, D], of patches at rows and columns int64 [n, 2] of one picture."""
+        first, second, third = np.split(product(self.norms[0](x), self.into, crew), 3, axis=-1)
+        x += product(second * self._neighbours(first * third, places, crew), self.out, crew)
+        gate, up, down = self.gate.wide(), self.up.wide(), self.down.wide()
+
+        def rest(rows: slice) -> None:
+            normed = self.norms[1](x[rows])
+            x[rows] += down(silu(gate(normed)) * up(normed))
+
+        crew.each(rest, len(x))
+        crew.work.done += 1
+
+    def _neighbours(self, x: np.ndarray, places: np.ndarray, crew: Crew) -> np.ndarray:
+        (rows, columns), side = places.max(0) + 1, len(self.near)
+        wide = np.zeros((rows + side - 1, columns + side - 1, x.shape[1]), np.float32)
+        wide[places[:, 0] + side // 2, places[:, 1] + side // 2] = x
+        made = np.empty_like(x)
+
+        def some(which: slice) -> None:
+            down, across = places[which].T
+            made[which] = sum(wide[down + dy, across + dx] * self.near[dy, dx] for dy in range(side) for dx in range(side))
+
+        crew.each(some, len(x))
+        return made
+
+
+class Lfm3Vl(QwenPatches):
+    VISION = {"lfm3_vl_vision": USUAL}
+
+    @cached_property
+    def heads(self) -> int:
+        heads = self.vision.integer("num_attention_heads", high=1024)
+        groups = self.vision.integer("num_key_value_heads", high=1024)
+        if self.width % (4 * heads) or heads % groups:
+            raise self.vision.fail("num_attention_heads", f"a part of {self.width} in which rows and columns have a place")
+        return heads
+
+    def rope_grid(self, height: int, width: int) -> None:
+        """Positions of its text go on as the tokens do."""
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self.grid(height, width)
+        return (PLACE,) * (rows * columns // self.joined**2)
+
+    def kinds(self) -> Sequence[str]:
+        count = layer_count(self)
+        usual = tuple(CONV if number < 2 or number % 2 else ATTENTION for number in range(count))
+        kinds = self.vision.words("layer_types", count) or usual
+        if not set(kinds) <= {CONV, ATTENTION}:
+            raise ConfigError(f"config.json: vision_config: layer_types holds others than {CONV} and {ATTENTION}")
+        return kinds
+
+    def load(self, weights: Weights) -> Rows:
+        keys, width, hidden, name = self.vision, self.width, self.config.hidden_size, "vision_tower."
+        inner, eps, together = keys.integer("intermediate_size"), keys.number("norm_eps"), width * self.joined**2
+        side = keys.integer("conv_kernel_size", high=31)
+        if side % 2 == 0:
+            raise keys.fail("conv_kernel_size", "an odd number")
+        theta = (keys.section("rope_parameters") or {}).get("rope_theta", THETA)
+        groups, depth = keys.integer("num_key_value_heads", high=1024), width // self.heads
+        patches = next((each for each in PATCHES if weights.has(name + each)), PATCHES[0])
+        stored = weights.numbers(name + patches, width, 3 * self.frames * self.patch**2)
+        embedding = Matrix(self.once(stored), None)
+
+        def shared(matrix: Matrix) -> Matrix:
+            """One matrix row a head, of keys or values that several heads have."""
+            own = matrix.stored.reshape(groups, depth, width)
+            return Matrix(np.repeat(own, self.heads // groups, axis=0).reshape(width, width), None)
+
+        def layer(number: int, kind: str) -> Block | ConvLayer:
+            own = f"{name}layers.{number}."
+            norms = weights.rms_norm(f"{own}operator_norm", width, eps), weights.rms_norm(f"{own}ffn_norm", width, eps)
+            gate, down, up = (weights.matrix(f"{own}feed_forward.w{which}", *shape, bias=False) for which, shape in
+                              ((1, (inner, width)), (2, (width, inner)), (3, (inner, width))))
+            if kind == CONV:
+                near = weights.numbers(f"{own}conv.spatial_conv.weight", width, 1, side, side).reshape(width, side, side)
+                return ConvLayer(norms, weights.matrix(f"{own}conv.in_proj", 3 * width, width, bias=False),
+                                 np.ascontiguousarray(near.transpose(1, 2, 0)),
+                                 weights.matrix(f"{own}conv.out_proj", width, width, bias=False), gate, up, down)
+            norms_of = next((each for each in HEAD_NORMS if weights.has(f"{own}self_attn.q_{each}.weight")), HEAD_NORMS[0])
+            pair = [shared(weights.matrix(f"{own}self_attn.{which}_proj", groups * depth, width, bias=False)) for which in "kv"]
+            return Block(norms, weights.matrix(f"{own}self_attn.q_proj", width, width, bias=False), *pair,
+                         weights.matrix(f"{own}self_attn.out_proj", width, width, bias=False), up, down, silu, self.heads, gate=gate,
+                         own_norms=tuple(weights.rms_norm(f"{own}self_attn.{which}_{norms_of}", depth, eps) for which in "qk"))
+
+        layers = [layer(number, kind) for number, kind in enumerate(self.kinds())]
+        entry, norm = weights.rms_norm(f"{name}embedding_norm", width, eps), weights.layer_norm("multi_modal_projector.layer_norm", width,
+                                                                                               PROJECTOR_EPS)
+        between, biased = self.outer.integer("projector_hidden_size", 4096), self.outer.flag("projector_bias", True)
+        first = weights.matrix("multi_modal_projector.linear_1", between, together, bias=biased)
+        second = weights.matrix("multi_modal_projector.linear_2", hidden, between, bias=biased)
+        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+            patches, places = values
+            x, rope = entry(product(patches, embedding, crew)), self.rope(places, theta)
+            crew.work.total += len(layers)
+            for each in layers:
+                if isinstance(each, ConvLayer):
+                    each.run(x, places, crew)
+                else:
+                    each.run(x, [(0, len(x))], crew, rope)
+            return two_layers(norm(x).reshape(-1, together), first, second, curve, crew)
+
+        return rows
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Lfm3Vl:
+    return Lfm3Vl(source, config)
