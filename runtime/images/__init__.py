@@ -32,6 +32,7 @@ SIGHTS: dict[str, str] = {
     "aya_vision": "aya_vision", "cohere2_vision": "cohere2_vision",
     "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
+    "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
@@ -48,8 +49,8 @@ class Seen:
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
     rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
     layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
-    the text part (Qwen 3 VL), else None. `by_adapter`: rows are read by the LoRA adapter that the model was published with.
-    `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None. `word`: of
+    the text part (Qwen 3 VL), or behind layer `behind`[k], else None. `by_adapter`: rows are read by the LoRA adapter that the model was
+    published with. `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None. `word`: of
     families whose layers attend to the rows, what their one place is in the vocabulary; else None."""
 
     rows: np.ndarray
@@ -59,6 +60,7 @@ class Seen:
     in_windows: bool = False
     deep: np.ndarray | None = None
     by_adapter: bool = False
+    behind: tuple[int, ...] | None = None
     numbered: Callable[[int], tuple[int, ...]] | None = None
     word: int | None = None
 

@@ -86,14 +86,15 @@ class Picture:
 @dataclass(frozen=True)
 class Shown:
     """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
-    each of the first layers: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself each of the pass sees, int64 [T];
-    None for none. `in_windows`: it does in layers with a window alone."""
+    each of the first layers, or of those that `behind` lists: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself
+    each of the pass sees, int64 [T]; None for none. `in_windows`: it does in layers with a window alone."""
 
     places: np.ndarray
     rows: np.ndarray
     deep: np.ndarray | None = None
     reach: np.ndarray | None = None
     in_windows: bool = False
+    behind: tuple[int, ...] | None = None
 
     def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
         """The last position that each token sees, of a pass whose first is at `first`, and `in_windows`; None where it is its own. Raises
@@ -112,10 +113,11 @@ class Shown:
 
     def deepened(self, ops: Ops, x: object, layer: int) -> object:
         """The states x[T, D] behind a layer with what is added there."""
-        if self.deep is None or layer >= len(self.deep):
+        layers = range(len(self.deep)) if self.deep is not None and self.behind is None else self.behind or ()
+        if self.deep is None or layer not in layers:
             return x
         states = ops.to_host(x)
-        states[self.places] += self.deep[layer]
+        states[self.places] += self.deep[layers.index(layer)]
         return ops.from_host(states)
 
 
@@ -229,7 +231,7 @@ class Album:
         places = [place for place, token in enumerate(ids) if token >= PICTURED]
         if not places:
             return list(ids), None
-        rows, deep, pictured, plain, reach, narrow = [], [], [], list(ids), np.zeros(len(ids), np.int64), False
+        rows, deep, pictured, plain, reach, narrow, behind = [], [], [], list(ids), np.zeros(len(ids), np.int64), False, None
         for place in places:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
@@ -243,11 +245,11 @@ class Album:
             deep.append(None if picture.seen.deep is None else picture.seen.deep[:, row])
             if picture.seen.both_ways:
                 reach[place], narrow = len(picture.seen.rows) - 1 - row, picture.seen.in_windows
-            plain[place] = 0
+            behind, plain[place] = picture.seen.behind or behind, 0
         if not pictured:
             return plain, None
         return plain, Shown(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
-                            reach if reach.any() else None, narrow)
+                            reach if reach.any() else None, narrow, behind)
 
     def rows_of(self, number: int) -> np.ndarray:
         """What layers attend to of the picture of this number. Raises PictureGone."""

@@ -98,17 +98,20 @@ class LlavaNext(Llava):
         project, newline = self.projector(weights), weights.numbers("image_newline", self.config.hidden_size)
 
         def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: Crew) -> np.ndarray:
-            tiles, (height, width) = values
-            made = project(tiles, crew)
-            down, across = (side // self.side for side in self.resolution(height, width))
-            hidden = made.shape[-1]
-            grid = made[1:].reshape(down, across, self.across, self.across, hidden).swapaxes(1, 2)
-            grid = grid.reshape(down * self.across, across * self.across, hidden)[self.shown(height, width)]
-            grid = self.fewer(grid, *self.lines(height, width))
-            lined = np.concatenate([grid, np.broadcast_to(newline, (len(grid), 1, hidden))], axis=1)
-            return np.concatenate([made[0], lined.reshape(-1, hidden)])
+            tiles, size = values
+            return self.packed(project(tiles, crew), size, newline)
 
         return rows
+
+    def packed(self, made: np.ndarray, size: tuple[int, int], newline: np.ndarray) -> np.ndarray:
+        """Of tiles [tiles, rows, hidden] of a picture of this size: the first, and the lines of the others."""
+        down, across = (side // self.side for side in self.resolution(*size))
+        hidden = made.shape[-1]
+        grid = made[1:].reshape(down, across, self.across, self.across, hidden).swapaxes(1, 2)
+        grid = grid.reshape(down * self.across, across * self.across, hidden)[self.shown(*size)]
+        grid = self.fewer(grid, *self.lines(*size))
+        lined = np.concatenate([grid, np.broadcast_to(newline, (len(grid), 1, hidden))], axis=1)
+        return np.concatenate([made[0], lined.reshape(-1, hidden)])
 
     def fewer(self, grid: np.ndarray, lines: int, columns: int) -> np.ndarray:
         """A grid of rows [lines, columns, hidden], of which there may be too many."""

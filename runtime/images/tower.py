@@ -51,6 +51,7 @@ class Tower(Family):
     sense: Sense
     placeholder: str
     threads: int | None = None
+    multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
     def __init__(self, source: TowerSource, config: ModelConfig, section: str, kinds: Mapping[str, Mapping[str, object]]) -> None:
         self.source, self.config = source, config
@@ -79,7 +80,7 @@ class Tower(Family):
         if rows.shape != (self.row_count(tokens, taken), self.config.hidden_size):
             raise ConfigError(f"{self.source.model}: a {self.sense.noun} became {len(rows)} rows of {rows.shape[-1]}, but "
                               f"{self.row_count(tokens, taken)} of {self.config.hidden_size} have a place")
-        if self.config.family in MULTIPLIED:
+        if self.multiplied and self.config.family in MULTIPLIED:
             rows = rows * np.float32(self.config.embedding_multiplier)
         return rows, tokens, deep
 

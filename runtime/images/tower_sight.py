@@ -38,6 +38,7 @@ class TowerSight(Tower):
     sense = PICTURES
     placeholder = "<image>"
     both_ways = in_windows = False
+    behind: tuple[int, ...] | None = None  # as of `Seen`
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config, "vision_config", self.VISION)
@@ -48,7 +49,8 @@ class TowerSight(Tower):
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
         height, width = picture.shape[:2]
         rows, tokens, deep = self.computed(picture, work)
-        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, word=self.stands_for)
+        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, behind=self.behind,
+                    word=self.stands_for)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""

@@ -23,7 +23,8 @@ from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
-         "vision_embedder.", "projector.", "merger.")
+         "vision_embedder.", "projector.", "merger.",
+         "layerwise_projectors.", "spatial_projectors.")
 # What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector."}
 HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech

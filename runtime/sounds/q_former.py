@@ -92,7 +92,13 @@ class QFormer:
 
     def __call__(self, seen: np.ndarray, crew: Crew) -> np.ndarray:
         """Of windows float32 [windows, m, K] -> [windows, n, D]."""
-        x = np.repeat(self.before(self.learned)[None], len(seen), axis=0)
+        return self._through(np.repeat(self.before(self.learned)[None], len(seen), axis=0), seen, crew)
+
+    def asked(self, queries: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
+        """By rows float32 [windows, n, D] in place of the learned ones."""
+        return self._through(self.before(queries), seen, crew)
+
+    def _through(self, x: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
         for layer in self.layers:
             x = layer(x, seen, crew)
         return x

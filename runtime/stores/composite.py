@@ -14,6 +14,7 @@ OUTER_HARMLESS = frozenset({
     "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "assistant_token_id", "audio_config",
     "audio_soft_tokens_per_image", "audio_token_id", "audio_token_index", "boa_token_id", "boa_token_index", "boi_token_id",
     "boi_token_index", "code2wav_config", "compression_ratio",
+    "deepstack_layer_map", "projector_dropout", "qformer_config", "spatial_target_layers", "spatial_vision_layer",
     "density_router_hidden_size", "density_router_loss_weight", "density_router_threshold",
     "do_image_splitting", "downsample_factor", "downsample_mode",
     "downsample_rate", "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_config",
@@ -34,7 +35,8 @@ OUTER_HARMLESS = frozenset({
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
-AS_INSIDE = ("audioflamingo3", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
+AS_INSIDE = ("audioflamingo3", "exaone4_5", "granite4_vision",
+             "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
              "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers

@@ -1,0 +1,53 @@
+"""Granite Vision 4: rows that ask about windows of patches, and what is added before which layer, are those of transformers."""
+
+import numpy as np
+import pytest
+import torch
+from sight_cases import CASES
+from sight_models import PICTURES, config_changed, opened, seeing
+
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.images import PLACE, Work
+
+TARGETS = {0, 1, 2, 3, 4, 5}
+
+
+@pytest.fixture(scope="module", params=["1/2", "2/4"])
+def granite(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("granite")
+    text, tower, words, more, processor = CASES["granite4_vision"]
+    return folder, seeing(folder, "granite4_vision", (text, tower, words, {**more, "downsample_rate": request.param}, processor)), processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_for_each_layer(granite, name):
+    folder, model, processor = granite
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
+    assert np.array_equal(np.stack(sight.values(picture)[0]).transpose(0, 3, 1, 2), ready["pixel_values"][0].numpy())
+    strategy = model.config.vision_feature_select_strategy
+    with torch.inference_mode():
+        found = model.model.get_image_features(ready["pixel_values"], ready["image_sizes"], vision_feature_select_strategy=strategy)
+    wanted = {layer: torch.cat(list(rows)).numpy() for layer, rows in found.deepstack_features}
+    assert wanted.keys() == TARGETS
+    seen = sight.see(picture, Work())
+    assert seen.tokens == (PLACE,) * len(seen.rows) and len(seen.tokens) == sight.places(*picture.shape[:2])
+    ours = {0: seen.rows, **{layer + 1: rows for layer, rows in zip(seen.behind, seen.deep, strict=True)}}
+    assert ours.keys() == TARGETS
+    for layer, rows in wanted.items():
+        assert np.abs(ours[layer] - rows).max() < 2e-5 * np.abs(rows).max(), layer
+
+
+@pytest.mark.parametrize(("changes", "said"), [
+    ({"downsample_rate": "3/8"}, "downsample_rate"), ({"downsample_rate": "half"}, "downsample_rate"),
+    ({"spatial_target_layers": [1, 9]}, "spatial_target_layers"), ({"deepstack_layer_map": [[9, 1]]}, "deepstack_layer_map"),
+    ({"deepstack_layer_map": [1, 2]}, "deepstack_layer_map")])
+def test_layers_and_windows_that_are_none_are_refused(granite, changes, said):
+    folder = granite[0]
+    before = (folder / "config.json").read_text()
+    config_changed(folder, "config.json", **changes)
+    try:
+        with pytest.raises(ConfigError, match=said):
+            opened(folder)
+    finally:
+        (folder / "config.json").write_text(before)
