@@ -33,6 +33,7 @@ from . import (
     mamba,
     mamba2,
     minicpm3,
+    mllama,
     muse_glimmer,
     sections,
     short_conv,
@@ -160,6 +161,8 @@ ARCHITECTURES = {
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                                                            **_CAUSAL},
                           experts=("block_sparse_moe", mixtral.NAMES)),
+    mllama.NAME: Architecture(mllama.FAMILY, interleaved=True, layer_names=mllama.NAMES, whole=mllama.WHOLE, required=mllama.REQUIRED,
+                              read=mllama.READ),
     "llama-embed": Architecture("llama", interleaved=True, config={"is_causal": False}, read=frozenset({"attention.causal"})),
     "gpt2": Architecture("gpt2", config={"activation_function": "gelu_new"}, fused=_QKV, epsilon=LAYER_NORM, roles={
         "positions": "position_embd"}, outer={"position_embd.weight": "model.embed_positions.weight", **_NORM_BIAS}, keys={

@@ -24,6 +24,7 @@ from . import (
     mamba,
     mamba2,
     minicpm3,
+    mllama,
     muse_glimmer,
     short_conv,
     state_spaces,
@@ -250,7 +251,8 @@ OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "hy_v3": _hy3, jamba.FAMILY: _windowed(jamba.add_jamba), kolibri1.FAMILY: _kolibri1, laguna.FAMILY: _laguna,
     llama4.FAMILY: lambda of, raw: llama4.add_llama4(of.header, raw, of.stated), mamba.NAME: _windowed(mamba.add_mamba),
     mamba2.NAME: _windowed(mamba2.add_mamba2), "minicpm": _minicpm, minicpm3.FAMILY: _windowed(minicpm3.add_minicpm3),
-    "minimax_m2": _minimax, muse_glimmer.FAMILY: _muse_glimmer, "qwen2_moe": _qwen2_moe, step35.FAMILY: _step35, swash.DENSE: _swash,
+    "minimax_m2": _minimax, mllama.FAMILY: _windowed(mllama.add_mllama), muse_glimmer.FAMILY: _muse_glimmer,
+    "qwen2_moe": _qwen2_moe, step35.FAMILY: _step35, swash.DENSE: _swash,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
 BY_KEY: Mapping[str, Callable[[Given, Raw], None]] = {

@@ -298,7 +298,7 @@ def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, thread
     try:
         album = Album(*_senses(model, config, mmproj))
     except EffllmError as error:
-        if mmproj is not None:
+        if mmproj is not None and not config.cross_layers:  # whose pictures no file of this kind brings, and whose texts need none
             raise
         return Album(dict.fromkeys(senses_of(raw_of(model)) or (PICTURES,), error))
     for sight in album.sights.values():

@@ -60,6 +60,9 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[Sig
     channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
     if not is_gguf(model):
         raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees with itself", "leave it away")
+    if config.cross_layers:
+        raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
+                         "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")
     path = named or (model if read_header(model).sees else beside(model))
     if path is None:
         raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",

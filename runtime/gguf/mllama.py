@@ -1,0 +1,26 @@
+"""What GGUF files, which Ollama's converter writes, say of the text part of Llama 3.2 Vision: which layers attend to pictures, and what
+their tensors are called. Pictures are not read from such files, and without one those layers are left out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import damaged
+
+FAMILY, NAME = "mllama_text_model", "mllama"
+LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
+REQUIRED, READ = (LAYERS,), frozenset({LAYERS})
+NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_proj", "v_proj", "o_proj", "q_norm", "k_norm")}
+WHOLE = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
+
+
+def add_mllama(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    stated = header.metadata[f"{NAME}.{LAYERS}"]
+    if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
+        damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected numbers of layers")
+    head = header.tensors.get(HEAD)
+    if head is None or len(head.shape) != 2:
+        damaged(header.path, f"holds no tensor {HEAD}" if head is None else f"has tensor {HEAD} of shape {list(head.shape)}")
+    raw |= {"cross_attention_layers": stated.tolist(), "vocab_size": head.shape[0]}  # the embedding has more rows than words are written
