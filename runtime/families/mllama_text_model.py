@@ -39,12 +39,12 @@ def config(keys: Keys) -> ModelConfig:
     if made.head_dim * made.num_attention_heads != made.hidden_size:
         raise ConfigError(f"config.json: head_dim = {made.head_dim} is not supported for {made.family} models",
                           f"heads share out the width: {made.hidden_size // made.num_attention_heads}")
-    stated = keys.raw.get("cross_attention_layers")
-    found = list(range(3, 40, 5)) if stated is None else stated
-    if not isinstance(found, list) or not all(type(each) is int and 0 <= each < made.num_hidden_layers for each in found) \
-            or len(set(found)) != len(found) or len(found) == made.num_hidden_layers:
-        raise ConfigError(f"config.json: cross_attention_layers are not some of {made.num_hidden_layers} layers",
-                          "fetch it again from where the model is from")
+    layers, usual = made.num_hidden_layers, (each for each in range(3, 40, 5) if each < made.num_hidden_layers)
+    found = keys.layers("cross_attention_layers", layers)
+    if keys.raw.get("cross_attention_layers") is None:
+        found = frozenset(usual)
+    if len(found) == layers:
+        raise ConfigError("config.json: cross_attention_layers names every layer", "this version needs a layer with attention to the text")
     # Whatever is said, the head is one of its own.
     return replace(made, cross_layers=tuple(sorted(found)), tie_word_embeddings=False, words_beside=WORDS_BESIDE)
 
