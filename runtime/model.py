@@ -326,8 +326,9 @@ class Model(StoredStates):
     def _block(self, layer: int, ops: object, w: LayerWeights, x: object, cache: KVCache, tap: Tap) -> object:
         """One block, on the backend of `ops`; where keys and values lie on the host and it does not, what attends crosses."""
         host, config = self.backends["cpu"], self.config
-        kv = self._pictures_of(layer) if layer in config.cross_layers else cache.layer(layer)
-        if ops is not host and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
+        at_pictures = layer in config.cross_layers
+        kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
+        if ops is not host and not at_pictures and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
         given = () if own is None else (own if ops is host else ops.from_host(own),)

@@ -22,6 +22,9 @@ from transformers import MllamaForCausalLM
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
 
 from effllm import EffllmError, UsageError
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.threads import ThreadPool
 from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.images import Work
@@ -30,6 +33,8 @@ from effllm.runtime.images.marks import PictureGone
 from effllm.runtime.images.turning import PICTURED, parts_of
 from effllm.runtime.kv import picture_keys
 from effllm.runtime.kv.picture_keys import Watched, picture_keys_nbytes
+from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 
 EXACT = {"kv": "32bit", "device": "cpu", "ctx": 512, "chunk": 128, "exact": True, "spec": "off"}
@@ -200,15 +205,22 @@ def test_a_picture_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     assert np.array_equal(read(engine, ids_of(engine, ("photo", 500, 313))), before[0])
 
 
-def test_layers_on_a_gpu_refuse_a_picture(engine: Engine) -> None:
-    ids, placement = ids_of(engine, ("photo", 500)), engine.placement
-    engine.placement = replace(placement, devices=("cpu",) * 5 + ("cuda",))
+def test_layers_on_a_gpu_read_text_and_refuse_a_picture(made) -> None:
+    """On a card that is none, for its operations alone."""
+    prepared = prepare(made[0], EngineOptions(**EXACT))
+    placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * 5)
+    host = CpuOps(ThreadPool(1), dims(prepared.config, 512, prepared.shape.chunk, LOGIT_ROWS))
+    engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
     try:
+        list(engine.model.load())
+        engine.album = album_of(made[0], engine.config)
+        ids = list(range(5, 60))
+        assert_close(scored(engine, ids), wanted(made[1], ids, ()))
         with pytest.raises(UsageError, match="layers on a GPU") as caught:
-            read(engine, ids)
+            read(engine, ids_of(engine, ("photo", 500)))
         assert caught.value.hint == "--device cpu"
     finally:
-        engine.placement = placement
+        engine.close()
 
 
 # -- several texts, adapters, files, the disk --------------------------------------------------------------------------------------
