@@ -23,6 +23,8 @@ from .interrupt import EndedFromOutside
 
 NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED = "stopped by Ctrl-C"
+NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
+LIMITS = "`ulimit -v` and `ulimit -u` say what this shell allows, a container has limits of its own"
 
 
 def guarded(program: Callable[[], int], environment: Environment) -> int:
@@ -97,6 +99,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return "stopped", "", 1
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
         return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
+    if is_under_limit(error):
+        return "this process may not have the memory, or the threads, that the program itself takes", LIMITS, DoesNotFit.exit_code
     if isinstance(error, OSError) and error.strerror:
         where = f"{error.filename}: " if error.filename else ""
         if lacks_room(error):
@@ -104,6 +108,15 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return f"{where}{error.strerror}", "--debug shows where this happened", 1
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
+
+
+def is_under_limit(error: BaseException | None) -> bool:
+    """Whether a library could not be mapped, or no thread begun, whichever error was made of that."""
+    while error is not None:
+        if isinstance(error, ImportError | OSError | RuntimeError) and any(said in str(error) for said in NO_ROOM):
+            return True
+        error = error.__cause__ or error.__context__
+    return False
 
 
 def usage_message(error: typer.TyperException) -> str:

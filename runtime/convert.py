@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .. import DoesNotFit, UsageError, __version__
+from .. import DoesNotFit, EffllmError, UsageError, __version__, typed
 from ..kernels.threads import MOST_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
@@ -32,12 +32,13 @@ from ..quant.error import error_db
 from ..quant.recipe import Recipe, parse_rule, parse_target
 from ..quant.spec import FOREIGN, QuantSpec
 from .calibrate import LEAST, TOKENS, built_in_text, calibration_ids, narrow
+from .config import read_config
 from .conversion.convert_plan import MATRICES, ConversionPlan, SizeRow, plan_conversion
 from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
 from .files.small_file import TOKENIZER_NBYTES
-from .files.written import demand_folder, foreign, what_lies_at, whole_already
+from .files.written import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
 from .hub import COMPANIONS, NESTED
 from .images.kept_tower import keep_tower, tower_nbytes
 from .planning.compiled import compiled
@@ -148,18 +149,20 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield _converted(out, made, finished, started)
                 return
             check_target(out, options.replace)
+        tower, copies = tower_nbytes(plan.folder) if options.tower else 0, copied(plan.folder)
+        beside = sum(path.stat().st_size for path in copies.values()) + tower - held_nbytes(out)
+        if options.target is None:  # before kernels are compiled; else the formats decide
+            check_space(out, plan.file_nbytes + beside)
         for item in decided(plan, options):
             if isinstance(item, ConversionPlan):
                 plan = item
             else:
                 yield item
-        tower = tower_nbytes(plan.folder) if options.tower else 0
         warnings = [each for each in plan.config.warnings if not (tower and TEXT_ALONE in each)]
         yield from (Notice(text) for text in (*warnings, *plan.notices(), *too_many_threads(options.threads)))
         started = time.monotonic()
         pool = ThreadPool(min(MOST_WORKERS, options.threads or hardware.cpu_threads()))
-        copies = copied(plan.folder)
-        check_space(out, plan.file_nbytes - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()) + tower)
+        check_space(out, plan.file_nbytes + beside)
         try:
             with FolderWriter(out, plan.files, fingerprint(plan, options, ids), FILE, str(options.source.get("model", ""))) as writer:
                 yield from _opening(plan, writer)
@@ -237,9 +240,21 @@ def check_target(out: Path, replace: bool | None, source: Path | None = None) ->
     if made is None:
         raise UsageError(f"{out} exists" + ("" if replace is None else " and is not a model that effllm quantized"), OTHER_FOLDER)
     if not replace:
-        raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else f"--force replaces it, or {OTHER_FOLDER}")
+        raise UsageError(f"{out} exists ({made.spec_text})", OTHER_FOLDER if replace is None else
+                         f"{_unprofiled(out)}--force replaces it, or {OTHER_FOLDER}")
     if (other := foreign(out)) is not None:
         raise UsageError(f"{out} holds {other}, which effllm did not write and will not delete", f"move it away, or {OTHER_FOLDER}")
+
+
+def _unprofiled(out: Path) -> str:
+    """The next step for a model that is whole and has no profile of its cache: whoever was killed while that was recorded begins again by
+    the same command."""
+    if (out / KV_PROFILE).exists():
+        return ""
+    try:
+        return f"it lacks the profile for --kv alone: effllm eval kv-profile {typed(out)}; " if read_config(out).cache_heads else ""
+    except EffllmError:  # an encoder, or a model of a newer effllm
+        return ""
 
 
 def fingerprint(plan: ConversionPlan, options: ConvertOptions, ids: Sequence[int],

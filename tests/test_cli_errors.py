@@ -217,3 +217,25 @@ def test_a_report_that_has_nowhere_to_go_is_an_error_before_the_work(command: st
 def test_help_into_a_closed_pipe_is_quiet() -> None:
     ran = shell('EFFLLM run --help | head -c 1; echo "${PIPESTATUS[0]}"')
     assert ran.stdout.endswith("0\n") and ran.stderr == "", ran
+
+
+def test_a_limit_that_the_program_itself_is_under_is_no_fault_of_it() -> None:
+    unmapped = OSError("Could not find/load shared object file")
+    unmapped.__context__ = OSError("libllvmlite.so: failed to map segment from shared object")
+    for error in (unmapped, ImportError("numpy.so: cannot allocate memory"), RuntimeError("can't start new thread")):
+        code, said = guarded(error, world())
+        assert code == 4 and said.count("\n") == 2 and "ulimit -v" in said and "internal error" not in said
+    assert guarded(RuntimeError("another"), world())[0] == 1
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to such a limit")
+def test_whatever_memory_a_shell_allows_it_runs_or_says_so() -> None:
+    seen = set()
+    for kib in (200_000, 300_000, 420_000, 450_000, 480_000, 520_000, 600_000, 4_000_000):
+        ran = subprocess.run(["bash", "-c", f'ulimit -v {kib}; exec "$@"', "-", sys.executable, "-P", "-m", "effllm", "run", "fable", "Hi",
+                              "-n", "2"], capture_output=True, text=True, check=False, timeout=120)
+        if not ran.stderr.startswith("OpenBLAS error"):  # NumPy's, which ends the process by itself
+            assert ran.returncode in (0, 4) and "internal error" not in ran.stderr and "Traceback" not in ran.stderr, (kib, ran.stderr)
+            seen.add(ran.returncode)
+    assert seen == {0, 4}

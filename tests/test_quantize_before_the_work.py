@@ -3,6 +3,7 @@ plan."""
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from test_cli_quantize import FABLE, Ran, copy, made
 
 from effllm.kernels import warm
+from effllm.runtime import convert
 
 __all__ = ["made"]  # a fixture
 TO_FOUR = ("--bits", "4", "--no-kv-profile")
@@ -37,6 +39,14 @@ def test_a_plan_of_sizes_compiles_nothing(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)
     monkeypatch.setattr(warm, "warm", lambda kinds=(): pytest.fail("kernels are compiled"))
     assert Ran("quantize", FABLE, "-o", tmp_path / "out", *TO_FOUR, "--dry-run").code == 0
+
+
+def test_a_disk_that_is_too_small_is_said_before_anything_is_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=(): True)
+    monkeypatch.setattr(warm, "warm", lambda kinds=(): pytest.fail("kernels are compiled"))
+    monkeypatch.setattr(convert.shutil, "disk_usage", lambda path: SimpleNamespace(free=1 << 20))
+    said = Ran("quantize", FABLE, "-o", tmp_path / "out", *TO_FOUR).refused(4)
+    assert "out needs 3.5" in said and "has 1.00 MiB free" in said
 
 
 @pytest.mark.parametrize("more", ((), ("--bundle-ffn",)))

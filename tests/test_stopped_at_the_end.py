@@ -12,6 +12,7 @@ from test_cli_quantize import FABLE, Ran, private  # noqa: F401  a fixture
 
 from effllm.offload import writer
 from effllm.offload.writer import partial_folder
+from effllm.runtime.files.written import KV_PROFILE
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.stores.container import read_container
 
@@ -59,3 +60,7 @@ def test_a_model_is_listed_before_what_may_take_a_minute(private: Path, monkeypa
     said = stopped(lambda *given, **more: None, monkeypatch, kv_profile_run, "recorded", *words)
     assert "the model is whole; effllm eval kv-profile" in said
     assert str(private / "out") in Ran("list").out
+    again = Ran(*words)  # and what comes behind a kill, of which nobody was told
+    assert f"it lacks the profile for --kv alone: effllm eval kv-profile {private / 'out'}; --force" in again.err and again.refused(2)
+    (private / "out" / KV_PROFILE).write_text("{}")
+    assert "kv-profile" not in Ran(*words).err
