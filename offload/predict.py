@@ -26,6 +26,9 @@ USUAL_SHARE = 0.7
 # Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured. (Of
 # 64 MiB a third-level cache of 32 still gave so much that 4 bits came at 72 GB/s, and at 62 of 256.)
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 256 << 20
+# Inputs and outputs of a layer's matrices for each product that is made of them, of the wide and of the narrow layers that rates of prompts
+# are measured with. Norms, activations and the rounding of inputs go by the former, so a narrow layer has more of them beside its products.
+WIDE_ENDS, NARROW_ENDS = 0.0009, 0.006
 # Tokens of a layer's context that are attended to at the rate of a short one.
 NEAR = 1024
 # Of a state: bytes that a pass moves for each value (read in one place, written in another, which is fetched for it), and values a second
@@ -39,13 +42,14 @@ VISIT = 4
 @dataclass(frozen=True)
 class KindRate:
     """Weights of one kind: bytes a second for one token, products a second for a prompt; `cached`: as `decode`, of a model that is no
-    larger than CACHED_NBYTES (0: not measured). Of attention all are products: `decode` over NEAR tokens, `deep` over those beyond (0: not
-    measured, taken for the same)."""
+    larger than CACHED_NBYTES; `narrow`: as `prefill`, of layers of NARROW_ENDS (0: not measured). Of attention all are products: `decode`
+    over NEAR tokens, `deep` over those beyond (0: not measured, taken for the same)."""
 
     decode: float
     prefill: float
     cached: float = 0.0
     deep: float = 0.0
+    narrow: float = 0.0
 
     def decode_at(self, nbytes: int) -> float:
         """Bytes a second for one token of a model of `nbytes` in all: between a cache's rate and the memory's, by orders of magnitude."""
@@ -53,6 +57,14 @@ class KindRate:
             return self.decode
         share = log2(min(max(nbytes, CACHED_NBYTES), MEMORY_NBYTES) / CACHED_NBYTES) / log2(MEMORY_NBYTES / CACHED_NBYTES)
         return 1 / (share / self.decode + (1 - share) / self.cached)
+
+    def prompt_s(self, products: float, ends: float) -> float:
+        """Seconds for so many products of a prompt, of matrices with so many inputs and outputs: both cost, as they did in wide and in
+        narrow layers. Layers that are wider than those are taken for them."""
+        if not self.narrow or not products:
+            return products / self.prefill
+        beyond = max(0.0, ends / products - WIDE_ENDS) / (NARROW_ENDS - WIDE_ENDS)
+        return products * (1 / self.prefill + beyond * max(0.0, 1 / self.narrow - 1 / self.prefill))
 
     def attention_s(self, width: int, reaches: Sequence[int]) -> float:
         """Seconds for one token that attends to so many tokens in each layer, at `width` products a token."""
@@ -81,13 +93,14 @@ class Rates:
 @dataclass(frozen=True)
 class Part:
     """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head);
-    `routed`: experts."""
+    `routed`: experts. `ends`: inputs and outputs of the matrices."""
 
     kind: str
     nbytes: int
     products: int
     last_only: bool = False
     routed: bool = False
+    ends: int = 0
 
 
 @dataclass(frozen=True)
@@ -269,7 +282,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         else:
             # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
             rate = rate or KindRate(USUAL_SHARE * rates.memory, slowest)
-            own = max(tokens * part.products / rate.prefill, part.nbytes / rate.decode)
+            own = max(tokens * rate.prompt_s(part.products, part.ends), part.nbytes / rate.decode)
         seconds += own
         routed += own * part.routed
     for width, pairs in work.by_width([_pairs(tokens, window) for window in work.windows]):

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.offload.predict import KindRate, Paged, Part, Rates, Work, decode, load_seconds, prompt
+from effllm.offload.predict import NARROW_ENDS, WIDE_ENDS, KindRate, Paged, Part, Rates, Work, decode, load_seconds, prompt
+from effllm.runtime.planning import probe
 
 GB = 10**9
 RATES = Rates(20 * GB, 1e-4, 1e-5, {"bf16": KindRate(16 * GB, 50 * GB), "low": KindRate(8 * GB, 200 * GB)},
@@ -28,6 +29,26 @@ def test_a_small_model_lives_in_a_cache() -> None:
     assert rate.decode_at(16 << 20) == pytest.approx(25 * GB) and KindRate(10 * GB, GB).decode_at(1) == 10 * GB
     small = replace(WORK, parts=(Part("bf16", 1 << 20, GB),))
     assert decode(small, replace(RATES, kinds={"bf16": rate})).seconds == pytest.approx((1 << 20) / (40 * GB) + 3e-4)
+
+
+def test_a_prompt_of_narrow_layers_costs_more_a_product() -> None:
+    """What goes by inputs and outputs, norms and activations among them, is the larger part there."""
+    rate = KindRate(16 * GB, 50 * GB, narrow=25 * GB)
+
+    def seconds(ends: float, rate: KindRate = rate) -> float:
+        work = replace(WORK, parts=(Part("bf16", 1, GB, ends=round(ends * GB)),), windows=())
+        return prompt(work, replace(RATES, kinds={"bf16": rate}), 512).seconds - 1e-4
+
+    assert seconds(NARROW_ENDS) == pytest.approx(512 / 25) and seconds(WIDE_ENDS) == pytest.approx(512 / 50) == seconds(0.0)
+    assert seconds((WIDE_ENDS + NARROW_ENDS) / 2) == pytest.approx(512 * (1 / 25 + 1 / 50) / 2) and seconds(0.02) > 1.6 * seconds(0.01)
+    for other in (KindRate(16 * GB, 50 * GB), KindRate(16 * GB, 50 * GB, narrow=80 * GB)):  # not measured, or by a machine that was busy
+        assert seconds(0.02, other) == pytest.approx(512 / 50)
+
+
+@pytest.mark.parametrize(("shape", "share"), [(probe.WIDE, WIDE_ENDS), (probe.THIN, NARROW_ENDS)])
+def test_layers_are_measured_where_a_prompt_is_said_to_be(shape: dict[str, object], share: float) -> None:
+    matrices = probe._matrices(shape)
+    assert sum(map(sum, matrices)) / sum(rows * depth for rows, depth in matrices) == pytest.approx(share, rel=0.01)
 
 
 def test_depth_costs_attention() -> None:

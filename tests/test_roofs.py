@@ -137,7 +137,8 @@ def test_a_real_probe_is_kept(kept: Path) -> None:
     assert all(isinstance(item, Progress) and item.total == 5 for item in progress) and progress[-1].done == 5
     assert roofs.known(wanted) == found and roofs.missing(wanted, found) is None
     here = found.machine
-    assert here.kinds["bf16"].decode > 0 and here.kinds["bf16"].prefill > 0 and 0 < here.memory_usual <= here.memory
+    bf16 = here.kinds["bf16"]
+    assert min(bf16.decode, bf16.prefill, bf16.narrow) > 0 and 0 < here.memory_usual <= here.memory
     assert here.memory_alone > here.memory_usual / 4, "it is one thread that was measured"
     assert min(here.token_s, here.layer_s) >= 0 and here.threads == 1 and here.cpu
     assert min(here.attention["16bit"].decode, here.attention["16bit"].prefill, here.attention["16bit"].deep) > 0

@@ -99,6 +99,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     own, outer = config.mixture, tensors["outer"]
     nbytes: dict[tuple[str, bool, bool], float] = defaultdict(float)
     products: dict[tuple[str, bool, bool], float] = defaultdict(float)
+    ends: dict[tuple[str, bool, bool], float] = defaultdict(float)
     head = "head" if "head" in outer else "embed"
     sparsity = load_sparsity(prepared.folder, config.num_hidden_layers) if is_bundled(prepared.container) else None
     active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
@@ -112,7 +113,9 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             share = own.visited if own and routed else 1.0
             share = active if role == BUNDLES else uses(config, role) if lent else share
             nbytes[kind] += share * tensor.nbytes
-            products[kind] += share * prod(tensor.shape) * (len(tensor.shape) == 2)
+            if len(tensor.shape) == 2:
+                products[kind] += share * prod(tensor.shape)
+                ends[kind] += share * sum(tensor.shape)
     if any(prepared.adapted.scales):
         beside = RAW_KIND, False, False
         nbytes[beside] += prepared.adapted.nbytes_of(prepared.adapted.scales)
@@ -120,8 +123,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(
-        parts=tuple(Part(kind, round(nbytes[kind, last, routed]), round(products[kind, last, routed]), last, routed)
-                    for kind, last, routed in nbytes),
+        parts=tuple(Part(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each])) for each in nbytes),
         **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),

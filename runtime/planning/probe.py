@@ -6,7 +6,8 @@ The child has the memory for it, and what it takes is not there when a plan is m
     overhead    seconds of a pass of one token that no weight explains, for the token and for each layer
     attention   products a second of attention, per precision of the cache: for one token over a short context and over what lies beyond,
                 in memory, and for a prompt
-    kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt
+    kind        of weights in one format: bytes a second for one token, from memory and from a cache, products a second for a prompt, in
+                wide layers and in narrow ones
     failed      in the place of one that could not be measured: `what`, and `why`
 
 The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
@@ -43,6 +44,8 @@ ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attentio
              "max_position_embeddings": 1 << 20}
 NARROW = {**_SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
+THIN = {**_SHAPE, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+THIN_LAYERS = 4
 RAW = "bf16"
 Figure = dict[str, object]
 
@@ -249,12 +252,15 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
             found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
         finally:
             engine.close()
-    # A prompt is arithmetic, whatever it reads: one layer tells as much as the many that a format of few bits has in so many bytes.
-    engine = opened(WIDE, 1)
-    try:
-        found["prefill"] = PROMPT * sum(rows * depth for rows, depth in _matrices(WIDE)) / sum(_prompt_s(engine, PROMPT))
-    finally:
-        engine.close()
+    # A prompt is arithmetic, whatever it reads: one layer tells as much as the many that a format of few bits has in so many bytes. Thin
+    # ones have a head alone, so that their attention is as small a part as that of the wide one.
+    for rate, shape, layers in (("prefill", WIDE, 1), ("narrow", THIN, THIN_LAYERS)):
+        engine = opened(shape, layers)
+        try:
+            products = PROMPT * layers * sum(rows * depth for rows, depth in _matrices(shape))
+            found[rate] = products / max(sum(_prompt_s(engine, PROMPT)) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
+        finally:
+            engine.close()
     return {"figure": "kind", "kind": kind, **found}
 
 
