@@ -37,8 +37,9 @@ KEYS_USED = frozenset({
     "hc_mult", "hc_sinkhorn_iters", "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types",
     "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_hash_layers", "num_local_experts",
     "o_groups", "o_lora_rank", "partial_rotary_factor", "q_lora_rank", "qk_rope_head_dim", "routed_scaling_factor", "sliding_window"})
-# Of training, and of layers that predict a token ahead, which are left out.
-KEYS_HARMLESS = frozenset({"num_nextn_predict_layers", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+# Of training, and of layers that predict tokens ahead, which are left out.
+KEYS_HARMLESS = frozenset({"dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids", "num_nextn_predict_layers",
+                           "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
 REFUSED_UNLESS: Mapping[str, object] = {
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
     "swiglu_limit": SILU_LIMIT, "topk_method": "noaux_tc"}

@@ -14,12 +14,13 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..encoders import FILES, refuse_writing
-from ..families import FAMILIES, internlm2, mixtral, qwen3_moe
+from ..families import FAMILIES, deepseek_v4, internlm2, mixtral, qwen3_moe
 from . import (
     apertus,
     bitnet,
     channel_decays,
     cohere2_moe,
+    deepseek4,
     falcon_h1,
     gemma3n,
     gemma4,
@@ -347,6 +348,9 @@ ARCHITECTURES = {
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
     step35.NAME: Architecture(step35.FAMILY, experts=("moe", qwen3_moe.NAMES), norm_offset=1.0, pattern=True, keys=step35.KEYS,
                               required=step35.REQUIRED, read=step35.READ, layer_names=step35.NAMES),
+    deepseek4.NAME: Architecture(deepseek4.FAMILY, experts=("ffn", deepseek_v4.NAMES), partial=True, keys=deepseek4.KEYS,
+                                 read=deepseek4.READ, required=deepseek4.REQUIRED, optional=deepseek4.OPTIONAL,
+                                 layer_names=deepseek4.NAMES, whole=deepseek4.WHOLE, outer=deepseek4.OUTER),
     muse_glimmer.NAME: Architecture(muse_glimmer.FAMILY, interleaved=True, norm_offset=1.0, as_is=muse_glimmer.AS_IS, pattern=True,
                                     keys=muse_glimmer.KEYS, required=muse_glimmer.REQUIRED, layer_names={
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),

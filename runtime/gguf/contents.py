@@ -26,13 +26,14 @@ from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
 from .architectures import ROUTER, Architecture
 from .config import Factors
+from .deepseek4 import BEFORE_O, groups_in, is_behind
 from .gemma3n import STACKED, stacked
 from .gemma4 import is_unused
 from .joined import Joined, joined, places
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
 from .nextn import mtp_names
-from .sources import RAW, Source
+from .sources import RAW, TABLE, WHOLE, Source
 from .stateful import DECAYS, GROWTHS
 from .tensor_names import own_names
 from .tensor_scales import is_weight, tensor_scales
@@ -95,6 +96,8 @@ class _Reading:
         for whole in self.file.header.tensors.values():
             if not is_weight(whole.name, self.config, self.file.header):
                 continue
+            if is_behind(whole.name, self.config):
+                continue
             tensor = _matrices(whole)
             names = self._names(tensor.name)
             if names is not None and all(is_unused(name, self.config) for name in names):
@@ -119,13 +122,15 @@ class _Reading:
         """What a checkpoint calls a tensor of the file, or what lies in it; None where it knows none such."""
         config = self.config
         names = own_names(name, self.file.found, config.mixture.experts if config.mixture else 0)
+        if name.endswith(f".{BEFORE_O}") and config.compressed is not None:
+            names = groups_in(name, config)
         if name in STACKED:
             names = stacked(name, config)
         behind = tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
         return mtp_names(name, names, config) if name.startswith(behind) else names
 
     def _demand_type(self, tensor: GgufTensor) -> None:
-        if tensor.type not in DECODERS and tensor.type not in RAW:
+        if tensor.type not in DECODERS and tensor.type not in RAW and (tensor.type != WHOLE or not tensor.name.endswith(TABLE)):
             raise CheckpointError(f"{self.path} has tensor {shown(tensor.name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW, *DECODERS))}")
         if tensor.type in LEVELED and (grid := LEVELED[tensor.type].grid):
@@ -153,7 +158,7 @@ class _Reading:
             if self.low_bit and tensor.type in KEPT and is_matrix:
                 self._store(name, tensor, source.shape)
                 continue
-            plainly = len(tensor.shape) == 1 or source.decay or source.growth  # no matrix of the model's
+            plainly = len(tensor.shape) == 1 or tensor.type == WHOLE or source.decay or source.growth  # no matrix of the model's
             dtype = tensor.type if tensor.type in RAW and not source.changed else "F32" if plainly else self.wide
             self._widen(name, tensor, source.shape, dtype)
 

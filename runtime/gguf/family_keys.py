@@ -12,6 +12,7 @@ from . import (
     bitnet,
     channel_decays,
     cohere2_moe,
+    deepseek4,
     falcon_h1,
     gemma3n,
     half_layers,
@@ -80,6 +81,10 @@ def _named(add: Callable[[GgufHeader, str, Raw], None], scored: bool = False) ->
 def _state_spaces(of: Given, raw: Raw) -> None:
     if not of.window:
         state_spaces.add_state_spaces(of.header, of.name, raw)
+
+
+def _deepseek4(of: Given, raw: Raw) -> None:
+    deepseek4.add_deepseek4(of.header, raw, of.window)
 
 
 def _swash(of: Given, raw: Raw) -> None:
@@ -245,7 +250,8 @@ def _scored(header: GgufHeader, raw: Raw) -> None:
 
 OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "afmoe": _afmoe, apertus.FAMILY: _apertus, "bailing_moe_v2": _bailing, bitnet.FAMILY: _windowed(bitnet.add_bitnet), "cohere": _cohere,
-    "cohere2": _cohere2, cohere2_moe.FAMILY: _cohere2_moe, "dots1": _glm, "ernie4_5_moe": _ernie_moe, "exaone_moe": _exaone_moe,
+    "cohere2": _cohere2, cohere2_moe.FAMILY: _cohere2_moe, deepseek4.FAMILY: _deepseek4, "dots1": _glm,
+    "ernie4_5_moe": _ernie_moe, "exaone_moe": _exaone_moe,
     falcon_h1.FAMILY: _windowed(falcon_h1.add_falcon_h1), gemma3n.FAMILY: _gemma3n, "glm4_moe": _glm, "granitemoehybrid": _state_spaces,
     half_layers.FAMILY: _named(half_layers.add_half_layers, scored=True), "hunyuan_v1_dense": _hunyuan, "hunyuan_v1_moe": _hunyuan_moe,
     "hy_v3": _hy3, jamba.FAMILY: _windowed(jamba.add_jamba), kolibri1.FAMILY: _kolibri1, laguna.FAMILY: _laguna,

@@ -11,6 +11,7 @@ from ...offload.direct import READ_NBYTES
 from ...offload.gguf import GgufTensor
 
 RAW = ("F32", "F16", "BF16")
+WHOLE, TABLE = "I32", "tid2eid.weight"  # numbers of experts in tables, float32 where they are read
 
 
 @dataclass(frozen=True)

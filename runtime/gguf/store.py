@@ -33,7 +33,7 @@ from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, step
 from .architectures import DIVISORS, architecture
 from .config import model_config, rotary_divisors
 from .contents import NO_SCALE, Contents, GgufFile, contents
-from .sources import RAW, Source
+from .sources import RAW, WHOLE, Source
 from .split import close_all, open_parts
 
 
@@ -151,7 +151,9 @@ class GgufStore(MadeStore):
         """Rows [n, row bytes] of the file as raw values."""
         source = part or self._sources[info.name]
         tensor = source.tensor
-        if tensor.type not in RAW:
+        if tensor.type == WHOLE:
+            values = raw.reshape(-1).view(np.int32).astype(np.float32)
+        elif tensor.type not in RAW:
             values = self._dequantized(raw, tensor, tensor.shape[-1] if len(tensor.shape) > 1 else 1) * np.float32(source.scale)
         elif source.changed or info.dtype != tensor.type:
             scheme = tensor.type.lower()

@@ -1,0 +1,71 @@
+"""What GGUF files say otherwise of DeepSeek V4: of how many tokens a key is made as a number for each layer, bounds of gates as a list,
+tables that pick experts as whole numbers. A matrix before o holds what every group of heads has."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...kernels.layout import SILU_LIMIT
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import CheckpointError
+from ..config import MAX_LAYERS, ModelConfig
+
+FAMILY, NAME = "deepseek_v4", "deepseek4"
+ROOTS = 4  # how experts are scored
+RATIOS, SCORES, CLAMPS = "attention.compress_ratios", "expert_gating_func", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+        "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm":
+        "norm_topk_prob", "attention.q_lora_rank": "q_lora_rank", "attention.output_lora_rank": "o_lora_rank",
+        "attention.output_group_count": "o_groups", "attention.compress_rope_freq_base": "compress_rope_theta",
+        "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim", "attention.indexer.top_k":
+        "index_topk", "hash_layer_count": "num_hash_layers", "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations":
+        "hc_sinkhorn_iters", "hyper_connection.epsilon": "hc_eps", "nextn_predict_layers": "num_nextn_predict_layers"}
+READ = frozenset({RATIOS, SCORES, *CLAMPS, "leading_dense_block_count"})
+OPTIONAL = frozenset({"feed_forward_length"})  # of no layer: each has experts
+REQUIRED = (RATIOS, SCORES, "attention.key_length", "attention.sliding_window", "rope.dimension_count", *(
+    key for key in KEYS if key not in ("hash_layer_count", "nextn_predict_layers")))
+NAMES = {"attn_norm": "attn_norm", "ffn_norm": "ffn_norm", "attn_kv": "attn.wkv", "attn_kv_a_norm": "attn.norm", "attn_q_a": "attn.wq_a",
+         "attn_q_a_norm": "attn.q_norm", "attn_q_b": "attn.wq_b", "attn_output_b": "attn.wo_b", "exp_probs_b": "ffn.gate.bias",
+         "attn_compressor_kv": "attn.compressor.wkv", "attn_compressor_gate": "attn.compressor.wgate", "attn_compressor_norm":
+         "attn.compressor.norm", "indexer_compressor_kv": "attn.indexer.compressor.wkv", "indexer_compressor_gate":
+         "attn.indexer.compressor.wgate", "indexer_compressor_norm": "attn.indexer.compressor.norm", "indexer.attn_q_b":
+         "attn.indexer.wq_b", "indexer.proj": "attn.indexer.weights_proj", **{
+             f"ffn_{part}_shexp": f"ffn.shared_experts.{own}" for part, own in (("gate", "w1"), ("up", "w3"), ("down", "w2"))}}
+WHOLE = {"attn_sinks.weight": "attn.attn_sink", "attn_compressor_ape.weight": "attn.compressor.ape", "indexer_compressor_ape.weight":
+         "attn.indexer.compressor.ape", "ffn_gate_tid2eid.weight": "ffn.gate.tid2eid", **{
+             f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")}}
+OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")}}
+BEFORE_O = "attn_output_a.weight"
+
+
+def add_deepseek4(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{RATIOS}"]
+    if (scored := header.metadata[f"{NAME}.{SCORES}"]) != ROOTS:
+        raise CheckpointError(f"{header.path}: {NAME}.{SCORES} = {shown_value(scored)} is not supported for this architecture",
+                              "give the folder of the original checkpoint, if its family is supported")
+    if type(layers) is not int or not 0 < layers <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or len(ratios) < layers:
+        raise CheckpointError(f"{header.path} states {NAME}.{RATIOS} {shown_value(ratios)} for {shown_value(layers)} layers",
+                              "the file is damaged or was converted wrongly: download it again, or another one")
+    behind = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
+        raw["num_hidden_layers"] = layers - behind  # files count them in
+    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": window, "swiglu_limit": SILU_LIMIT}
+    raw.setdefault("num_hash_layers", 0)
+    for key in CLAMPS:
+        bounds = np.asarray(header.metadata.get(f"{NAME}.{key}", SILU_LIMIT)).reshape(-1)
+        if (bounds[: raw["num_hidden_layers"]] != SILU_LIMIT).any():
+            raw["swiglu_limit"] = float(bounds[bounds != SILU_LIMIT][0])  # which is refused by its name
+
+
+def is_behind(name: str, config: ModelConfig) -> bool:
+    """Is a tensor of a layer that guesses ahead, which is left out?"""
+    first, _, rest = name.partition(".")
+    layer = rest.partition(".")[0]
+    return config.family == FAMILY and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+
+
+def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:
+    """What every group of heads has of a matrix before o."""
+    layer = name.split(".")[1]
+    return tuple(f"model.layers.{layer}.attn.wo_a.{group}.weight" for group in range(config.compressed.groups))
