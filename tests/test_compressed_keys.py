@@ -21,6 +21,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from effllm.kernels import reference_compressed as meaning
 from effllm.kernels import reference_hyper, reference_index
 from effllm.kernels.compressed_shape import CompressedShape
+from effllm.kernels.cpu import compressed_attention
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.index_shape import IndexShape
@@ -172,6 +173,26 @@ def test_neither_threads_nor_pieces_change_a_bit(name: str) -> None:
         pool.close()
     for other in found[1:]:
         assert all(np.array_equal(one, each) for one, each in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize("name", SHAPES)
+def test_how_many_heads_are_a_job_changes_no_bit(pool: ThreadPool, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """As many as there are, some, and one by one."""
+    text, found = Text(name), []
+    for most in (HEADS, 7, 1):
+        monkeypatch.setattr(compressed_attention, "at_once", lambda *sizes, most=most: most)
+        found.append(text.through(text.cache(pool, F16), TEXT - 2, 1, 1))
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+@given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 64))
+def test_workers_have_jobs_and_jobs_have_room(heads: int, tokens: int, workers: int) -> None:
+    """No fewer heads than share a tile well, unless there are none."""
+    most = compressed_attention.at_once(heads, tokens, workers)
+    fewest = min(heads, compressed_attention.FEWEST_AT_ONCE)
+    assert fewest <= most <= min(heads, compressed_attention.MOST_AT_ONCE)
+    assert most == fewest or tokens * -(-heads // most) >= workers
+    assert compressed_attention.at_once(64, 1, 2) == 32 and compressed_attention.at_once(64, 128, 16) == 64
 
 
 @pytest.mark.parametrize("name", SHAPES)
