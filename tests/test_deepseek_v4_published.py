@@ -49,7 +49,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     folder.mkdir()
     tensors, meant = {}, {}
     for name, value in load_file(plain / "model.safetensors").items():
-        own = OUTSIDE.get(name, name.removeprefix("model."))
+        own = OUTSIDE.get(name, name.removeprefix("model.")).replace(".attn.norm.", ".attn.kv_norm.")
         if ".experts." in name or ".shared_experts." in name or name.endswith(EIGHT) and "compressor" not in name:
             small = ".experts." in name
             parts, values = as_mxfp4(value.numpy(), "scale") if small else as_fp8(value.numpy(), "blocks", "scale", powers=True)

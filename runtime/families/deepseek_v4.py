@@ -165,6 +165,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
              "q_a_norm": ("attn.q_norm.weight", own.query_rank), "q_b": ("attn.wq_b.weight", heads * width, own.query_rank),
              "sinks": ("attn.attn_sink", heads), "o": ("attn.wo_b.weight", hidden, own.groups * own.group_rank)}
     rules = {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in sizes.items()}
+    rules["k_norm"] = replace(rules["k_norm"], also=(f"{prefix}attn.kv_norm.weight",))  # as published; transformers writes the other
     whole = f"{prefix}attn.wo_a.weight"
     for group in range(own.groups):
         place = (whole, group * own.group_rank, own.groups * own.group_rank)
