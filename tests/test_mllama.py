@@ -327,8 +327,8 @@ def test_a_plan_counts_keys_of_pictures_for_every_sequence(made) -> None:
     each = picture_keys_nbytes(plans[0].config, plans[0].codecs[0], 1)
     values = 4 * picture_keys.SLOTS * 128 * 2 * 2 * 16 * 4  # layers, pages, tokens, sides, heads of 16, bytes
     assert values <= each < 1.2 * values
-    assert plans[1].sight_nbytes - plans[0].sight_nbytes == 2 * each < plans[0].placement.total_bytes
-    assert prepare(made[0], replace(asked, sight=None)).sight_nbytes == 0
+    assert sum(plans[1].senses.values()) - sum(plans[0].senses.values()) == 2 * each < plans[0].placement.total_bytes
+    assert prepare(made[0], replace(asked, sight=None)).senses == {}
     for plan in plans:
         plan.store.close()
 

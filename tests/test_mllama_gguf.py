@@ -14,6 +14,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images.album import album_of, demand_sight
+from effllm.runtime.images.senses import PICTURES
 from effllm.runtime.prepare import EngineOptions
 
 NAMES = (("lm_head", "output"), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("model.layers", "blk"),
@@ -74,7 +75,7 @@ def test_its_pictures_are_refused_and_its_texts_are_not(made, tmp_path: Path, be
     """Whatever lies beside it, as in Ollama's library."""
     path = file_of(made[0], tmp_path / "model.gguf")
     album = album_of(path, read_config(path), None if beside is None else str(tmp_path / beside))
-    assert album.sight is None and "made from its folder" in album.refused.message
+    assert not album.sights and "made from its folder" in album.refused[PICTURES].message
     with pytest.raises(UsageError, match="read as text alone") as caught:
         demand_sight(path, read_config(path))
     assert "the original checkpoint" in caught.value.hint

@@ -88,7 +88,8 @@ def test_several_layers_of_a_tower_without_a_first_row_come_back(tmp_path: Path)
     model, _ = write_pair(folder, tmp_path / "files")
     assert typed("export", folder, "-o", out, "--mmproj")[0] == 0
     assert {each.name.split(".")[2] for each in gguf.GGUFReader(out).tensors if ".blk." in each.name} == {"0", "1"}  # of three layers
-    found, wanted = (sight.see(PICTURES["tall"], Work()) for sight in (album_of(model, read_config(model), str(out)).sight, opened(folder)))
+    beside, = album_of(model, read_config(model), str(out)).sights.values()
+    found, wanted = (sight.see(PICTURES["tall"], Work()) for sight in (beside, opened(folder)))
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
 
 

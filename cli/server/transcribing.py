@@ -14,7 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.images.senses import RATE
+from ...runtime.images.senses import RATE, SOUNDS
 from ...runtime.sounds.sound_file import MOST_SECONDS
 from ...runtime.sounds.transcription import conversation
 from .fields import Asked, ChatAsked
@@ -90,7 +90,7 @@ class Transcribing:
         if seconds > MOST_SECONDS:
             raise Problem(400, f"{FILE}: the sound is longer than {MOST_SECONDS // 60} minutes: cut it", param=FILE)
         replies = self._service.replies
-        hearing, words = replies.demand_hearing().sight, replies.tokenizer.added
+        hearing, words = replies.demand_hearing().sights[SOUNDS], replies.tokenizer.added
         messages = conversation(hearing, words, sound.mark, asked.language, asked.prompt, translates)
         wanted = await self._service.wanted(chat_of(asked), messages, pictures=(sound,))
         wanted = replace(wanted, wish=replace(wanted.wish, think="off" if replies.tokenizer.thinks else wanted.wish.think, form=None))

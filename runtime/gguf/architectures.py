@@ -342,9 +342,8 @@ ARCHITECTURES = {
                              read=frozenset({"use_parallel_residual"}), layer_names={
                                  "attn_q_norm": "self_attn.q_layernorm", "attn_k_norm": "self_attn.k_layernorm"}),
     "phi2": Architecture("phi", config={"hidden_act": "gelu_new"}, partial=True, fused_before=_QKV, epsilon=LAYER_NORM, keys={
-        LAYER_NORM: "layer_norm_eps"}, layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, outer={
-        "output_norm.weight": "model.final_layernorm.weight", "output_norm.bias": "model.final_layernorm.bias", "output.bias":
-        "lm_head.bias"}),
+        LAYER_NORM: "layer_norm_eps"}, layer_names={"attn_output": "self_attn.dense", "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"},
+        outer={f"output_norm.{kind}": f"model.final_layernorm.{kind}" for kind in ("weight", "bias")} | {"output.bias": "lm_head.bias"}),
     "phi3": Architecture("phi3", partial=True, fused=_QKV | _GATE_UP),
     step35.NAME: Architecture(step35.FAMILY, experts=("moe", qwen3_moe.NAMES), norm_offset=1.0, pattern=True, keys=step35.KEYS,
                               required=step35.REQUIRED, read=step35.READ, layer_names=step35.NAMES),
