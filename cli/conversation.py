@@ -8,6 +8,7 @@ often one signal, so the line that tells of the stop says how to leave.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, TextIO
@@ -81,6 +82,7 @@ class Conversation:
             if asked_to_end() or is_lost:
                 self.keeper.keep(self.session)
                 end_if_asked()
+            gc.collect()  # each prompt of the library is cycles of objects, which Python lets lie until there are very many
             try:
                 line = self._editor.read()
             except KeyboardInterrupt:

@@ -13,6 +13,7 @@ from itertools import count
 from pathlib import Path
 
 import pexpect
+import psutil
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -360,3 +361,18 @@ def test_what_is_typed_during_an_answer_waits(endless_chat: Chat) -> None:
     endless_chat.terminal.expect_exact(HAS_LINE)
     assert "first token" in endless_chat.wait()
     assert endless_chat.leave(CTRL_D) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("line", ["/stats", "Tell me of fox {}."])
+def test_a_long_chat_takes_no_more_memory_a_line(tmp_path: Path, line: str) -> None:
+    """The first hundred lines fill Python's own stores, 20 to 60 KiB a line, and the next some; what goes on growing would be ours."""
+    running = Chat(tmp_path, "chat", "fable", "-n", "1", "--temp", "0", "--overflow", "shift")
+    running.wait()
+    process, seen = psutil.Process(running.terminal.pid), []
+    for number in range(500):
+        running.say(line.format(number))
+        if number in (299, 499):
+            seen.append(process.memory_info().rss)
+    assert seen[1] - seen[0] < 200 * (4 << 10), seen
+    assert running.leave(CTRL_D) == 0
