@@ -306,7 +306,7 @@ def test_show_says_what_the_machine_refuses_and_no_more(place: Path, monkeypatch
         ran = Ran("config", "show", "fable", "--json")
         assert ran.code == 0 and ran.err.count("\n") == 1 and f"a run is refused with what {said}" in ran.err, ran.err
         assert json.loads(ran.out)[line.split()[0]]["origin"] == "effllm.toml:1", "it holds, whatever comes of it"
-    project(place, 'ram = "1G"\nkv-ram = "64M"\ndevice = "cpu"\nctx-size = 512\n')
+    project(place, 'ram = "4G"\nkv-ram = "64M"\ndevice = "cpu"\nctx-size = 512\n')
     assert Ran("config", "show", "fable").err == ""
 
 
