@@ -27,7 +27,7 @@ from effllm.runtime.tensors import check_tensors, parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import Case, oracle, written
+from family_models import Case, assert_close, oracle, written
 from float_checkpoints import as_fp8, as_mxfp4
 from hybrid_models import IDS, anew, opened, read
 from streamed_models import paging, streaming
@@ -43,21 +43,24 @@ EXPERTS, LAYERS = WIDE["n_routed_experts"], WIDE["num_hidden_layers"]
 
 @pytest.fixture(scope="module")
 def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
-    """The folder, and what its experts mean."""
-    folder, plain = (tmp_path_factory.mktemp("published") / name for name in ("model", "plain"))
+    """The folder, and what its experts mean; beside it, as `plain`, a folder of the numbers that all of its weights mean."""
+    home = tmp_path_factory.mktemp("published")
+    folder, plain = home / "model", home / "plain"
     written(Case("deepseek_v4", SMALL), plain)
     folder.mkdir()
-    tensors, meant = {}, {}
+    tensors, meant, wide = {}, {}, {}
     for name, value in load_file(plain / "model.safetensors").items():
         own = OUTSIDE.get(name, name.removeprefix("model.")).replace(".attn.norm.", ".attn.kv_norm.")
         if ".experts." in name or ".shared_experts." in name or name.endswith(EIGHT) and "compressor" not in name:
             small = ".experts." in name
             parts, values = as_mxfp4(value.numpy(), "scale") if small else as_fp8(value.numpy(), "blocks", "scale", powers=True)
             tensors |= {own.removesuffix("weight") + part: torch.as_tensor(each).contiguous() for part, each in parts.items()}
+            wide[name] = torch.as_tensor(values)
             if small:
                 meant[name] = values
         else:
-            tensors[own] = value
+            tensors[own] = wide[name] = value
+    save_file(wide, plain / "model.safetensors", {"format": "pt"})
     tensors["mtp.0.enorm.weight"] = torch.ones(4)  # of layers that are left out
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     config = json.loads((plain / "config.json").read_text())
@@ -72,9 +75,7 @@ def folder(made: tuple[Path, dict[str, np.ndarray]]) -> Path:
 
 @pytest.fixture(scope="module")
 def theirs(folder: Path) -> PreTrainedModel:
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
-                                                 quantization_config=FineGrainedFP8Config(dequantize=True))
-    return model.eval()
+    return AutoModelForCausalLM.from_pretrained(folder.parent / "plain", dtype=torch.float32, attn_implementation="eager").eval()
 
 
 @pytest.mark.parametrize("low_bit", [False, True])
@@ -98,6 +99,14 @@ def test_logits_are_those_of_transformers(folder: Path, theirs: PreTrainedModel)
     engine.close()
     expected = oracle(theirs, IDS[:70])[60:]
     assert np.abs(rows - expected).max() <= 1e-3 * np.abs(expected).max()
+
+
+@pytest.mark.peer
+def test_transformers_reads_the_published_form_as_the_same_numbers(folder: Path, theirs: PreTrainedModel) -> None:
+    pytest.importorskip("accelerate", reason="transformers opens such a folder with it")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager",
+                                                 quantization_config=FineGrainedFP8Config(dequantize=True)).eval()
+    assert_close(oracle(model, IDS[:70]), oracle(theirs, IDS[:70]))
 
 
 def test_groups_of_heads_keep_their_codes(folder: Path) -> None:

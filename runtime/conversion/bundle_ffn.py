@@ -41,7 +41,8 @@ from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow
 
 COPY_NBYTES = 16 << 20
 # Families whose blocks multiply gate, up and down themselves, or norm what goes into down.
-WHOLE = ("bitnet", "cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "phi")
+WHOLE = ("bitnet", "cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "longcat_flash",
+         "mllama_text_model", "phi")
 
 
 @dataclass(frozen=True)
