@@ -33,8 +33,9 @@ SAME_PROJECT = {"llvmlite": "numba"}
 # Used by name (a command, a build backend), never imported.
 USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate"}  # what benchmarks compare with, and only those who run them install
-OF_PEERS = {"anthropic": "anthropic", "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval",
-            "mcp": "mcp", "ollama": "ollama", "openai": "openai", "playwright": "playwright", "sentencepiece": "sentencepiece",
+OF_PEERS = {"accelerate": "accelerate", "anthropic": "anthropic", "compressed-tensors": "compressed_tensors",
+            "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval", "mcp": "mcp",
+            "ollama": "ollama", "openai": "openai", "playwright": "playwright", "sentencepiece": "sentencepiece",
             "tiktoken": "tiktoken"}  # as imported
 
 
