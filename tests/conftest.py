@@ -17,7 +17,9 @@ if not Path("/dev/nvidiactl").exists():
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person
+from served import MINUTE
 
+from effllm.cli.server.desk import Desk
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.conversion import damage_notes
@@ -128,6 +130,14 @@ def pools() -> Iterator[dict[int, ThreadPool]]:
     yield made
     for each in made.values():
         each.close()
+
+
+@pytest.fixture
+def desk() -> Iterator[Desk]:
+    desk = Desk(most_waiting=8)
+    yield desk
+    desk.close()
+    assert desk.ended(MINUTE)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 
@@ -25,14 +25,6 @@ from effllm.cli.server import bodies, guard, listening
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.one_model import on_problem
 from effllm.cli.server.problems import Problem
-
-
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk(most_waiting=8)
-    yield desk
-    desk.close()
-    assert desk.ended(MINUTE)
 
 
 def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -74,14 +74,6 @@ def held(desk: Desk) -> Callable[[], None]:
     return release.set
 
 
-@pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk(most_waiting=8)
-    yield desk
-    desk.close()
-    assert desk.ended(MINUTE)
-
-
 def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments, which are no events, before the first byte of an answer, and its status with them."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
