@@ -12,14 +12,14 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE
-from test_serve_parts import DONE, desk  # noqa: F401  a fixture
+from test_serve_parts import DONE
 
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.problems import Problem
 from effllm.runtime.events import Event, TextDelta, Turn
 
 
-def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:  # noqa: F811
+def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:
     """What the engine puts down behind its last event is put down when that is told: the next request may look."""
     put_down = threading.Event()
 
@@ -37,7 +37,7 @@ def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:  # noqa: F8
     asyncio.run(test())
 
 
-def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:  # noqa: F811
+def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:
     async def test() -> None:
         job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
         end = time.monotonic() + MINUTE
