@@ -177,6 +177,10 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
     rows = [(kind, f"{rate.decode / 1e9:.1f}", f"{100 * rate.decode / machine.memory:.0f}%", f"{rate.prefill / 1e9:.0f}")
             for kind, rate in machine.kinds.items()]
     screen.table(("weights", "one token, GB/s", "of the memory", "a prompt, billion products/s"), rows, right=(1, 2, 3))
+    if machine.disturbed:
+        share, names = round(100 * max(machine.disturbed.values())), ", ".join(machine.disturbed)
+        screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: {names}; effllm plan "
+                        "measures them again once they are done")
     if known.disk is None:
         screen.line("disk: not measured")
         return

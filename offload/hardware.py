@@ -108,6 +108,11 @@ class CpuTime:
         """Seconds that other programs had."""
         return max(0.0, self.all - self.idle - self.own - self.stolen)
 
+    @property
+    def others_share(self) -> float:
+        """Share of the time that other programs and the host had; 0 of no time."""
+        return (self.others + self.stolen) / self.all if self.all > 0 else 0.0
+
 
 def cpu_time(root: Path = ROOT, allowed: frozenset[int] | None = None) -> CpuTime:
     """A look at the `allowed` CPUs (default: our affinity), to a tick of the system's clock (10 ms) each."""

@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -61,6 +61,9 @@ def test_what_was_not_measured_is_not_shown_as_nothing(choice: float | None, sai
     shown = world.stdout.getvalue()
     assert "100 us, and 10 us a layer, beside its weights" in shown and ("; 30 us until the next begins" in shown) == said
     assert said or "until the next" not in shown
+    assert "other programs" not in shown
+    doctor.show_roofs(Screen(world), Roofs(replace(machine, disturbed={"memory": 0.2, "kind bf16": 0.62}), None))
+    assert "had up to 62% of the cores' time when these were measured: memory, kind bf16;" in " ".join(world.stdout.getvalue().split())
 
 
 def test_what_was_measured_is_of_so_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

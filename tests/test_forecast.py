@@ -264,6 +264,10 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(outcome, "memory_now", lambda engine: 40e9)
     assert "the threads shared a core or a way to memory then" in outcome.explain(engine, alike, 2.0, 100, 1.0, 1.0)
     assert "others used it then" in outcome.explain(engine, apart, 2.0, 100, 1.0, 1.0)
+    beside = replace(MACHINE, disturbed={"memory": 0.2, "kind codebook4:16": 0.62, "kind affine2:64": 0.9})
+    assert "other programs had 62% of the cores' time when this machine was measured" in outcome.explain(engine, beside, 2.0, 100, 1.0, 1.0)
+    others = replace(beside, disturbed={"kind affine2:64": 0.9})
+    assert "cores" not in outcome.explain(engine, others, 2.0, 100, 1.0, 1.0), "those weights are not this model's"
     busy = hardware.CpuTime(all=2.0, idle=0.1, own=1.1, stolen=0.1)
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, cores=busy) == "other programs had 35% of the cores' time meanwhile"
     host = outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk", replace(busy, own=1.2, stolen=0.5))

@@ -1,6 +1,9 @@
 """What is measured of the machine: one real probe, kept and found again, and files that cannot be believed."""
 
 import json
+import subprocess
+import sys
+import time
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,6 +14,8 @@ import pytest
 
 from effllm.kernels import warm
 from effllm.kernels.layout import PAGE
+from effllm.offload import hardware
+from effllm.offload.hardware import CpuTime
 from effllm.offload.predict import KindRate
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.planning import probe as child
@@ -199,3 +204,52 @@ def test_a_prompts_second_and_third_pass_differ_by_what_a_chunk_holds(kv: str) -
         assert held[0] < child.PROMPT and np.diff(held[:3]).tolist() == [child.PROMPT] * 2
     finally:
         engine.close()
+
+
+def test_what_was_measured_beside_others_is_measured_again_when_they_leave(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A first plan beside a build made every later prediction of that machine four times too low."""
+    write(kept, WANTED)
+    slow = [{"figure": "kind", "kind": "codebook4:16", "decode": 2e9, "prefill": 3e9, "others": 0.6},
+            {"figure": "attention", "kv": "4bit", "decode": 1e9, "prefill": 1e9, "others": 0.1},
+            {"figure": "memory", "best": 9e9, "median": 8e9, "alone": 7e9, "others": 0.4}]
+    monkeypatch.setattr(child, "measure", lambda *given: iter(slow))
+    monkeypatch.setattr(warm, "is_cold", lambda kinds: False)
+    asked = replace(WANTED, kinds=("codebook4:16",), kv=("4bit",))
+    *_, found = roofs.probe(asked, roofs.known(asked))
+    assert found.machine.disturbed == {"kind codebook4:16": 0.6, "memory": 0.4} and roofs.known(asked) == found
+    assert found.machine.disturbed_of(replace(asked, kinds=("bf16",))) == {"memory": 0.4}
+
+    monkeypatch.setattr(roofs, "is_quiet", lambda: False)
+    assert roofs.missing(asked, found) is None, "what others take now they would take again"
+    monkeypatch.setattr(roofs, "is_quiet", lambda: True)
+    lacking = roofs.missing(asked, found)
+    assert lacking == Wanted(2, ("codebook4:16",), base=True)
+    given, quick = [], [{**slow[0], "decode": 9e9, "others": 0.01}, OVERHEAD, {**slow[2], "best": 30e9, "others": 0.0}]
+    monkeypatch.setattr(child, "measure", lambda *wish: given.append(wish) or iter(quick))
+    *_, found = roofs.probe(lacking, found)
+    assert given == [(2, ("codebook4:16",), (), True)] and found == roofs.known(asked)
+    assert (found.machine.disturbed, found.machine.memory, found.machine.kinds["codebook4:16"].decode) == ({}, 30e9, 9e9)
+    monkeypatch.setattr(roofs, "is_quiet", lambda: pytest.fail("nobody looks at the cores without a reason"))
+    assert roofs.missing(asked, found) is None
+
+
+def test_a_figure_tells_who_else_had_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = iter((CpuTime(10.0, 4.0, 1.0), CpuTime(20.0, 5.0, 4.0, 2.0), CpuTime(20.0, 5.0, 4.0, 2.0), CpuTime(20.0, 5.0, 4.0, 2.0)))
+    monkeypatch.setattr(hardware, "cpu_time", lambda: next(looks))
+    assert child._watched(lambda: {"figure": "overhead"}) == {"figure": "overhead", "others": 0.6}, "4 of 10 s, 2 for the host"
+    assert child._watched(lambda: {"figure": "overhead"})["others"] == 0.0
+
+
+@pytest.mark.slow
+def test_a_busy_machine_is_no_quiet_one() -> None:
+    """As many loops as there are cores want them."""
+    loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(hardware.cpu_threads())]
+    try:
+        time.sleep(1)
+        assert not roofs.is_quiet()
+        figures = list(child.measure(1, (), ("16bit",), base=False))
+        assert [figure["figure"] for figure in figures] == ["attention"] and figures[0]["others"] > roofs.DISTURBED
+    finally:
+        for loop in loops:
+            loop.kill()
+            loop.wait()

@@ -33,7 +33,6 @@ from ..tensors import parameters
 from .synthetic import SyntheticStore, synthetic_config
 
 ROOF_NBYTES = 1 << 30
-DISTURBED = 0.1  # of the cores' time, beyond which what others had of it is said
 
 
 @dataclass(frozen=True)
@@ -177,7 +176,7 @@ def bench(engine: Engine, options: BenchOptions, name: str) -> Iterator[Progress
         made = (_passes(engine) - passes) // options.repetitions or test.gen
         measured.append(Measured(test, samples, began, hardware.peak_rss(), nbytes, *disk, made))
     cores = hardware.cpu_time().since(began_with)
-    if cores.others + cores.stolen > DISTURBED * cores.all:
+    if cores.others_share > roofs.DISTURBED:
         yield Notice(f"{who_had(cores)}: a machine that does nothing else is faster")
     roof = _roof(engine)  # last: its buffer is no part of what the model takes
     if _may_predict(engine, options.columns) and roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates is None:

@@ -10,7 +10,8 @@ The child has the memory for it, and what it takes is not there when a plan is m
                 wide layers and in narrow ones
     failed      in the place of one that could not be measured: `what`, and `why`
 
-The last three are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them.
+All but the first are taken from the engine itself, on random weights of small shapes, so everything that a run does is in them. Each figure
+has `others`, the share of the cores' time that other programs and the host of a virtual machine had while it was taken.
 Run as `python -m effllm.runtime.planning.probe '{"threads": 2, "base": true, "kinds": ["bf16"], "kv": ["16bit"]}'`.
 """
 
@@ -27,6 +28,7 @@ from statistics import median
 import numpy as np
 
 from ...kernels.layout import PAGE
+from ...offload import hardware
 from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
 
 ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
@@ -280,6 +282,13 @@ def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:
     return {"figure": "memory", "best": max(passes), "median": median(passes), "alone": median(memory_passes(1))}
 
 
+def _watched(take: Callable[[], Figure]) -> Figure:
+    """A figure, with who else had the cores meanwhile."""
+    before = hardware.cpu_time()
+    found = take()
+    return {**found, "others": round(hardware.cpu_time().since(before).others_share, 3)}
+
+
 def main(asked: str) -> None:
     from ... import EffllmError
 
@@ -291,19 +300,19 @@ def main(asked: str) -> None:
         sys.stdout.flush()
 
     passes, fastest = memory_passes(threads) if wish["base"] else [], 0.0
-    overhead = _overhead(threads)
+    overhead = _watched(lambda: _overhead(threads))
     if wish["base"]:
         tell(overhead)
     for name, each in (("kv", lambda kv: _attention(threads, kv)), ("kinds", lambda kind: _kind(threads, kind, overhead))):
         for item in wish[name]:
             try:
-                found = each(item)
+                found = _watched(lambda each=each, item=item: each(item))
                 tell(found)
                 fastest = max(fastest, found["decode"] if name == "kinds" else 0.0)
             except (EffllmError, MemoryError) as error:  # unknown here, the rest is not
                 tell({"figure": "failed", "what": item, "why": str(error) or "not enough memory"})
     if wish["base"]:  # at both ends: on a shared machine the roof moves within seconds, and how far it moved is part of what is told
-        tell(_memory(threads, passes, fastest))
+        tell(_watched(lambda: _memory(threads, passes, fastest)))
 
 
 if __name__ == "__main__":

@@ -4,16 +4,18 @@
 
 Nothing here measures unless `missing` names something and the caller runs `probe`: commands that must be quick only look. Another number of
 threads, another processor or other kernels are another machine; figures are of the moment they were taken at, so the date is
-shown with them.
+shown with them. A figure that was taken while other programs had the cores is kept with their share, and is missing again as soon as the
+machine is quiet: else a first plan beside a build would make every later prediction too low.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
@@ -26,6 +28,9 @@ from ..events import Notice, Progress
 
 FORMAT, VERSION = "effllm-roofs", 2
 FILE = "roofs.json"
+DISTURBED = 0.1  # of the cores' time: what others had beyond it while a figure was taken is kept with it
+LOOK_S = 0.1  # ten ticks of the system's clock
+BASE = ("memory", "overhead")  # figures of the machine itself, whatever the weights
 NOTHING: Mapping[str, object] = {"machines": {}, "disks": {}}
 
 
@@ -45,10 +50,16 @@ class MachineRoofs:
     attention: Mapping[str, KindRate]
     choice_s: float | None = None  # files of older versions do not tell it: `missing` then names the machine
     memory_alone: float | None = None
+    disturbed: Mapping[str, float] = field(default_factory=dict)  # the share of the cores' time that others had, by `figure_name`
 
     @property
     def unrest(self) -> float:
         return max(0.0, 1 - self.memory_usual / self.memory)
+
+    def disturbed_of(self, wanted: Wanted) -> dict[str, float]:
+        """Of `disturbed`, what a prediction of `wanted` is made of."""
+        names = {*BASE, *(figure_name("kind", kind) for kind in wanted.kinds), *(figure_name("attention", kv) for kv in wanted.kv)}
+        return {name: share for name, share in self.disturbed.items() if name in names}
 
 
 @dataclass(frozen=True)
@@ -81,12 +92,14 @@ class Roofs:
 
 @dataclass(frozen=True)
 class Wanted:
-    """What a prediction needs: kinds of weights, precisions of the cache, and a file on the disk that they come from (None: no disk)."""
+    """What a prediction needs: kinds of weights, precisions of the cache, and a file on the disk that they come from (None: no disk).
+    `base`: the machine's own figures too, though they are known."""
 
     threads: int
     kinds: tuple[str, ...] = ()
     kv: tuple[str, ...] = ()
     file: Path | None = None
+    base: bool = False
 
 
 def roofs_file() -> Path:
@@ -101,12 +114,29 @@ def known(wanted: Wanted) -> Roofs:
 
 
 def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
-    """What of it is not known; None where nothing is missing."""
+    """What of it is not known, or only from a moment when others had the cores, if they have them no more; None where nothing is
+    missing. A look at the cores takes LOOK_S, where there is a reason for it."""
     here = roofs.machine
-    lacking = replace(wanted, kinds=tuple(kind for kind in wanted.kinds if here is None or kind not in here.kinds),
-                      kv=tuple(kv for kv in wanted.kv if here is None or kv not in here.attention),
-                      file=None if roofs.disk else wanted.file)
-    return lacking if _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
+    again = {} if here is None else here.disturbed_of(wanted)
+    if again and not is_quiet():
+        again = {}
+    lacking = replace(
+        wanted, kinds=tuple(kind for kind in wanted.kinds if here is None or kind not in here.kinds or figure_name("kind", kind) in again),
+        kv=tuple(kv for kv in wanted.kv if here is None or kv not in here.attention or figure_name("attention", kv) in again),
+        file=None if roofs.disk else wanted.file, base=any(name in again for name in BASE))
+    return lacking if lacking.base or _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
+
+
+def is_quiet() -> bool:
+    """Do other programs, and a virtual machine's host, leave us the cores now?"""
+    before = hardware.cpu_time()
+    time.sleep(LOOK_S)
+    return hardware.cpu_time().since(before).others_share <= DISTURBED
+
+
+def figure_name(figure: str, of: str = "") -> str:
+    """What a figure of the probe is called among `MachineRoofs.disturbed`."""
+    return f"{figure} {of}".strip()
 
 
 def _lacks_base(here: MachineRoofs | None) -> bool:
@@ -123,7 +153,7 @@ def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[P
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
             yield Progress("compiling kernels (once, then kept)", done, count, "kernels")
-    base = everything or _lacks_base(roofs.machine)
+    base = everything or lacking.base or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures, done = "measuring this machine", [], 0
     yield Progress(phase, 0, total, "figures")
@@ -175,8 +205,13 @@ def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> Mach
     key = _machine_key(threads)
     before = _content()["machines"].get(key)
     kept = {"kinds": {}, "attention": {}} if _machine(before) is None else dict(before)
+    disturbed = dict(kept.get("disturbed", {}))
     for figure in figures:
-        rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv")}
+        rest = {name: value for name, value in figure.items() if name not in ("figure", "kind", "kv", "others")}
+        name = figure_name(figure["figure"], figure.get("kind") or figure.get("kv") or "")
+        disturbed.pop(name, None)
+        if figure.get("others", 0.0) > DISTURBED:
+            disturbed[name] = figure["others"]
         if figure["figure"] == "memory":
             kept |= {"memory": rest["best"], "memory_usual": rest["median"], "memory_alone": rest["alone"]}
         elif figure["figure"] == "overhead":
@@ -184,7 +219,7 @@ def _keep_machine(threads: int, figures: Sequence[Mapping[str, object]]) -> Mach
         else:
             group, name = ("kinds", "kind") if figure["figure"] == "kind" else ("attention", "kv")
             kept[group] = {**kept[group], figure[name]: rest}
-    kept |= {"cpu": hardware.cpu_name(), "threads": threads, "date": _now()}
+    kept |= {"cpu": hardware.cpu_name(), "threads": threads, "date": _now(), "disturbed": disturbed}
     if figures:
         _write("machines", key, kept)
     return _machine(kept)
@@ -218,9 +253,10 @@ def _write(section: str, key: str, value: Mapping[str, object]) -> None:
 def _machine(found: object) -> MachineRoofs | None:
     """One entry of the file; None for one that is not whole."""
     try:
-        made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"])})
+        made = MachineRoofs(**{**found, "kinds": _rates(found["kinds"]), "attention": _rates(found["attention"]),
+                               "disturbed": {str(name): float(share) for name, share in found.get("disturbed", {}).items()}})
         return made if min(made.memory, made.memory_usual) > 0 and min(made.token_s, made.layer_s, made.choice_s or 0.0) >= 0 else None
-    except (TypeError, KeyError, AttributeError):
+    except (TypeError, KeyError, AttributeError, ValueError):
         return None
 
 
