@@ -77,8 +77,8 @@ def measured(screen: Screen, threads: int, again: bool, never: bool) -> Roofs:
 
     wanted = roofs_wanted(screen.environment.variables, threads)
     known = roofs.known(wanted)
-    lacking = wanted if again else None if never else roofs.missing(wanted, known)
-    return known if lacking is None else last(follow(roofs.probe(lacking, known, again), screen, roofs.Roofs))
+    lacking = roofs.everything(wanted, known) if again else None if never else roofs.missing(wanted, known)
+    return known if lacking is None else last(follow(roofs.probe(lacking, known), screen, roofs.Roofs))
 
 
 def trial() -> tuple[bool, str]:

@@ -68,6 +68,14 @@ def test_only_what_is_missing_is_asked_for(kept: Path) -> None:
     assert nothing.rates is None
 
 
+def test_all_that_is_known_is_measured_again_where_that_is_asked_for(kept: Path) -> None:
+    """`doctor --probe` left formats as they were that it does not ask for by itself."""
+    write(kept, WANTED)
+    asked = Wanted(2, ("codebook4:16",), ("16bit", "4bit"), WANTED.file)
+    assert roofs.everything(asked, roofs.known(asked)) == Wanted(2, ("codebook4:16", "bf16"), ("16bit", "4bit"), WANTED.file, base=True)
+    assert roofs.everything(asked, Roofs(None, None)) == asked
+
+
 def test_a_file_that_does_not_tell_what_lies_between_passes_is_measured_again(kept: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """It was taken for nothing, and shown as measured; what the file knows of weights and of the cache stays."""
     write(kept, WANTED, machine={name: value for name, value in MACHINE.items() if name != "choice_s"})

@@ -127,6 +127,13 @@ def missing(wanted: Wanted, roofs: Roofs) -> Wanted | None:
     return lacking if lacking.base or _lacks_base(here) or lacking.kinds or lacking.kv or lacking.file else None
 
 
+def everything(wanted: Wanted, roofs: Roofs) -> Wanted:
+    """What is wanted and whatever else of this machine is known, to be measured again."""
+    here = roofs.machine
+    return wanted if here is None else replace(wanted, kinds=tuple(dict.fromkeys((*wanted.kinds, *here.kinds))),
+                                               kv=tuple(dict.fromkeys((*wanted.kv, *here.attention))), base=True)
+
+
 def is_quiet() -> bool:
     """Do other programs, and a virtual machine's host, leave us the cores now?"""
     before = hardware.cpu_time()
@@ -144,16 +151,16 @@ def _lacks_base(here: MachineRoofs | None) -> bool:
     return here is None or here.choice_s is None
 
 
-def probe(lacking: Wanted, roofs: Roofs, everything: bool = False) -> Iterator[Progress | Notice | Roofs]:
-    """Measure what is lacking, add it to `roofs` and keep it; `everything`: the machine's base figures too, known or not. Yields progress,
-    then what is known now. What cannot be measured stays unknown, and that is said."""
+def probe(lacking: Wanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
+    """Measure what is lacking, add it to `roofs` and keep it. Yields progress, then what is known now. What cannot be measured stays
+    unknown, and that is said."""
     from ...kernels import warm
     from . import probe as child
 
     if is_cold(lacking):
         for done, count in warm.warm(_kernels(lacking)):
             yield Progress("compiling kernels (once, then kept)", done, count, "kernels")
-    base = everything or lacking.base or _lacks_base(roofs.machine)
+    base = lacking.base or _lacks_base(roofs.machine)
     total = child.count(lacking.kinds, lacking.kv, base) + (lacking.file is not None)
     phase, figures, done = "measuring this machine", [], 0
     yield Progress(phase, 0, total, "figures")
