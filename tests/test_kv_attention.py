@@ -10,6 +10,7 @@ import pytest
 
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
+from effllm.kernels.cpu.attention import TALL_FROM, TALL_ROWS
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.kv.many import packed_scratch
 from effllm.kernels.cpu.kv.scratch import EIGHT, few_scratch, query_places, tile_rows
@@ -170,6 +171,32 @@ def test_a_prompts_bits_do_not_depend_on_its_tiles(pool, kv):
             stream.run(cut, compare=False)
         outs.append(stream.out)
     assert np.array_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("heads, window", ((2, None), (4, 200)))
+def test_taller_tiles_of_a_long_chunk_change_no_bits(pool, heads, window):
+    """One and two query heads to a KV head, in passes of 452 tokens and 48, and in such as have no tall tiles."""
+    outs = []
+    for chunk in (512, 128):
+        shape = CacheShape(1024, sink=64, window=16, chunk=chunk)
+        stream = Stream(packed_cache(pool, "16bit", heads, 2, window=window, shape=shape), heads, 900)
+        stream.run(400, compare=False)
+        longest = max(stream.cache.pieces(500))
+        assert (longest >= TALL_FROM and longest % TALL_ROWS) if chunk == 512 else longest < TALL_FROM, "the last of tall ones is not full"
+        stream.run(500)
+        outs.append(stream.out[400:])
+        assert relative(outs[-1], stream.want[400:]) < 1e-5
+    assert np.array_equal(outs[0], outs[1])
+
+
+@pytest.mark.parametrize("kv, heads", (("4bit", 2), ("8bit", 2), ("8bit", 4)))
+def test_taller_tiles_read_packed_pages(pool, kv, heads):
+    shape = CacheShape(1024, sink=64, window=16, chunk=512)
+    stream = Stream(packed_cache(pool, kv, heads, 2, shape=shape), heads, 900)
+    stream.run(400, compare=False)
+    assert max(stream.cache.pieces(500)) >= TALL_FROM and stream.cache.sealed
+    stream.run(500)
+    assert relative(stream.out[400:], stream.want[400:]) < (0.03 if as_they_lie(kv, heads // 2) else 1e-3)
 
 
 @pytest.mark.parametrize("tokens", (1, 64, 64 + PAGE - 1, 64 + PAGE, 64 + PAGE + 1, 64 + PAGE + 16, 64 + PAGE + 17, 600))

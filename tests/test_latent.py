@@ -9,8 +9,9 @@ import pytest
 import torch
 
 from effllm.kernels import reference_latent as reference
-from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, attend_many_state
+from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, _tall_of, attend_many_state
 from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.inner_loops import LOW_ROWS, TILE_ROWS
 from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.latent_shape import LatentShape
@@ -173,7 +174,7 @@ def test_routers_choose_as_those_of_transformers() -> None:
 @pytest.mark.parametrize(("heads", "depth"), [(20, 576), (33, 130), (128, 40)])
 def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) -> None:
     """Prompts, whose tiles are lower then, and single tokens over several pages, against the reference; in few tokens the bits of one."""
-    assert heads * depth > WIDE_QUERY and _height_of(heads, depth) < QUERY_TILE
+    assert heads * depth > WIDE_QUERY and _height_of(heads, depth, 512) < QUERY_TILE
     draw, found = np.random.default_rng(2), {}
     keys, queries = draw.standard_normal((300, depth)).astype(np.float32), draw.standard_normal((300, heads * depth)).astype(np.float32)
     shape = CacheShape(320, sink=64, window=128, chunk=192)
@@ -194,5 +195,21 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
 
 def test_memory_between_turns_is_counted_by_the_tiles_that_there_are() -> None:
     dims = Dims(8, 20, 1, 576, 8, 8, chunk=100, ctx=320, rows=1, spilled_kv=True)
-    height = _height_of(20, 576)
+    height = _height_of(20, 576, 512)
     assert height == 9 and attend_many_state(100, dims) >= -(-100 // height) * height * 20 * (576 + 4)
+
+
+@pytest.mark.parametrize("packed", (False, True))
+@pytest.mark.parametrize("group", (1, 2, 3, 5, 8))
+def test_memory_between_turns_holds_every_chunk_up_to_the_longest(group: int, packed: bool) -> None:
+    """Whichever height the tiles of a shorter one have."""
+    def floats(chunk: int, tokens: int) -> int:
+        dims = Dims(8, 2 * group, 2, 64, 8, 8, chunk=chunk, ctx=1024, rows=1, spilled_kv=True, packed_kv=packed)
+        height = _tall_of(group, tokens) if packed else _height_of(group, 64, tokens)
+        unit = TILE_ROWS * LOW_ROWS if packed else TILE_ROWS
+        rows = -(-height * group // unit) * unit
+        assert attend_many_state(chunk, dims) >= 2 * -(-tokens // height) * rows * (2 * 64 + 6 if packed else 64 + 4)
+        return attend_many_state(chunk, dims)
+
+    for chunk in (64, 255, 256, 512):
+        assert len({floats(chunk, tokens) for tokens in range(1, chunk + 1)}) == 1

@@ -39,6 +39,8 @@ ENDS, ATTEND_SLOTS = 27, 28  # address of the last position int64 that each quer
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 SKIPPED = -1  # for SEALED: a row whose partial stays what it is
 QUERY_TILE = 32
+# Where few queries share a KV head, a long chunk's tiles are taller: a block is widened, or a packed page opened, once for each.
+TALL_ROWS, TALL_FROM = 128, 256  # query rows of such a tile, tokens of the chunk
 WIDE_QUERY, WIDE_ROWS = 4096, 192  # from how many numbers of a token's queries on a prompt's tiles are lower, and the rows they have then
 
 
@@ -205,9 +207,17 @@ def query_tile(job, kv_heads, tokens, height=QUERY_TILE):
     return job % kv_heads, tile, tile * height, min(height, tokens - tile * height)
 
 
-def _height_of(group: int, depth: int) -> int:
-    """Tokens of a tile: fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and leave threads idle."""
-    return QUERY_TILE if group * depth <= WIDE_QUERY else max(1, min(QUERY_TILE, WIDE_ROWS // group))
+def _tall_of(group: int, tokens: int) -> int:
+    """Tokens of a tile of a chunk of so many."""
+    return max(QUERY_TILE, TALL_ROWS // group) if tokens >= TALL_FROM else QUERY_TILE
+
+
+tall_height = inlined()(_tall_of)
+
+
+def _height_of(group: int, depth: int, tokens: int) -> int:
+    """`_tall_of`, but fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and leave threads idle."""
+    return tall_height(group, tokens) if group * depth <= WIDE_QUERY else max(1, min(QUERY_TILE, WIDE_ROWS // group))
 
 
 tile_height = inlined()(_height_of)
@@ -255,7 +265,7 @@ def attend_many(args, worker, counter):
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     broad = (depth + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
-    height = tile_height(group, depth)
+    height = tile_height(group, depth, tokens)
     capacity = (height * group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     keys = query + 4 * capacity * depth
@@ -303,16 +313,17 @@ def attend_many(args, worker, counter):
 def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_many`."""
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
-    capacity = -(-_height_of(group, head_dim) * group // TILE_ROWS) * TILE_ROWS
+    capacity = -(-_height_of(group, head_dim, TALL_FROM) * group // TILE_ROWS) * TILE_ROWS
     return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
 
 
 def attend_many_state(tokens: int, dims: Dims) -> int:
-    """Floats that a prompt's chunk of `tokens` tokens needs between turns, here or in `kv/many.py`."""
-    group, unit = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS
-    height = QUERY_TILE if dims.packed_kv else _height_of(group, dims.head_dim)
-    tiles, capacity = -(-tokens // height), -(-height * group // unit) * unit
-    return dims.kv_heads * tiles * capacity * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
+    """Floats that a prompt's chunk of up to `tokens` tokens needs between turns, here or in `kv/many.py`."""
+    group, unit, most = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS, 0
+    for count in {tokens, min(tokens, TALL_FROM - 1)}:  # of a height more tokens need more
+        height = _tall_of(group, count) if dims.packed_kv else _height_of(group, dims.head_dim, count)
+        most = max(most, -(-count // height) * (-(-height * group // unit) * unit))
+    return dims.kv_heads * most * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 
 
 # Slots of `write_kv`: K and V [T, kv_heads * head_dim]; SLOTS and ROWS say per token which exact slot and which row of it.

@@ -25,7 +25,6 @@ from ..attention import (
     HEADS,
     KV_HEADS,
     POSITION,
-    QUERY_TILE,
     SCALE,
     SCRATCH,
     SCRATCH_STRIDE,
@@ -33,6 +32,7 @@ from ..attention import (
     SOFTCAP,
     STATE,
     TABLE,
+    TALL_FROM,
     TO,
     TOKENS,
     WINDOW,
@@ -43,9 +43,11 @@ from ..attention import (
     _merge_rows,
     _scale_scores,
     _softmax_row,
+    _tall_of,
     _visible,
     _write_rows,
     query_tile,
+    tall_height,
 )
 from ..inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
 from ..int8_ir import INSTRUCTION_SET
@@ -149,7 +151,8 @@ def attend_packed_many(args, worker, counter):
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     broad = _broad(depth)
-    capacity = (QUERY_TILE * group + TILE_ROWS * LOW_ROWS - 1) // (TILE_ROWS * LOW_ROWS) * (TILE_ROWS * LOW_ROWS)
+    height = tall_height(group, tokens)
+    capacity = (height * group + TILE_ROWS * LOW_ROWS - 1) // (TILE_ROWS * LOW_ROWS) * (TILE_ROWS * LOW_ROWS)
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     turned = query + 4 * capacity * depth
     keys = turned + 4 * capacity * broad
@@ -161,12 +164,12 @@ def attend_packed_many(args, worker, counter):
     own_tile = tile_rows(group)
     own_rows, rest, own_queries = (group + own_tile - 1) // own_tile * own_tile, line(keys), line(opened + opened_end(depth))
     query_nbytes, widths = query_places(own_rows, depth)[6], rest + row_places(own_rows, depth)[5]
-    tiles = (tokens + QUERY_TILE - 1) // QUERY_TILE
+    tiles = (tokens + height - 1) // height
     while True:
         job = fetch_add(counter, 1)
         if job >= kv_heads * tiles:
             return
-        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens)
+        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens, height)
         rows = here * group
         padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
         _load_queries(a, query, kv, begin_token, rows, capacity)
@@ -212,11 +215,11 @@ def attend_packed_many(args, worker, counter):
 def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed_many`."""
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
-    unit = TILE_ROWS * LOW_ROWS
-    capacity = -(-QUERY_TILE * group // unit) * unit
+    unit, height = TILE_ROWS * LOW_ROWS, _tall_of(group, TALL_FROM)
+    capacity = -(-height * group // unit) * unit
     record, own = -(-opened_nbytes(head_dim) // 4) + MOST_GROUPS + 16, 0
     tile = 8 if group > 4 else 4
     rows = -(-group // tile) * tile
     if AS_THEY_LIE and 8 * group >= ROWS_OF_EIGHT * rows:
-        own = QUERY_TILE * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
+        own = height * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
     return capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record + own
