@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from effllm.kernels import reference_latent as reference
-from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, _tall_of, attend_many_state
+from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, attend_many_state
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.inner_loops import LOW_ROWS, TILE_ROWS
 from effllm.kernels.cpu.ops import FEW, CpuOps
@@ -205,7 +205,7 @@ def test_memory_between_turns_holds_every_chunk_up_to_the_longest(group: int, pa
     """Whichever height the tiles of a shorter one have."""
     def floats(chunk: int, tokens: int) -> int:
         dims = Dims(8, 2 * group, 2, 64, 8, 8, chunk=chunk, ctx=1024, rows=1, spilled_kv=True, packed_kv=packed)
-        height = _tall_of(group, tokens) if packed else _height_of(group, 64, tokens)
+        height = _height_of(group, 0 if packed else 64, tokens)
         unit = TILE_ROWS * LOW_ROWS if packed else TILE_ROWS
         rows = -(-height * group // unit) * unit
         assert attend_many_state(chunk, dims) >= 2 * -(-tokens // height) * rows * (2 * 64 + 6 if packed else 64 + 4)

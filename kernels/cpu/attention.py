@@ -207,17 +207,12 @@ def query_tile(job, kv_heads, tokens, height=QUERY_TILE):
     return job % kv_heads, tile, tile * height, min(height, tokens - tile * height)
 
 
-def _tall_of(group: int, tokens: int) -> int:
-    """Tokens of a tile of a chunk of so many."""
-    return max(QUERY_TILE, TALL_ROWS // group) if tokens >= TALL_FROM else QUERY_TILE
-
-
-tall_height = inlined()(_tall_of)
-
-
 def _height_of(group: int, depth: int, tokens: int) -> int:
-    """`_tall_of`, but fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and leave threads idle."""
-    return tall_height(group, tokens) if group * depth <= WIDE_QUERY else max(1, min(QUERY_TILE, WIDE_ROWS // group))
+    """Tokens of a tile of a chunk of so many: fewer where a KV head has so many queries that QUERY_TILE of them would fill the caches and
+    leave threads idle. Of packed pages they are never fewer, which a depth of 0 says."""
+    if group * depth > WIDE_QUERY:
+        return max(1, min(QUERY_TILE, WIDE_ROWS // group))
+    return max(QUERY_TILE, TALL_ROWS // group) if tokens >= TALL_FROM else QUERY_TILE
 
 
 tile_height = inlined()(_height_of)
@@ -321,7 +316,7 @@ def attend_many_state(tokens: int, dims: Dims) -> int:
     """Floats that a prompt's chunk of up to `tokens` tokens needs between turns, here or in `kv/many.py`."""
     group, unit, most = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS, 0
     for count in {tokens, min(tokens, TALL_FROM - 1)}:  # of a height more tokens need more
-        height = _tall_of(group, count) if dims.packed_kv else _height_of(group, dims.head_dim, count)
+        height = _height_of(group, 0 if dims.packed_kv else dims.head_dim, count)
         most = max(most, -(-count // height) * (-(-height * group // unit) * unit))
     return dims.kv_heads * most * (2 * dims.head_dim + 6 if dims.packed_kv else dims.head_dim + 4)
 

@@ -38,16 +38,16 @@ from ..attention import (
     WINDOW,
     _begin,
     _end,
+    _height_of,
     _load_block,
     _load_queries,
     _merge_rows,
     _scale_scores,
     _softmax_row,
-    _tall_of,
     _visible,
     _write_rows,
     query_tile,
-    tall_height,
+    tile_height,
 )
 from ..inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
 from ..int8_ir import INSTRUCTION_SET
@@ -151,7 +151,7 @@ def attend_packed_many(args, worker, counter):
     group = heads // kv_heads
     scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
     broad = _broad(depth)
-    height = tall_height(group, tokens)
+    height = tile_height(group, 0, tokens)
     capacity = (height * group + TILE_ROWS * LOW_ROWS - 1) // (TILE_ROWS * LOW_ROWS) * (TILE_ROWS * LOW_ROWS)
     query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     turned = query + 4 * capacity * depth
@@ -215,7 +215,7 @@ def attend_packed_many(args, worker, counter):
 def packed_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
     """Floats of scratch per worker for `attend_packed_many`."""
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
-    unit, height = TILE_ROWS * LOW_ROWS, _tall_of(group, TALL_FROM)
+    unit, height = TILE_ROWS * LOW_ROWS, _height_of(group, 0, TALL_FROM)
     capacity = -(-height * group // unit) * unit
     record, own = -(-opened_nbytes(head_dim) // 4) + MOST_GROUPS + 16, 0
     tile = 8 if group > 4 else 4
