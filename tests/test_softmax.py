@@ -10,14 +10,14 @@ from effllm.kernels.deferred import compiler
 from effllm.kernels.layout import PAGE
 
 
-@compiler().njit("UniTuple(float32, 2)(int64, int64, int64)")
-def _run(address, begin, end):
-    return softmax_row(address, begin, end)
+@compiler().njit("UniTuple(float32, 2)(int64, int64, int64, float32)")
+def _run(address, begin, end, scale):
+    return softmax_row(address, begin, end, scale)
 
 
-def softmax(scores: np.ndarray, begin: int, end: int) -> tuple[np.ndarray, float, float]:
+def softmax(scores: np.ndarray, begin: int, end: int, scale: float = 1.0) -> tuple[np.ndarray, float, float]:
     row = scores.astype(np.float32)
-    m, l = _run(row.ctypes.data, begin, end)
+    m, l = _run(row.ctypes.data, begin, end, scale)
     return row, m, l
 
 
@@ -35,6 +35,12 @@ def test_weights_are_those_of_float64(data):
     assert m == seen.max() and not row[:begin].any() and not row[end:].any()
     assert np.abs(row[begin:end] - expected).max() <= 2e-6 and abs(l - expected.sum()) <= 2e-6 * expected.sum()
     assert (row[begin:end][seen - seen.max() < -88] == 0).all()
+
+
+def test_scaled_on_the_way_is_scaled_beforehand():
+    scores = np.random.default_rng(0).standard_normal(PAGE).astype(np.float32)
+    scaled = softmax(scores * np.float32(0.3), 3, 60)
+    assert all(np.array_equal(ours, theirs) for ours, theirs in zip(softmax(scores, 3, 60, 0.3), scaled))
 
 
 @pytest.mark.parametrize("value", (np.nan, np.inf))

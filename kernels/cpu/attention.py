@@ -69,14 +69,15 @@ def _cap(score, softcap):
 
 
 @inlined()
-def _softmax_row(address, visible_from, visible_to):
-    """PAGE scores of one row -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when nothing is visible."""
+def _softmax_row(address, visible_from, visible_to, scale):
+    """PAGE scores of one row, to be multiplied by `scale` -> weights exp(s - m) in place, 0 where masked. Returns (m, l); m is -inf when
+    nothing is visible."""
     if visible_from >= visible_to:
         row = f32_at(address)
         for j in range(PAGE):
             row[j] = ZERO
         return MINUS_INF, ZERO
-    return softmax_row(address, visible_from, visible_to)
+    return softmax_row(address, visible_from, visible_to, scale)
 
 
 @inlined()
@@ -146,13 +147,17 @@ def _load_block(a, entry, kv, keys, values, broad):
 
 
 @inlined({"contract"})
-def _scale_scores(scores, rows, scale, softcap):
+def _capped(scores, rows, scale, softcap):
+    """Cap the scores of a block, where they are capped. Returns what they are still to be multiplied by, which softmax does while it has
+    them."""
+    if softcap == ZERO:
+        return scale
     s = f32_at(scores)
     for j in range(rows * PAGE):
         s[j] *= scale
-    if softcap != ZERO:
-        for j in range(rows * PAGE):
-            s[j] = _cap(s[j], softcap)
+    for j in range(rows * PAGE):
+        s[j] = _cap(s[j], softcap)
+    return ONE
 
 
 @inlined()
@@ -176,11 +181,14 @@ def _merge(o, m, l, part, part_m, part_l, depth):
         for i in range(depth):
             o[i] = part[i]
         return part_m, part_l
-    top = max(m, part_m)
-    keep, take = exp(m - top), exp(part_m - top)
+    keep, take = ONE, ONE  # of the larger maximum, e**0; where one is no number, the other's factor is none
+    if m >= part_m:
+        take = exp(part_m - m)
+    else:
+        keep = exp(m - part_m)
     for i in range(depth):
         o[i] = o[i] * keep + part[i] * take
-    return top, l * keep + part_l * take
+    return max(m, part_m), l * keep + part_l * take
 
 
 @inlined()
@@ -225,14 +233,15 @@ def _sees(a, token):
 
 
 @inlined()
-def _weigh(a, entry, scores, begin_token, group, rows, padded, found):
-    """Scores [padded, PAGE] of a block -> weights, and their (m, l) at `found`; rows that only fill the tile see nothing."""
+def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
+    """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, and their (m, l) at `found`; rows that only fill the tile
+    see nothing."""
     first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
     for r in range(padded):
         token = begin_token + r // group
         last = _sees(a, begin_token + min(r, rows - 1) // group)
         begin, end = _begin(first, count, a[POSITION] + token, a[WINDOW]), _end(first, count, last)
-        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0)
+        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0, scale)
 
 
 @inlined()
@@ -297,8 +306,7 @@ def attend_many(args, worker, counter):
             seen = _end(first, count, farthest)  # what lies behind weighs exactly nothing
             columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
             product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
-            _scale_scores(scores, padded, scale, softcap)
-            _weigh(a, entry, scores, begin_token, group, rows, padded, found)
+            _weigh(a, entry, scores, begin_token, group, rows, padded, _capped(scores, padded, scale, softcap), found)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
             _merge_rows(rows, depth, o, stats, part, broad, found)
         if a[TO] >= a[BLOCKS]:

@@ -39,11 +39,11 @@ from .attention import (
     TOKENS,
     WINDOW,
     _begin,
+    _capped,
     _end,
     _keys_of,
     _load_queries,
     _merge,
-    _scale_scores,
     _softmax_row,
     _visible,
     _with_sink,
@@ -144,11 +144,11 @@ def attend_few(args, worker, counter):
             last = block + 1 >= a[TO] or block + 1 == sealed_from  # nothing is known to come
             following = entry if last else i64_at(a[TABLE] + 8 * COLUMNS * (block + 1))
             _scores_of(a, entry, kv, query, padded, count, scores)
-            _scale_scores(scores, padded, scale, softcap)
+            left = _capped(scores, padded, scale, softcap)
             for r in range(padded):
                 position = a[POSITION] + r // group
                 m, l = _softmax_row(scores + 4 * r * PAGE, _begin(first, count, position, a[WINDOW]),
-                                    _end(first, count, position) if r < rows else 0)
+                                    _end(first, count, position) if r < rows else 0, left)
                 if r < rows:
                     o = f32_at(partial + 4 * r * (depth + 2))
                     o[depth], o[depth + 1] = m, l

@@ -39,9 +39,9 @@ from .attention import (
     SOFTCAP,
     TABLE,
     TOKENS,
+    _capped,
     _load_queries,
     _merge_rows,
-    _scale_scores,
     _softmax_row,
     _write_rows,
 )
@@ -130,9 +130,9 @@ def _partial(args, seen, query, keys, values, scores, part, found, group, broad)
     padded = (group + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
     columns = (seen + TILE_COLUMNS - 1) // TILE_COLUMNS * TILE_COLUMNS
     product(query, 4 * depth, keys, 4 * PAGE, scores, 4 * PAGE, padded, columns, depth)
-    _scale_scores(scores, padded, float32(reals[SCALE]), float32(reals[SOFTCAP]))
+    left = _capped(scores, padded, float32(reals[SCALE]), float32(reals[SOFTCAP]))
     for r in range(padded):
-        m, l = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < group else 0)
+        m, l = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < group else 0, left)
         stats[2 * r], stats[2 * r + 1] = m, l
     product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
 

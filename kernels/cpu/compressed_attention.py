@@ -37,8 +37,8 @@ from .attention import (
     TOKENS,
     WINDOW,
     Q,
+    _capped,
     _merge,
-    _scale_scores,
     _softmax_row,
     _with_sink,
 )
@@ -153,9 +153,9 @@ def attend_compressed(args, worker, counter):
             rows = (seen + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
             product(values, 4 * broad, queries, 4 * columns, found, 4 * columns, rows, columns, depth)
             _turned_scores(found, seen, here, columns, scores)
-            _scale_scores(scores, here, float32(reals[SCALE]), float32(reals[SOFTCAP]))
+            left = _capped(scores, here, float32(reals[SCALE]), float32(reals[SOFTCAP]))
             for r in range(padded):
-                stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < here else 0)
+                stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, 0, seen if r < here else 0, left)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, seen)
             for r in range(here):
                 m, l = _merge(f32_at(o + 4 * r * depth), total[2 * r], total[2 * r + 1], f32_at(part + 4 * r * broad), stats[2 * r],

@@ -36,19 +36,21 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value, power: Sequence[float] = PO
 
 
 @intrinsic
-def softmax_row(typingctx, address, begin, end):
-    """float32 scores [PAGE] -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns (m, sum); the sum is NaN where a
-    score is."""
+def softmax_row(typingctx, address, begin, end, scale):
+    """float32 [PAGE], which times `scale` are the scores s -> exp(s - m) in place, 0 outside [begin, end), which is not empty. Returns
+    (m, sum); the sum is NaN where a score is."""
 
     def codegen(context, builder, signature, args):
-        address, begin, end = args
+        address, begin, end, scale = args
+        factor = splat(builder, scale, FLOATS)
         first, last = (splat(builder, builder.trunc(each, I32), WORDS) for each in (begin, end))
         kept = []
         for piece in range(PAGE // VECTOR):
             place = offset(builder, address, 4 * VECTOR * piece)
             lanes = ir.Constant(WORDS, list(range(VECTOR * piece, VECTOR * (piece + 1))))
             seen = builder.and_(builder.icmp_signed(">=", lanes, first), builder.icmp_signed("<", lanes, last))
-            value = builder.select(seen, load(builder, place, FLOATS, 4), constant(FLOATS, float("-inf")))
+            score = builder.fmul(load(builder, place, FLOATS, 4), factor)
+            value = builder.select(seen, score, constant(FLOATS, float("-inf")))
             kept.append(value)
         most = partial(larger, builder)
         top = builder.extract_element(across(builder, [merged(kept, most)], most), I32(0))
@@ -59,4 +61,4 @@ def softmax_row(typingctx, address, begin, end):
         total = builder.extract_element(across(builder, [merged(weights, builder.fadd)], builder.fadd), I32(0))
         return context.make_tuple(builder, signature.return_type, (top, total))
 
-    return types.UniTuple(types.float32, 2)(*[types.int64] * 3), codegen
+    return types.UniTuple(types.float32, 2)(*[types.int64] * 3, types.float32), codegen

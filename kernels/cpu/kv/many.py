@@ -14,7 +14,7 @@ from ...compile import kernel
 from ...deferred import inlined
 from ...kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
 from ...layout import PAGE
-from ..arithmetic import MINUS_INF, ZERO
+from ..arithmetic import MINUS_INF, ONE, ZERO
 from ..attention import (
     BLOCKS,
     COLUMNS,
@@ -37,12 +37,12 @@ from ..attention import (
     TOKENS,
     WINDOW,
     _begin,
+    _capped,
     _end,
     _height_of,
     _load_block,
     _load_queries,
     _merge_rows,
-    _scale_scores,
     _softmax_row,
     _visible,
     _write_rows,
@@ -129,13 +129,13 @@ def _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
 
 
 @inlined()
-def _weigh(a, entry, scores, position, group, rows, padded, found):
+def _weigh(a, entry, scores, position, group, rows, padded, scale, found):
     """`attention._weigh`, each token seeing what comes before it."""
     first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
     for r in range(padded):
         p = position + r // group
         begin, end = _begin(first, count, p, a[WINDOW]), _end(first, count, p)
-        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0)
+        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0, scale)
 
 
 @kernel({"contract"})
@@ -201,8 +201,8 @@ def attend_packed_many(args, worker, counter):
             else:
                 _load_block(a, entry, kv, keys, values, broad)
             product(source, 4 * stride, keys, 4 * PAGE, scores, 4 * PAGE, padded, PAGE, depth)
-            _scale_scores(scores, padded, float32(1.0) if entry[SEALED] else scale, softcap)  # opened keys have it
-            _weigh(a, entry, scores, position, group, rows, padded, found)
+            left = _capped(scores, padded, ONE if entry[SEALED] else scale, softcap)  # opened keys have it
+            _weigh(a, entry, scores, position, group, rows, padded, left, found)
             product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, PAGE)
             outputs, stats = (packed, packed_stats) if entry[SEALED] else (exact, exact_stats)
             _merge_rows(rows, depth, outputs, stats, part, broad, found)
