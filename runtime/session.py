@@ -277,7 +277,7 @@ class Session:
             yield from self._prompts.see(prompt, self.engine, lambda: self._cancelled)
         ids = resumed.ids if resumed else self._prompts.encoded(prompt)
         first = resumed.prompt if resumed else len(ids)
-        think, marks, self._answered = self._reading(ids, resumed), self._turns.calling.marks if self.tools else None, None
+        think, marks, self._answered = self._reading(ids, resumed), None if resumed or not self.tools else self._turns.calling.marks, None
         answer = yield from self._answer(ids, said, think, self.messages, resumed is not None, marks)
         made = [*ids[first:], *self.stats.token_ids[: len(self.stats.token_ids) - (self.stats.finish_reason == "stop")]]
         self._prompts.hold(prompt, ids[:first], made, answer.text if resumed else answer.text[len(said) :])

@@ -137,28 +137,54 @@ def test_other_apis_ask_for_it_too():
         assert raised.value.param == param
 
 
-def test_a_request_and_a_flag_of_the_server(tmp_path):
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
     """The packaged model, behind an opening tag, reasons without an end: of what it would say the beginning comes."""
-    folder = Path(knowing_folder(tmp_path / "thinker"))
+    folder = Path(knowing_folder(tmp_path_factory.mktemp("model") / "thinker"))
     config = json.loads((folder / "tokenizer_config.json").read_text())
     template = "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}<think>{% endif %}"
     (folder / "tokenizer_config.json").write_text(json.dumps({**config, "chat_template": template}))
-    with serving("--reasoning-budget", "12", model=str(folder)) as server:
-        def thought(**fields: object) -> tuple[str, str]:
-            message = server.chat(max_tokens=40, **fields).json["choices"][0]["message"]
-            return message.get("reasoning_content") or "", message["content"]
+    with serving("--reasoning-budget", "12", model=str(folder)) as served:
+        yield served
 
-        whole, nothing = thought(thinking_budget_tokens=-1)
-        assert not nothing
-        usual, answer = thought()
-        assert answer and whole.startswith(usual) and len(usual) < len(whole)
-        fewer, answer = thought(thinking_token_budget=3)
-        assert answer and usual.startswith(fewer) and len(fewer) < len(usual)
-        assert thought(thinking_budget=0)[0] == ""
-        blocks = server.message(max_tokens=40, thinking={"type": "enabled", "budget_tokens": 3}).json["content"]
-        assert [block["type"] for block in blocks] == ["thinking", "text"] and blocks[0]["thinking"] == fewer
-        streamed = server.chat(ASKED, max_tokens=40, stream=True, thinking_budget_tokens=3).events
-        deltas = [event["choices"][0]["delta"] for event in streamed]
-        assert "".join(each.get("reasoning_content") or "" for each in deltas) == fewer
-        server.until(ENDED.format(12))
-        assert server.chat(thinking_budget_tokens=-7).error["param"] == "thinking_budget_tokens"
+
+def test_a_request_and_a_flag_of_the_server(server):
+    def thought(**fields: object) -> tuple[str, str]:
+        message = server.chat(max_tokens=40, **fields).json["choices"][0]["message"]
+        return message.get("reasoning_content") or "", message["content"]
+
+    whole, nothing = thought(thinking_budget_tokens=-1)
+    assert not nothing
+    usual, answer = thought()
+    assert answer and whole.startswith(usual) and len(usual) < len(whole)
+    fewer, answer = thought(thinking_token_budget=3)
+    assert answer and usual.startswith(fewer) and len(fewer) < len(usual)
+    assert thought(thinking_budget=0)[0] == ""
+    blocks = server.message(max_tokens=40, thinking={"type": "enabled", "budget_tokens": 3}).json["content"]
+    assert [block["type"] for block in blocks] == ["thinking", "text"] and blocks[0]["thinking"] == fewer
+    streamed = server.chat(ASKED, max_tokens=40, stream=True, thinking_budget_tokens=3).events
+    deltas = [event["choices"][0]["delta"] for event in streamed]
+    assert "".join(each.get("reasoning_content") or "" for each in deltas) == fewer
+    server.until(ENDED.format(12))
+    assert server.chat(thinking_budget_tokens=-7).error["param"] == "thinking_budget_tokens"
+
+
+def test_a_stop_string_ends_the_answer_and_not_its_reasoning(server):
+    """In every API, whole and as a stream."""
+    message = server.chat(max_tokens=40).json["choices"][0]["message"]
+    thought, answer = message["reasoning_content"], message["content"]
+    within = next(word for word in thought.split() if len(word) > 2 and word not in answer)
+    stop = answer[8:14]
+    assert stop not in answer[:13] and stop in answer
+    expected = thought, answer[: answer.index(stop)]
+    choice, = server.chat(max_tokens=40, stop=[within, stop]).json["choices"]
+    assert (choice["message"]["reasoning_content"], choice["message"]["content"], choice["finish_reason"]) == (*expected, "stop")
+    deltas = [event["choices"][0]["delta"] for event in server.chat(max_tokens=40, stop=[within, stop], stream=True).events]
+    assert tuple("".join(each.get(name) or "" for each in deltas) for name in ("reasoning_content", "content")) == expected
+    items = server.respond(max_output_tokens=40, stop=[within, stop]).json["output"]
+    assert tuple(item["content"][0]["text"] for item in items) == expected
+    made = server.message(max_tokens=40, stop_sequences=[within, stop]).json
+    assert tuple(block.get("thinking", block.get("text")) for block in made["content"]) == expected and made["stop_sequence"] == stop
+    asked = {"messages": ASKED, "stream": False, "options": {"temperature": 0, "num_predict": 40, "stop": [within, stop]}}
+    said_ = server.ask("POST", "/api/chat", asked).json["message"]
+    assert (said_["thinking"], said_["content"]) == expected

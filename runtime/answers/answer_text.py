@@ -13,19 +13,23 @@ from ..tokens.text_stream import TextStream
 
 if TYPE_CHECKING:
     from ..engine import Step
+    from ..tokens.reasoning import Part
     from .answering import Answer
 
 
 class AnswerText:
-    """What `answer` says, by its stop strings, its indentation and its `think`, into its `shown`, `thought` and `calls`. `has_line`: a line
+    """What `answer` says, by its `think`, its stop strings and its indentation, into its `shown`, `thought` and `calls`. Stop strings are
+    looked for in the answer as it is written, calls included, and not in its reasoning, which may well speak of them. `has_line`: a line
     of it is whole. Of the last token, `is_thought`: what it completed is reasoning; `reasons`: so is the token. `think` in the end: as it
     stands behind the last token."""
 
     def __init__(self, answer: Answer, stream: TextStream) -> None:
         self.think, self._stream = answer.think, stream
+        self._apart, self._calls = (answer.think, None) if answer.marks is None else (answer.think.think, answer.think)
         self.stops, self.indented = StopStrings(answer.stops, answer.said), Indented(answer.indent)
         self.has_line = self.is_thought = self.reasons = False
         self._trail = None if answer.sampler.tells is None else Trail()
+        self._made = self._through = self._waiting = 0  # letters: all, those that are through the stop strings, those that these hold
         self._shown = answer.shown
         self._into = {"answer": answer.shown, "thinking": answer.thought, "call": answer.calls}
 
@@ -34,41 +38,67 @@ class AnswerText:
         think, trail, ends = self.think, self._trail, step.finish == "stop"
         text, at_answer = "" if ends else self._stream.push(step.token), think is None or think.at_answer
         may_open = think is not None and think.may_open
-        certain = self.indented.push(self.stops.push(text))
-        parts = self._split(certain)
+        parts = self._noted(self._read(self._told_apart(text)))
         self.is_thought = think is not None and not think.at_answer
         self.reasons = self.is_thought or not at_answer
         self.has_line = self.has_line or "\n" in text
         if trail and not ends:
             was_thought = self.is_thought or not (at_answer or may_open)
             trail.took(step.chances, text, None if may_open and think.may_open else "thinking" if was_thought else "answer")
-        return self._events(parts, len(certain))
+        return self._events(parts)
+
+    @property
+    def is_over(self) -> bool:
+        """Has it all that it may have: up to a stop string, or as many calls as it may make?"""
+        return self.stops.hit or self._calls is not None and self._calls.is_full
 
     def ended(self) -> Iterator[TextDelta | Call]:
         """What was held back of a text that ends here."""
-        think, parts, certain = self.think, [], ""
+        parts = self._read(self._told_apart("" if self.stops.hit else self._stream.flush()))
+        apart, self.think = self._apart, copy.copy(self.think)
+        rest = self._cut(apart.flush()) if apart else []
         if not self.stops.hit:
-            certain = self.indented.push(self.stops.push(self._stream.flush()) + self.stops.flush()) + self.indented.flush()
-            parts = self._split(certain)
-        self.think = copy.copy(think)
-        for kind, part in think.flush() if think else ():
-            self._into[kind].append(part)
-            parts.append((kind, part))
-        return self._events(parts, len(certain))
+            rest += [("answer", held)] if (held := self.indented.push(self.stops.flush()) + self.indented.flush()) else []
+            self._waiting = 0
+        parts += self._read(rest) + (self._calls.rest() if self._calls else [])
+        return self._events(self._noted(parts))
 
-    def _split(self, text: str) -> list[tuple[str, str | Call]]:
-        """Parts of a piece, noted. What was said before loses half a character that is whole now, and how a stop string began."""
+    def _told_apart(self, text: str) -> list[Part]:
+        """A piece as reasoning and the answer, of that what its stop strings and its indentation let through."""
+        self._made += len(text)
+        return self._cut(self._apart.push(text) if self._apart else [("answer", text)] if text else [])
+
+    def _cut(self, parts: list[Part]) -> list[Part]:
+        made = []
+        for kind, part in parts:
+            if kind == "answer":
+                self._waiting += len(part)
+                part = self.indented.push(self.stops.push(part))
+                self._waiting -= len(part)
+            if part and (kind == "answer" or not self.stops.hit):
+                made.append((kind, part))
+        return made
+
+    def _read(self, parts: list[Part]) -> list[tuple[str, str | Call]]:
+        return self._calls.read(parts) if self._calls else parts
+
+    def _noted(self, parts: list[tuple[str, str | Call]]) -> list[tuple[str, str | Call]]:
+        """Parts, noted. What was said before loses half a character that is whole now, and how a stop string began."""
         shown = self._shown
         shown[0] = shown[0].removesuffix(self._stream.taken_back)
         shown[0] = shown[0][: len(shown[0]) - self.stops.overlap]
         self._stream.taken_back, self.stops.overlap = "", 0
-        parts = self.think.push(text) if self.think else [("answer", text)] if text else []
         for kind, part in parts:
             self._into[kind].append(part)
         return parts
 
-    def _events(self, parts: list[tuple[str, str | Call]], letters: int) -> Iterator[TextDelta | Call]:
-        return self._trail.events(parts, letters) if self._trail else map(_event, parts)
+    def _events(self, parts: list[tuple[str, str | Call]]) -> Iterator[TextDelta | Call]:
+        if not self._trail:
+            return map(_event, parts)
+        behind = self._apart.waiting if self._waiting and self._apart else 0  # what comes behind letters that wait
+        more = max(0, self._made - self._waiting - behind - self._through)
+        self._through += more
+        return self._trail.events(parts, more)
 
 
 def _event(part: tuple[str, str | Call]) -> TextDelta | Call:

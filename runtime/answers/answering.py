@@ -100,6 +100,8 @@ class Answer:
             if self.finish != "cancelled" and self.max_tokens != 0:
                 yield from self._write(text, limit)
             yield from text.ended()
+            if text.is_over and self.finish in ("length", "context"):  # which came to light behind its last token
+                self.finish = "stop"
             if limit and limit.reached:
                 yield Notice(f"reasoning was ended after {self.most_thought} tokens (--reasoning-budget)")
         except KeyboardInterrupt:  # a pass was left in its middle: what the cache holds is not known
@@ -168,7 +170,7 @@ class Answer:
 
     def _ends_with(self, step: Step, text: AnswerText) -> bool:
         """Is this its last token? `finish` then says why."""
-        given_up, at_end = self.cancelled(), text.stops.hit or bool(self.calls) and self.think.is_full
+        given_up, at_end = self.cancelled(), text.is_over
         self.finish = "stop" if at_end else "cancelled" if given_up else step.finish or self.finish
         is_late = text.has_line and self.most_s is not None and time.monotonic() - self._first_at >= self.most_s
         return at_end or given_up or step.finish is not None or text.indented.hit or is_late

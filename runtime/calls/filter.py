@@ -11,14 +11,15 @@ CALL = "call"  # the kind of a part that is one
 
 class CallFilter:
     """`think` tells reasoning from the answer, None where the model does not reason; `reader` reads the calls of the answer, which
-    `is_full` after `most` of them."""
+    `is_full` after `most` of them: whatever comes behind is dropped, further calls that ended with the same token too."""
 
     def __init__(self, think: ThinkFilter | ChannelFilter | None, reader: CallReader, most: int | None = None) -> None:
         self.think, self.reader, self.most = think, reader, most
+        self._told = 0  # calls
 
     @property
     def is_full(self) -> bool:
-        return self.most is not None and self.reader.count >= self.most
+        return self.most is not None and self._told >= self.most
 
     @property
     def at_answer(self) -> bool:
@@ -36,19 +37,28 @@ class CallFilter:
 
     def push(self, text: str) -> list[Part | tuple[str, Call]]:
         """Parts that are certain now, in order: (kind, text), or ("call", the call)."""
-        return self._read(self.think.push(text) if self.think else [("answer", text)] if text else [])
+        return self.read(self.think.push(text) if self.think else [("answer", text)] if text else [])
 
     def flush(self) -> list[Part | tuple[str, Call]]:
         """The text ended."""
-        parts = self._read(self.think.flush() if self.think else [])
-        return [*parts, *map(_part, self.reader.flush())]
+        return [*self.read(self.think.flush() if self.think else []), *self.rest()]
 
-    def _read(self, parts: list[Part]) -> list[Part | tuple[str, Call]]:
+    def read(self, parts: list[Part]) -> list[Part | tuple[str, Call]]:
+        """Parts as `think` tells them apart, with the calls of the answer."""
         made: list[Part | tuple[str, Call]] = []
         for kind, text in parts:
-            made += map(_part, self.reader.push(text)) if kind == "answer" else [(kind, text)]
+            made += self._parts(self.reader.push(text)) if kind == "answer" else [] if self.is_full else [(kind, text)]
         return made
 
+    def rest(self) -> list[Part | tuple[str, Call]]:
+        """What is left of the answer at its end."""
+        return self._parts(self.reader.flush())
 
-def _part(found: str | Call) -> Part | tuple[str, Call]:
-    return (CALL, found) if isinstance(found, Call) else ("answer", found)
+    def _parts(self, found: list[str | Call]) -> list[Part | tuple[str, Call]]:
+        made: list[Part | tuple[str, Call]] = []
+        for each in found:
+            if self.is_full:
+                break
+            self._told += isinstance(each, Call)
+            made.append((CALL, each) if isinstance(each, Call) else ("answer", each))
+        return made

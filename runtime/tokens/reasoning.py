@@ -82,6 +82,11 @@ class ThinkFilter:
         """Is the text in the midst of reasoning?"""
         return self._state == "thinking"
 
+    @property
+    def waiting(self) -> int:
+        """Letters that are held back."""
+        return len(self._held)
+
     def push(self, text: str) -> list[Part]:
         """Parts that are certain now, in order, none empty."""
         parts: list[Part] = []
@@ -181,6 +186,11 @@ class ChannelFilter:
     @property
     def is_thinking(self) -> bool:
         return self._kind == "thinking"
+
+    @property
+    def waiting(self) -> int:
+        """Letters that are held back."""
+        return len(self._held)
 
     def _header(self, text: str) -> None:
         """Turn to a message whose header is `text`, or wait for the rest of it."""
