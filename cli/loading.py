@@ -367,6 +367,13 @@ def open_session(ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, en
     settings, max_tokens, stops = sampling.settings(ref.folder, screen.note), answer.max_tokens, StopStrings(answer.stop or ()).stops
     form = answer.form()
     with loaded(ref, engine.options(overflow=answer.overflow), screen, sees) as model:
-        asked = answer.think if model.tokenizer.thinks or "think" not in answer.settled else None
-        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked or "auto", stops=stops,
-                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form, most_thought=answer.most_thought)
+        asked, most = wish_to_reason(answer, model.tokenizer.thinks)
+        yield Session(model.engine, model.tokenizer, settings, system=answer.system, think=asked, stops=stops,
+                      max_tokens=max_tokens, raw=raw, ignore_eos=ignore_eos, form=form, most_thought=most)
+
+
+def wish_to_reason(answer: AnswerFlags, thinks: bool) -> tuple[str, int | None]:
+    """Whether answers are to begin with reasoning, and how many tokens of it there may be. Settings for that are nothing to a model that
+    has none; what was typed stays, so that it is said that it changes nothing."""
+    settled = frozenset() if thinks else answer.settled
+    return (None if "think" in settled else answer.think) or "auto", None if "reasoning_budget" in settled else answer.most_thought

@@ -15,7 +15,7 @@ from .. import UsageError
 from .answer import counted
 from .figures import rounded
 from .flags import add_command, flag, is_typed
-from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, with_draft
+from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, wish_to_reason, with_draft
 from .options import (
     OUTPUT,
     AnswerFlags,
@@ -182,7 +182,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     parallel, keeping, overseer = sequences.parallel, sequences.keeping, screen.environment.overseer
     settings, form = sampling.settings(ref.folder, screen.note), answer.form()
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
-        wish = wish_of(answer, settings, form, opened.tokenizer.thinks)
+        wish = wish_of(answer, settings, form, opened.tokenizer.thinks, screen)
         engines = several(opened.engine, parallel, screen, lasting)
         desk = Desk(place.queue, parallel, Rounds(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
@@ -203,14 +203,17 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
             leave_at_once()
 
 
-def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool) -> Wish:
-    """What an answer is to be where its request does not say it. A setting for reasoning is nothing to a model that has none."""
+def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool, screen: Screen) -> Wish:
+    """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
     from ..runtime.answers.replies import Wish
+    from ..runtime.text import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
-    think = answer.think if thinks or "think" not in answer.settled else None
-    return Wish(settings, think or "auto", StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form,
-                most_thought=answer.most_thought)
+    think, most = wish_to_reason(answer, thinks)
+    if most is not None and not thinks:
+        screen.note(NOTHING_TO_LIMIT)
+        most = None
+    return Wish(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form, most_thought=most)
 
 
 def names_beside(name: str | None, is_overseen: bool, *typed: str) -> frozenset[str] | None:

@@ -26,7 +26,7 @@ from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
 from .sessions.saved_format import Spoken
 from .templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts
-from .text import Tokenizer
+from .text import NOTHING_TO_LIMIT, Tokenizer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -81,7 +81,7 @@ class Session:
         self.stats: Stats | None = None
         self._cancelled = False
         self.from_process_start = from_process_start
-        self._said_raw, self._said_think = raw, False
+        self._said_raw, self._said_think, self._said_limit = raw, False, False
         engine.cancelled = lambda: self._cancelled
         self._said_folds = False
         self._answered: Answered | None = None
@@ -270,6 +270,9 @@ class Session:
         if not self._said_think and (why := self.tokenizer.unmoved(self.think)):
             self._said_think = True
             yield self._fallback(f"--think {self.think} changes nothing: {why}")
+        if not self._said_limit and self.most_thought is not None and not self.tokenizer.thinks:
+            self._said_limit = True
+            yield Notice(NOTHING_TO_LIMIT)
         if self._prompts.folds and not self._said_folds:
             self._said_folds = True
             yield self._fallback(NO_SYSTEM_ROLE)

@@ -40,6 +40,8 @@ END_OF_TURN = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<|end|>", "<|return|>"
                "<|assistant_end|>")
 END_TAG = "</s>"  # one of them in many vocabularies, in others a word of HTML
 SWITCHES = ("enable_thinking", "thinking", "reasoning")  # what templates call the wish for reasoning
+WITHOUT_REASONING = "this model does not reason"
+NOTHING_TO_LIMIT = f"--reasoning-budget changes nothing: {WITHOUT_REASONING}"
 NO_THINK = "/no_think"  # and what is written into the system prompt of those that have no such name
 # Numbers of a mark and of two bytes that Mistral's vocabulary is known by, and what is said where its words would be cut by the pattern of
 # Llama 3, as the first conversions of Mistral Small 3.1 and of Pixtral do.
@@ -166,7 +168,7 @@ class Tokenizer:
     def unmoved(self, think: str) -> str:
         """Why a wish for reasoning ("on") or against it ("off") changes nothing; empty where it may."""
         if think == "on" and not self.thinks:
-            return "this model does not reason"
+            return WITHOUT_REASONING
         tags = self.think_tags
         if think != "off" or tags is None or self.channels or self.template is None:
             return ""

@@ -58,6 +58,15 @@ def test_an_answer_is_that_of_run_and_has_the_shape_of_openais(server: Served) -
     assert whole["timings"]["predicted_n"] == 24 and whole["timings"]["predicted_per_second"] > 0
 
 
+def test_reasoning_that_a_model_has_none_of_is_no_error_and_told_once(server: Served) -> None:
+    """Programs ask for it by habit, whichever the model."""
+    plain = server.chat(max_tokens=4).json["choices"]
+    for asked in ({"reasoning_effort": "low"}, {"thinking_budget": 9}, {"thinking": {"type": "enabled", "budget_tokens": 9}}):
+        assert server.chat(max_tokens=4, **asked).json["choices"] == plain
+    server.until("a program asks for reasoning, or limits it: this model does not reason, and answers without")
+    assert server.err.count("a program asks for reasoning") == 1
+
+
 def test_a_stream_joined_is_the_whole(server: Served) -> None:
     whole = server.chat().json
     reply = server.chat(stream=True, stream_options={"include_usage": True})

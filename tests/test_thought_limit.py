@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 import effllm
+from effllm.cli.options import AnswerFlags
+from effllm.cli.serve import wish_of
 from effllm.cli.server.fields import ChatAsked
 from effllm.cli.server.messages_fields import MessagesAsked
 from effllm.cli.server.messages_fields import chat_of as chat_of_message
@@ -19,6 +21,7 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
 from effllm.cli.server.responses_fields import chat_of as chat_of_response
 from effllm.cli.server.thinking import BUDGETS, thinking_of
+from effllm.cli.server.wishes import UNREASONED, unreasoned
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
@@ -27,7 +30,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.thought_limit import ThoughtLimit
 from effllm.runtime.session import Session
-from effllm.runtime.text import Tokenizer
+from effllm.runtime.text import NOTHING_TO_LIMIT, Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, serving
@@ -135,6 +138,34 @@ def test_other_apis_ask_for_it_too():
         with pytest.raises(Problem, match="0 or more, or -1") as raised:
             thinking_of(of_chat(**fields), {})
         assert raised.value.param == param
+
+
+def test_a_model_that_does_not_reason_is_told_of_once(engine):
+    """In a conversation, by a flag of a server, which answers nothing by it then; a setting for all models is nothing to this one."""
+    engine.reset()
+    session = Session(engine, Tokenizer.load(FABLE, engine.config), SamplerSettings(temperature=0), max_tokens=2, most_thought=5)
+    told = [[each.text for each in session.ask(QUESTION) if isinstance(each, Notice)] for _ in range(2)]
+    assert told == [[NOTHING_TO_LIMIT], []]
+    notes = []
+    for settled, thinks, most, said_ in (((), False, None, [NOTHING_TO_LIMIT]), ((), True, 5, []),
+                                         (("reasoning_budget",), False, None, []), (("reasoning_budget",), True, 5, [])):
+        answer = AnswerFlags(reasoning_budget=5, settled=frozenset(settled))
+        wish = wish_of(answer, SamplerSettings(), None, thinks, SimpleNamespace(note=notes.append))
+        assert wish.most_thought == most and notes == said_
+        notes.clear()
+
+
+@pytest.mark.parametrize(("fields", "is_told"), [
+    ({}, False), ({"thinking_budget": 0}, False), ({"thinking_budget": -1}, False), ({"reasoning_effort": "none"}, False),
+    ({"enable_thinking": False}, False), *(({name: 9}, True) for name in BUDGETS), ({"reasoning_effort": "low"}, True),
+    ({"reasoning": {"max_tokens": 7}}, True), ({"thinking": {"type": "enabled", "budget_tokens": 9}}, True), ({"think": True}, True),
+    ({"chat_template_kwargs": {"enable_thinking": True}}, True)])
+def test_a_request_for_reasoning_that_there_is_none_of(fields, is_told):
+    tokenizer = SimpleNamespace(thinks=False, template=SimpleNamespace(variables=frozenset()))
+    assert unreasoned(of_chat(**fields), tokenizer) == (UNREASONED if is_told else None)
+    assert unreasoned(of_chat(**fields), SimpleNamespace(thinks=True, template=None)) is None
+    knows = SimpleNamespace(thinks=False, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
+    assert unreasoned(of_chat(reasoning_effort="low"), knows) is None  # which its template is told
 
 
 @pytest.fixture(scope="module")

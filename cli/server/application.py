@@ -43,7 +43,7 @@ from .streams import EventStream, LineStream, Listener, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
 from .transcribing import Transcribing
-from .wishes import Defaults, reasoning_of, wish_of
+from .wishes import Defaults, reasoning_of, unreasoned, wish_of
 
 if TYPE_CHECKING:
     from ...runtime.calls.calling import Tools
@@ -232,6 +232,8 @@ class Service(OneModel):
             wish, variables = reasoning_of(asked, await self._wish(asked), self.replies.tokenizer)
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
+        if remark := unreasoned(asked, self.replies.tokenizer):
+            self.note(remark)
         return Wanted(messages, wish, tools, variables, pictures)
 
     def reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:

@@ -10,7 +10,7 @@ from typing import Any
 from ... import UsageError
 from ...runtime.answers.replies import Wish
 from ...runtime.sampler import BANNED, SamplerSettings
-from ...runtime.text import Tokenizer
+from ...runtime.text import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
 from .fields import Asked, ChatAsked, TextAsked
 from .forms import form_asked
@@ -32,6 +32,7 @@ LENGTHS = ("max_completion_tokens", "max_tokens", "n_predict")
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 OF_HARMONY = {"minimal": "low", "xhigh": "high", "max": "high"}
 BUDGET = "thinking_budget"  # a variable of templates
+UNREASONED = f"a program asks for reasoning, or limits it: {WITHOUT_REASONING}, and answers without"
 TAKEN = ("messages", "tools", "add_generation_prompt", "self")  # what a template is given is not a variable of a request's
 
 
@@ -91,6 +92,14 @@ def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wi
     if thinking.switch is not None and tokenizer.thinks:
         wish = replace(wish, think="on" if thinking.switch else "off")
     return wish, {**more, **variables}
+
+
+def unreasoned(asked: ChatAsked, tokenizer: Tokenizer) -> str | None:
+    """What is to be remarked of a request that asks for reasoning, or says how much of it there may be, where the model has none."""
+    thinking = thinking_of(asked, asked.chat_template_kwargs or {})
+    told = thinking.effort is not None and tokenizer.template is not None and "reasoning_effort" in tokenizer.template.variables
+    wants = thinking.switch or thinking.budget is not None and thinking.budget > 0
+    return UNREASONED if wants and not told and not tokenizer.thinks else None
 
 
 def _settings(asked: Asked, settings: SamplerSettings) -> SamplerSettings:
