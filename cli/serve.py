@@ -116,11 +116,12 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
     judge(answer, sampling, engine, keeping)
+    from .server.kept_bytes import KEPT_NBYTES
     from .server.listening import bound
 
     with bound(host, port) as listening:  # before the weights are read: a port in use is told at once
         engine = with_draft(engine, screen)
-        options = engine.options(overflow=answer.overflow, parallel=parallel)
+        options = engine.options(overflow=answer.overflow, parallel=parallel, kept=KEPT_NBYTES)
         if keep_prompts:
             from ..runtime.sessions.kept_prompts import refuse_inexact
 

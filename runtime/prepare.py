@@ -73,10 +73,10 @@ class EngineOptions:
     `kv_window`: first and newest tokens that a packed cache keeps exact, None: as the profile says, or 64 and 128. `kv_ram`: memory for
     the cache at most, its other pages go into a file in `spill_dir` of at most `disk`. `kv_read`: all of those are read for a token
     (exact), or few picked and the others estimated (sparse). `predict_neurons`: those that come from the disk begin to before it is certain
-    that they are used. `parallel`: texts at once, each with a cache of its own. `lora`: adapters beside the weights, FOLDER or
-    FOLDER:SCALE. `sight`: the folder or GGUF file whose tower sees pictures, where some may come; its memory is kept free. `mmproj`:
-    the file of that tower, where one was named. `preset`: options that were not asked of this model but stand in a person's settings; where
-    it cannot have them they are left, with a notice."""
+    that they are used. `parallel`: texts at once, each with a cache of its own. `kept`: bytes that the process comes to keep besides.
+    `lora`: adapters beside the weights, FOLDER or FOLDER:SCALE. `sight`: the folder or GGUF file whose tower sees pictures, where some may
+    come; its memory is kept free. `mmproj`: the file of that tower, where one was named. `preset`: options that were not asked of this
+    model but stand in a person's settings; where it cannot have them they are left, with a notice."""
 
     device: str = "auto"
     threads: int | None = None
@@ -104,6 +104,7 @@ class EngineOptions:
     kv_read: str = "exact"
     predict_neurons: bool = False
     parallel: int = 1
+    kept: int = 0
     lora: tuple[str, ...] = ()
     sight: str | None = None
     mmproj: str | None = None
@@ -228,7 +229,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
     budget = _budget(options, card, notices, beside_weights.nbytes)
-    beside += Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
+    beside += options.kept + Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)

@@ -7,7 +7,6 @@ from pathlib import Path
 import pytest
 
 from effllm.cli.server.conversations import Conversations
-from effllm.cli.server.kept_responses import nbytes_of
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
 
@@ -78,7 +77,7 @@ def test_what_cannot_be_had_is_named(server: Served) -> None:
 
 def test_those_that_were_used_last_are_held() -> None:
     item = {"role": "user", "content": "x" * 900}
-    held = Conversations(3 * nbytes_of([item]) + 3 * nbytes_of({}))
+    held = Conversations(3 * Conversations().begin([item], {}).nbytes)
     first, second, third = (held.begin([item], {}) for _ in range(3))
     assert held.before(ResponsesAsked(conversation=first.id))[0]["content"][0]["text"] == item["content"]
     held.begin([item], {})

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from effllm.cli.server.kept_responses import KeptResponses, nbytes_of
+from effllm.cli.server.kept_bytes import OF_AN_ENTRY, nbytes_of
+from effllm.cli.server.kept_responses import KeptResponses
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
 
@@ -63,7 +64,7 @@ def test_items_are_meant_by_their_names(server: Served) -> None:
 
 def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
     own = [{"role": "user", "content": "x" * 900}]
-    kept = KeptResponses(3 * nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})]))
+    kept = KeptResponses(3 * (OF_AN_ENTRY + nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})])))
     for number in range(5):
         asked = ResponsesAsked(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
         kept.keep(asked, kept.own(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))

@@ -71,7 +71,7 @@ def test_the_newest_are_held_as_they_were_sent() -> None:
         turn = {"role": "user", "content": [{"type": "text", "text": text}]}
         return MessagesAsked.model_validate({"max_tokens": 1, "messages": [turn], **fields})
 
-    held = Threads(2600)
+    held = Threads(8000)  # two of them
     first = asked("x" * 900, thread=BEGIN)
     whole = held.whole(first)
     whole.messages[0].content[0] = {"type": "text", "text": "mark"}

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from .kept_responses import MOST_NBYTES, Item, named_items, nbytes_of
+from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
+from .kept_responses import Item, named_items
 from .problems import LEAVE_ONE, Problem
 from .responses_fields import ResponsesAsked
 
@@ -31,7 +32,7 @@ class Conversation:
 
 
 class Conversations:
-    """Of `most` bytes together, about."""
+    """Of `most` bytes together."""
 
     def __init__(self, most: int = MOST_NBYTES) -> None:
         self._most = most
@@ -39,7 +40,7 @@ class Conversations:
 
     def begin(self, items: Sequence[Item], metadata: Mapping[str, str]) -> Conversation:
         """Raises Problem for items that are more than may be held."""
-        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata))
+        made = Conversation(f"conv_{uuid.uuid4().hex}", dict(metadata), nbytes=nbytes_of(metadata) + OF_AN_ENTRY)
         self._held[made.id] = made
         try:
             self.add(made.id, items)
@@ -67,10 +68,10 @@ class Conversations:
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:
         """More items, each with a name; the conversations that were used longest ago make room for them. Raises Problem."""
         held = self.find(name)
-        more = nbytes_of([*items])
+        added = named_items(items, f"_{uuid.uuid4().hex}")
+        more = sum(map(nbytes_of, added))
         if held.nbytes + more > self._most:
             raise Problem(400, f"a conversation has {self._most >> 20} MiB at most: begin a new one", code="conversation_too_large")
-        added = named_items(items, f"_{uuid.uuid4().hex}")
         held.items += added
         held.nbytes += more
         while sum(each.nbytes for each in self._held.values()) > self._most:

@@ -9,11 +9,10 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .problems import Problem
 from .responses_fields import NOT_KEPT, ResponsesAsked
 
-MOST_NBYTES = 16 << 20  # of all of them, about; one that is larger is not kept
-OF_AN_OBJECT = 64  # bytes beside texts, about
 REFERENCE = "item_reference"
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
             "custom_tool_call_output": "ctco"}
@@ -69,7 +68,7 @@ class KeptResponses:
 
     def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any]) -> None:
         """A response that has ended; the oldest make room for it."""
-        nbytes = nbytes_of([*own, response])
+        nbytes = nbytes_of([*own, response]) + OF_AN_ENTRY
         if asked.store is False or nbytes > self._most:
             return
         self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes)
@@ -112,14 +111,6 @@ class KeptResponses:
         if found is None:
             raise Problem(400, f"{where} is not kept here, or no longer: {NOT_KEPT}", param=where, code="item_not_found")
         return found
-
-
-def nbytes_of(value: object) -> int:
-    """What a value takes, about, without a copy of it: pictures are megabytes of text."""
-    if isinstance(value, str):
-        return len(value)
-    inner = value.items() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
-    return OF_AN_OBJECT + sum(map(nbytes_of, inner))
 
 
 def named_items(items: Sequence[Item], of: str) -> list[Item]:

@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
-from .kept_responses import MOST_NBYTES, nbytes_of
+from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .messages_fields import CREATE, CountAsked, Tool, Turn
 from .problems import CHANGED, LOST, Problem
 
@@ -56,7 +56,7 @@ class Threads:
             return
         turns = (*asked.messages, Turn(role="assistant", content=[*blocks]))
         own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if asked.thread.type == CREATE else []
-        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own])
+        nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + OF_AN_ENTRY * len(turns)
         if nbytes > self._most:
             return
         self._held[name] = Held(asked.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)

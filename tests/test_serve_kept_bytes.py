@@ -1,0 +1,96 @@
+"""What a server keeps of requests and answers takes no more memory than its plan counts for it."""
+
+from __future__ import annotations
+
+import gc
+import json
+import subprocess
+import sys
+import tracemalloc
+import uuid
+from pathlib import Path
+
+import pytest
+
+import effllm
+from effllm.cli.server.conversations import Conversations
+from effllm.cli.server.kept_bytes import KEPT_NBYTES, KINDS, MOST_NBYTES
+from effllm.cli.server.kept_responses import KeptResponses
+from effllm.cli.server.messages_fields import MessagesAsked
+from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.threads import Threads
+from effllm.runtime.prepare import EngineOptions, prepare
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import MINUTE, serving
+
+FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+MOST = 256 << 10
+MIB = 1 << 20
+
+
+def sent(value: object) -> str:
+    return json.dumps(value)
+
+
+def responses(text: str) -> KeptResponses:
+    """More of them than there is room for."""
+    kept = KeptResponses(MOST)
+    for _ in range(400):
+        asked = ResponsesAsked.model_validate_json(sent({"input": [{"role": "user", "content": text}]}))
+        item = {"id": uuid.uuid4().hex, "type": "message", "content": [{"type": "output_text", "text": text, "annotations": []}]}
+        kept.keep(asked, kept.own(asked), json.loads(sent({"id": uuid.uuid4().hex, "output": [item], "usage": {"input_tokens": 9999}})))
+    return kept
+
+
+def conversations(text: str) -> Conversations:
+    held = Conversations(MOST)
+    for _ in range(40):
+        begun = held.begin([], {"of": "a test"})
+        for _ in range(10):
+            held.add(begun.id, json.loads(sent([{"role": "user", "content": text}])))
+    return held
+
+
+def threads(text: str) -> Threads:
+    held = Threads(MOST)
+    for number in range(400):
+        asked = MessagesAsked.model_validate_json(sent({"max_tokens": 1, "messages": [{"role": "user", "content": text}],
+                                                        "thread": {"type": "create"}}))
+        held.keep(asked, held.whole(asked), f"msg_{number}", json.loads(sent([{"type": "text", "text": text}])))
+    return held
+
+
+@pytest.mark.parametrize("text", ["x", "The fox is sly. " * 60, "狐狸是国王。" * 80, "The fox is sly" * 30 + "🦊"])
+@pytest.mark.parametrize("filled", [responses, conversations, threads])
+def test_what_is_kept_takes_what_is_counted(filled, text):
+    """However short the texts are, and in whichever script: each letter of one that has a wide letter takes as many bytes."""
+    filled(text)  # what is made once, by the first of all requests
+    gc.collect()
+    tracemalloc.start()
+    try:
+        kept = filled(text)
+        gc.collect()
+        taken = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 0.4 * MOST < taken <= MOST, f"{kept} takes {taken}"
+
+
+def test_a_plan_counts_it():
+    """From the start, so that a server within --ram stays there when programs have asked for much."""
+    plain, keeping = (prepare(FABLE, EngineOptions(ctx=256, device="cpu", kept=kept)) for kept in (0, KEPT_NBYTES))
+    try:
+        more = keeping.placement.baseline_bytes - plain.placement.baseline_bytes
+        assert KEPT_NBYTES == len(KINDS) * MOST_NBYTES and abs(more - KEPT_NBYTES) < 8 * MIB
+    finally:
+        plain.store.close()
+        keeping.store.close()
+
+
+def test_a_server_has_it_in_its_plan():
+    planned = subprocess.run([sys.executable, "-P", "-m", "effllm", "plan", "fable", "--json", "-c", "256", "--device", "cpu"],
+                             capture_output=True, text=True, timeout=MINUTE, stdin=subprocess.DEVNULL, check=True)
+    with serving("-c", "256", "--device", "cpu") as server:
+        (model,) = server.ask("GET", "/api/ps").json["models"]
+        assert model["size"] - json.loads(planned.stdout)["total_bytes"] > 0.9 * KEPT_NBYTES
