@@ -24,6 +24,7 @@ from .interrupt import EndedFromOutside
 NOT_WHOLE, INTERRUPTED = EffllmError.exit_code, 130
 STOPPED = "stopped by Ctrl-C"
 NO_ROOM = ("failed to map segment", "cannot allocate memory", "Cannot allocate memory", "can't start new thread")
+UNLIMITED = "`ulimit -v unlimited` lifts that in a shell that may; else a smaller context (-c) needs less"
 LIMITS = "`ulimit -v` and `ulimit -u` say what this shell allows, a container has limits of its own"
 
 
@@ -98,6 +99,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
     if isinstance(error, typer.Abort):
         return "stopped", "", 1
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+        if allowed := memory_allowed():
+            return f"memory ran out: this process may have no more than {allowed}", UNLIMITED, DoesNotFit.exit_code
         return "memory ran out", "a smaller context (-c) needs less: `effllm plan MODEL` shows what goes where", DoesNotFit.exit_code
     if is_under_limit(error):
         return "this process may not have the memory, or the threads, that the program itself takes", LIMITS, DoesNotFit.exit_code
@@ -108,6 +111,19 @@ def describe(error: Exception) -> tuple[str, str, int]:
         return f"{where}{error.strerror}", "--debug shows where this happened", 1
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1
+
+
+def memory_allowed() -> str:
+    """How much address space this process may take, in words; empty where no limit is set. With one the system refuses what the machine
+    still has, without one it hardly ever refuses anything: where there is one, it is the cause."""
+    try:
+        from resource import RLIM_INFINITY, RLIMIT_AS, getrlimit
+    except ImportError:  # Windows has no such limits
+        return ""
+    from ..offload.size import format_size
+
+    allowed = getrlimit(RLIMIT_AS)[0]
+    return "" if allowed == RLIM_INFINITY else f"{format_size(allowed)} (ulimit -v)"
 
 
 def is_under_limit(error: BaseException | None) -> bool:

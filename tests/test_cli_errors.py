@@ -228,6 +228,18 @@ def test_a_limit_that_the_program_itself_is_under_is_no_fault_of_it() -> None:
     assert guarded(RuntimeError("another"), world())[0] == 1
 
 
+@pytest.mark.skipif(sys.platform == "win32", reason="there are no such limits")
+def test_memory_that_runs_out_names_the_limit_of_the_process_where_it_has_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    import resource
+
+    for allowed, said in ((500_000 << 10, ("no more than 488.28 MiB (ulimit -v)", "`ulimit -v unlimited`")),
+                          (resource.RLIM_INFINITY, ("effllm: memory ran out\n", "hint: a smaller context"))):
+        monkeypatch.setattr(resource, "getrlimit", lambda kind, allowed=allowed: (allowed, resource.RLIM_INFINITY))
+        for error in (MemoryError(), OSError(12, "Cannot allocate memory")):
+            code, shown = guarded(error, world())
+            assert code == 4 and shown.count("\n") == 2 and all(each in shown for each in said), shown
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="other systems do not hold a process to such a limit")
 def test_whatever_memory_a_shell_allows_it_runs_or_says_so() -> None:
@@ -237,5 +249,6 @@ def test_whatever_memory_a_shell_allows_it_runs_or_says_so() -> None:
                               "-n", "2"], capture_output=True, text=True, check=False, timeout=120)
         if not ran.stderr.startswith("OpenBLAS error"):  # NumPy's, which ends the process by itself
             assert ran.returncode in (0, 4) and "internal error" not in ran.stderr and "Traceback" not in ran.stderr, (kib, ran.stderr)
+            assert ran.returncode == 0 or "ulimit -v" in ran.stderr, (kib, ran.stderr)
             seen.add(ran.returncode)
     assert seen == {0, 4}
