@@ -3,6 +3,8 @@
 import base64
 import json
 import os
+import shutil
+import subprocess
 import sys
 
 import pexpect
@@ -11,6 +13,8 @@ from command_line import Ran
 from hearing_models import as_wav, opened, sound, written_hearing
 from pictured_models import as_png, picture
 from served import serving
+
+from effllm.runtime.images import album
 
 WAVES = [as_wav(sound(0.8, seed)) for seed in (1, 2, 3)]
 DATA = [base64.b64encode(each).decode() for each in WAVES]
@@ -50,6 +54,35 @@ def test_a_list_says_who_hears_and_has_no_such_column_where_nobody_does(folder, 
     listed = Ran("list").out.splitlines()
     assert "takes" in listed[0] and {line.split()[0]: "text, sounds" in line for line in listed[1:]} == {"fable": False, "listener": True}
     assert {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]} == {"fable": [], "listener": ["sounds"]}
+
+
+def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(folder, tmp_path, monkeypatch):
+    own = shutil.copytree(folder, tmp_path / "own")
+    monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path))
+    monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
+    assert Ran("alias", "listener", str(own)).code == 0
+
+    looked, look = [], album.album_of
+    monkeypatch.setattr(album, "album_of", lambda model, *more: looked.append(model) or look(model, *more))
+
+    def listed():
+        looked.clear()
+        return {row["name"]: row["takes"] for row in json.loads(Ran("list", "--json").out)["models"]}, looked == [own]
+
+    hears = {"fable": [], "listener": ["sounds"]}
+    assert [listed(), listed()] == [(hears, True), (hears, False)]
+    asked = ("import sys\nfrom effllm.cli.app import main\nsys.argv = ['effllm', 'list', '--json']\n"
+             "try:\n    main()\nfinally:\n    print('numpy' in sys.modules, file=sys.stderr)\n")
+    ran = subprocess.run([sys.executable, "-P", "-c", asked], capture_output=True, text=True, check=True)
+    assert '"sounds"' in ran.stdout and ran.stderr.strip() == "False"
+    (noted,) = tmp_path.rglob("listed.json")
+    noted.write_text(noted.read_text().replace('["sounds"]', "[3]"))
+    assert listed() == (hears, True), "what is damaged is looked at anew"
+    os.utime(own / "config.json", ns=(1, 1))
+    assert [listed(), listed()] == [(hears, True), (hears, False)]
+    noted.unlink()
+    noted.mkdir()  # takes no file
+    assert [listed(), listed()] == [(hears, True)] * 2
 
 
 def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, files, tmp_path):

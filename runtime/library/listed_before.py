@@ -1,7 +1,8 @@
-"""What the headers of other programs' files told when they were last listed, so that a list of fifty does not read fifty vocabularies.
+"""What the headers of other programs' files told when they were last listed, so that a list of fifty does not read fifty vocabularies; and
+what models in folders take beside text, so that a list with one that sees does not load what reads towers.
 
-A file is known by its place, its size and its time, all parts of a split one; any other is read again. What could not run is kept nowhere:
-the next effllm may run it.
+A file is known by its place, its size and its time, all parts of a split one, and a folder by those of its files; any other is read again.
+What could not run is kept nowhere: the next effllm may run it.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ class ListedBefore:
 
     def __init__(self, env: Mapping[str, str]) -> None:
         self._path = storage.data_folder(env) / FILE
-        self._before = _read(self._path)
+        self._before, self._taken_before = _read(self._path)
         self._now: dict[str, list[object]] = {}
+        self._taken_now: dict[str, list[object]] = {}
 
     def of(self, file: Path, projector: Path | None, read: Callable[[Path, Path | None], Facts | None]) -> Facts | None:
         """What is known of a file and what it sees with, else what `read` makes of them: None for what cannot run."""
@@ -61,13 +63,25 @@ class ListedBefore:
             self._now[str(file)] = [state, facts]
         return facts
 
+    def taken(self, folder: Path, read: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """What the model of a folder takes beside text, as it is known, else as `read` says."""
+        try:
+            state = [number for path in sorted(folder.iterdir()) if path.is_file() for number in (path.name, *_state(path))]
+        except OSError:
+            return read()
+        known = self._taken_before.get(str(folder))
+        takes = known[1] if known is not None and known[0] == state else read()
+        self._taken_now[str(folder)] = [state, list(takes)]
+        return tuple(takes)
+
     def keep(self) -> None:
-        if self._now == self._before:
+        if (self._now, self._taken_now) == (self._before, self._taken_before):
             return
         said = {name: [state, asdict(facts)] for name, (state, facts) in self._now.items()}
         with suppress(OSError):  # a list is as good without
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            storage.write_aside(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said}))
+            storage.write_aside(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said,
+                                                         "folders": self._taken_now}))
 
 
 def _state(path: Path) -> tuple[int, int]:
@@ -75,16 +89,21 @@ def _state(path: Path) -> tuple[int, int]:
     return status.st_size, status.st_mtime_ns
 
 
-def _read(path: Path) -> dict[str, list[object]]:
-    """Nothing where it is damaged, or of another effllm."""
+def _read(path: Path) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
+    """Of files, and of folders. Nothing where it is damaged, or of another effllm."""
     try:
         content = json.loads(read_whole(path, JSON_NBYTES))
     except (OSError, ValueError, RecursionError):
-        return {}
+        return {}, {}
     if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, __version__):
-        return {}
-    files = content.get("files")
-    return {name: [each[0], Facts(**each[1])] for name, each in files.items() if _is_sound(each)} if isinstance(files, dict) else {}
+        return {}, {}
+    files, folders = (each if isinstance(each := content.get(name), dict) else {} for name in ("files", "folders"))
+    return ({name: [each[0], Facts(**each[1])] for name, each in files.items() if _is_sound(each)},
+            {name: each for name, each in folders.items() if _tells_senses(each)})
+
+
+def _tells_senses(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and isinstance(each[1], list) and all(isinstance(word, str) for word in each[1])
 
 
 def _is_sound(each: object) -> bool:

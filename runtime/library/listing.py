@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -58,18 +59,19 @@ class LocalModel:
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     """Models that can run now: the packaged one, what effllm made, the hub cache, what other programs keep; nothing damaged, partial or of
     another family."""
-    entries, found = catalog(env), []
+    entries, found, before = catalog(env), [], ListedBefore(env)
+    local = partial(_local, before=before)
     for kept in storage.kept_models(env):
-        found.append(_local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
+        found.append(local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
     for folder in storage.put_there(env):
-        found.append(_local(str(folder), folder, "effllm", None))
+        found.append(local(str(folder), folder, "effllm", None))
     for folder in storage.registered(env):
-        found.append(_local(str(folder), folder, "folder", None))
+        found.append(local(str(folder), folder, "folder", None))
     for snapshot in hub.snapshots(env):
         entry = find_entry(entries, snapshot.repo)
         licence = entry.licence if entry else hub.stated_licence(snapshot.folder)
         for name, path in _cached(snapshot, entries):
-            if (model := _local(name, path, "hub cache", licence, snapshot.commit)) is not None:
+            if (model := local(name, path, "hub cache", licence, snapshot.commit)) is not None:
                 found.append(model if model.licence else replace(model, licence=storage.stated_licence(env, snapshot)))
     others = {os.path.abspath(model.folder): model for model in found if model is not None}
     named = []
@@ -79,18 +81,19 @@ def local_models(env: Mapping[str, str]) -> list[LocalModel]:
             named.append(replace(known, name=entry.alias, licence=known.licence or entry.licence))
         elif entry.path:
             source = "folder" if entry.own and not entry.packaged else "effllm"
-            named.append(_local(entry.alias, entry_folder(entry), source, entry.licence))
-    kept = {model.name: model for model in of_programs(env)}
+            named.append(local(entry.alias, entry_folder(entry), source, entry.licence))
+    kept = {model.name: model for model in _of_programs(env, before)}
+    before.keep()
     for entry in entries:
         if entry.library and (known := kept.get(_library_name(entry, env))) is not None:
             named.append(replace(known, name=entry.alias))
     return [model for model in (*named, *others.values(), *kept.values()) if model is not None]
 
 
-def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
+def _of_programs(env: Mapping[str, str], before: ListedBefore) -> Iterator[LocalModel]:
     """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
     listed before."""
-    before, read = ListedBefore(env), dict[tuple[Path, Path | None], Facts | None]()
+    read = dict[tuple[Path, Path | None], Facts | None]()
     for kept in programs.all_kept(env):
         if (file := (kept.file, kept.projector)) not in read:
             read[file] = before.of(*file, _facts)
@@ -98,7 +101,6 @@ def of_programs(env: Mapping[str, str]) -> Iterator[LocalModel]:
             yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
                              facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector,
                              tuple(facts.takes), facts.writes)
-    before.keep()
 
 
 def _is_asked(kept: programs.Kept) -> bool:
@@ -115,7 +117,7 @@ def _facts(file: Path, projector: Path | None) -> Facts | None:
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
-    """The name that `of_programs` has for what an alias stands for."""
+    """The name that `_of_programs` has for what an alias stands for."""
     own = parse_reference(entry.library, env)
     try:
         return programs.find(own, env).name if own.program else ""
@@ -244,17 +246,19 @@ def local_model(name: str, folder: Path) -> LocalModel | None:
     return _local(name, folder, "folder", None)
 
 
-def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel | None:
+def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
+           before: ListedBefore | None = None) -> LocalModel | None:
     """None for what cannot run here."""
     if is_gguf(folder):
         return _local_file(name, folder, source, licence, revision)
     try:
-        return _read_folder(name, folder, source, licence, revision)
+        return _read_folder(name, folder, source, licence, revision, before)
     except EffllmError:
         return None
 
 
-def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None) -> LocalModel:
+def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
+                 before: ListedBefore | None = None) -> LocalModel:
     from ...offload.checkpoint import TensorStore
     from ..config import read_config
     from ..encoders import is_encoder
@@ -268,7 +272,7 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                           made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
                           revision or _text(said.get("revision")), has_template(folder),
-                          takes=_taken(folder, config), writes=_writes(config))
+                          takes=_taken_as_before(folder, config, before), writes=_writes(config))
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
@@ -293,11 +297,20 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
                       _taken(path, config, sees) if sees or header.sees else (), _writes(config))
 
 
-def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
-    """What a model takes beside text. Heads of towers are read of those alone that may have one."""
+def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig, before: ListedBefore | None) -> tuple[str, ...]:
+    """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
+    return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
+
+
+def _may_take(folder: Path) -> bool:
     from ..images import HEARING, SIGHTS, kind_of
 
-    if model.is_dir() and not {kind_of(model)} & (SIGHTS.keys() | HEARING.keys()):
+    return kind_of(folder) in SIGHTS.keys() | HEARING.keys()
+
+
+def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
+    """What a model takes beside text. Heads of towers are read of those alone that may have one."""
+    if model.is_dir() and not _may_take(model):
         return ()
     from ..images.album import album_of
 
