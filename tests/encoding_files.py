@@ -17,9 +17,9 @@ POOLING = {"mean": 1, "cls": 2, "lasttoken": 3, "rank": 4}
 
 
 def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | None = "mean", kind: str = "F32",
-                  changed: Mapping[str, object] | None = None, charsmap: bytes | None = None) -> Path:
+                  changed: Mapping[str, object] | None = None, charsmap: bytes | None = None, split_gates: bool = False) -> Path:
     """The model of a folder with its tokenizer; `kind`: of its matrices; `changed`: what it states otherwise; `charsmap`: what
-    SentencePiece does to a text first."""
+    SentencePiece does to a text first; `split_gates`: of Jina's, as they were written at first."""
     said = json.loads((folder / "config.json").read_text())
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("small")
@@ -41,7 +41,7 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
         writer.add_rope_freq_base_swa(said["rope_parameters"]["sliding_attention"]["rope_theta"])
         writer.add_sliding_window(said["local_attention"])
         writer.add_sliding_window_pattern(3)
-    elif arch != "bert":
+    elif arch not in ("bert", "jina-bert-v2"):
         writer.add_rope_freq_base(said["rotary_emb_base"] if "rotary_emb_base" in said else said["rope_parameters"]["rope_theta"])
     if arch == "nomic-bert-moe":
         writer.add_expert_count(said["num_experts"])
@@ -72,6 +72,10 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
         values = values[first:] if own.startswith("position_embd") else values
         if not values.dtype.kind == "f" or own.startswith("cls") and pooling != "rank":
             continue
+        if split_gates and (name.endswith(("mlp.gated_layers.weight", "mlp.up_gated_layer.weight"))):
+            halves = np.split(values, 2)
+            gate, values = halves if name.endswith("mlp.gated_layers.weight") else halves[::-1]
+            writer.add_tensor(own.replace("ffn_up", "ffn_gate"), np.ascontiguousarray(gate, np.float32))
         if values.ndim < 2 or own.startswith(("position_embd", "token_types")) or kind == "F32":
             writer.add_tensor(own, np.ascontiguousarray(values, np.float32))
         elif kind == "F16":

@@ -20,12 +20,12 @@ from ..files.small_file import JSON_NBYTES, read_whole
 # model_type -> the file here
 ENCODERS: Mapping[str, str] = {
     "bert": "bert", "camembert": "bert", "distilbert": "distilbert", "electra": "bert", "ernie": "bert", "eurobert": "eurobert",
-    "gte": "gte", "jina_embeddings_v3": "jina_embeddings_v3", "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte",
-    "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
-WITHOUT_HEAD = ("nomic_bert",)  # of which no models rank
+    "gte": "gte", "jina_bert": "jina_bert", "jina_embeddings_v3": "jina_embeddings_v3", "modernbert": "modernbert", "mpnet": "mpnet",
+    "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
+WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # of which no models rank that run here
 # Architecture of a GGUF file -> model_type.
-FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v3": "jina_embeddings_v3", "modern-bert": "modernbert",
-                            "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
+FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",
+                            "modern-bert": "modernbert", "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
 VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of architectures of which vectors are made, whatever head lies beside
 RANKS = "ForSequenceClassification"
 WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type of an encoder

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from ...offload.gguf import GgufHeader
 from ...offload.header import CheckpointError, shown
 from ..config_reader import ConfigError, Keys
-from . import FILES
+from . import FILES, WITHOUT_HEAD
 from .shape import EncoderConfig, family_of
 
 if TYPE_CHECKING:
@@ -42,7 +42,8 @@ ALSO: Mapping[str, Mapping[str, str]] = {
                    "rope.freq_base_swa": "local_rope_theta"},
     "nomic_bert": {"expert_count": "num_experts", "expert_used_count": "moe_top_k", "moe_every_n_layers": "moe_every_n_layers",
                    "rope.freq_base": "rotary_emb_base"}}
-UNSAID: Mapping[str, Mapping[str, object]] = {"nomic-bert-moe": {"activation_function": "gelu"}}  # of an architecture
+UNSAID: Mapping[str, Mapping[str, object]] = {  # of an architecture
+    "jina-bert-v2": {"feed_forward_type": "geglu", "position_embedding_type": "alibi"}, "nomic-bert-moe": {"activation_function": "gelu"}}
 # A checkpoint's names, behind what stands for the layer, -> the file's.
 OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embeddings": "position_embd",
          "embeddings.token_type_embeddings": "token_types", "embeddings.LayerNorm": "token_embd_norm", "emb_ln": "token_embd_norm",
@@ -57,7 +58,10 @@ INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "atte
          "attn.Wo": "attn_output", "mlp.Wi": "ffn_up", "mlp.Wo": "ffn_down", "attn_norm": "attn_norm", "mlp_norm": "ffn_norm",
          "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
          "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down", "input_layernorm": "attn_norm",
-         "post_attention_layernorm": "ffn_norm"}
+         "post_attention_layernorm": "ffn_norm", "attention.self.layer_norm_q": "attn_q_norm", "attention.self.layer_norm_k": "attn_k_norm",
+         "layer_norm_1": "attn_norm_2", "layer_norm_2": "layer_output_norm", "mlp.layernorm": "layer_output_norm",
+         "mlp.gated_layers": "ffn_up", "mlp.up_gated_layer": "ffn_up", "mlp.gated_layers_v": "ffn_up", "mlp.gated_layers_w": "ffn_gate",
+         "mlp.wo": "ffn_down", "mlp.down_layer": "ffn_down"}
 LAYER = re.compile(r"(?:encoder\.)?layers?\.(\d+)\.(.+)\.(weight|bias)")
 RAW = {"F32": "<f4", "F16": "<f2", "BF16": "<u2"}
 AGAIN = "fetch the file again, or take the folder of the checkpoint"
@@ -102,6 +106,8 @@ def config_of(header: GgufHeader) -> EncoderConfig:
             message = message.replace(ours, f"{name}.{theirs}")
         raise CheckpointError(message, AGAIN) from error
     ranks = header.metadata.get(f"{name}.{POOLING_TYPE}") == RANK
+    if ranks and kind in WITHOUT_HEAD:
+        raise CheckpointError(f"{header.path} holds a {name} model that ranks, by no head that runs here", "those that make vectors run")
     return replace(config, type_rows=config.type_rows if types is not None else 0, labels=int(ranks), raw=raw)
 
 

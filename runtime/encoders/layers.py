@@ -77,7 +77,8 @@ class Rotary:
 class Layer:
     """One layer. `qkv` makes queries, keys and values, in this order. `norms`: of attention and of the FFN, behind what is added where they
     are not first; the first may be None. `gate`: of a gated FFN, whose activation is the gate's. `theta` of its rotary positions, `window`:
-    how far it sees. `experts`: in the place of `up` and `down`."""
+    how far it sees. `experts`: in the place of `up` and `down`. `qk_norms`: of queries and of keys, over all heads. `again`: a norm behind
+    attention's, of its output and what went into the layer (Jina's model for code)."""
 
     qkv: Wide
     out: Wide
@@ -88,12 +89,32 @@ class Layer:
     theta: float | None = None
     window: int | None = None
     experts: Experts | None = None
+    qk_norms: tuple[Norm, Norm] | None = None
+    again: Norm | None = None
+
+    def projected(self, y: np.ndarray) -> np.ndarray:
+        """What `qkv` made of rows, queries and keys through their norms; in place."""
+        if self.qk_norms is not None:
+            width = y.shape[1] // 3
+            for number, norm in enumerate(self.qk_norms):
+                own = slice(number * width, (number + 1) * width)
+                y[:, own] = norm(y[:, own])
+        return y
+
+    def attended(self, y: np.ndarray, x: np.ndarray) -> np.ndarray:
+        """Behind attention's output and `x`, which are added in `y`, where norms come behind what is added."""
+        y = self.norms[0](y)
+        if self.again is None:
+            return y
+        y += x
+        return self.again(y)
 
 
 @dataclass(frozen=True)
 class Stack:
     """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
-    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA)."""
+    `slopes`: float32 [heads], what scores lose with each token between (ALiBi). `slower`: what angles of rotary positions are divided by
+    (GTE). `widened_by`: from narrower tables (ELECTRA)."""
 
     embed: np.ndarray
     positions: np.ndarray | None
@@ -107,6 +128,7 @@ class Stack:
     position_offset: int = 0
     pad_id: int | None = None
     distances: np.ndarray | None = None
+    slopes: np.ndarray | None = None
     slower: float = 1.0
     widened_by: Wide | None = None
 
@@ -116,11 +138,17 @@ class Stack:
         depth = x.shape[1] // self.heads
         thetas = {layer.theta for layer in self.layers} - {None}
         turns = {theta: Rotary.of(theta, depth, batch.longest, self.slower) for theta in thetas}
-        leaning = None if self.distances is None else leanings(self.distances, batch.longest)
+        leaning = self._leaning(batch.longest)
         for layer in self.layers:
             self._through(layer, x, batch, crew, turns.get(layer.theta), leaning)
             crew.work.done += 1
         return x if self.last_norm is None else self.last_norm(x)
+
+    def _leaning(self, longest: int) -> np.ndarray | None:
+        """What is added to scores by how far before or behind the query a key is: float32 [heads, 2 * `longest` - 1]."""
+        if self.slopes is not None:
+            return -self.slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32))
+        return None if self.distances is None else leanings(self.distances, longest)
 
     def _entered(self, batch: Batch) -> np.ndarray:
         x = widened(self.embed[batch.ids]).copy()
@@ -152,7 +180,7 @@ class Stack:
 
         def project(rows: slice) -> None:
             y = layer.qkv(x[rows] if first is None or not self.norms_first else first(x[rows]))
-            made[rows] = y.reshape(-1, *made.shape[1:])
+            made[rows] = layer.projected(y).reshape(-1, *made.shape[1:])
             if rotary is not None:
                 rotary.turn(made[rows, :2], batch.places[rows])
 
@@ -166,7 +194,7 @@ class Stack:
             y = layer.out(seen[rows])
             y += x[rows]
             if not self.norms_first:
-                y = first(y)
+                y = layer.attended(y, x[rows])
             fed = feed(second(y) if self.norms_first else y)
             fed += y
             x[rows] = fed if self.norms_first else second(fed)
@@ -191,7 +219,7 @@ class Stack:
             return y
 
         def heads(which: slice) -> None:
-            for number in range(3):
+            for number in range(3 if layer.qk_norms is None else 0):
                 columns = slice(number * width + which.start * depth, number * width + which.stop * depth)
                 made[:, number, which] = layer.qkv.columns(columns)(entered).reshape(tokens, -1, depth)
             if rotary is not None:
@@ -204,11 +232,13 @@ class Stack:
             return self.curve(own) if layer.gate is None else self.curve(layer.gate.columns(which)(h)) * own
 
         entered = x if first is None or not self.norms_first else first(x)
+        if layer.qk_norms is not None:  # which need all heads
+            made[:] = layer.projected(product(layer.qkv, entered)).reshape(made.shape)
         crew.all([partial(heads, which) for which in crew.shares(self.heads)])
         y = product(layer.out, seen)
         y += x
         if not self.norms_first:
-            y = first(y)
+            y = layer.attended(y, x)
         h = second(y) if self.norms_first else y
         fed = product(layer.down, product(layer.up, h, curved)) if layer.experts is None else layer.experts(h, crew)
         fed += y

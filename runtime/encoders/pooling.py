@@ -59,6 +59,8 @@ def pooling_of(folder: Path, hidden: int) -> Pooling:
     places = [place for kind, place in modules if kind == "pooling"]
     names = [f"{places[0]}/config.json"] if places else [POOLING, POOLING_KEPT]
     stated = next((read_json(folder / name) for name in names if (folder / name).is_file()), None)
+    if stated is None and "emb_pooler" in (said := read_json(folder / "config.json")):
+        stated = {"pooling_mode": said["emb_pooler"]}  # Jina's own key
     if stated is None:
         raise UsageError("nothing beside this model's weights says how it makes vectors of texts", OTHERS)
     for kind, _ in modules:

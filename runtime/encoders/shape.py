@@ -19,11 +19,12 @@ ACTS = ("gelu", "gelu_new", "gelu_pytorch_tanh", "quick_gelu", "relu", "silu")  
 MOST = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "layers": 1024, "heads": 1024, "vocab_size": 1 << 24, "positions": 1 << 20}
 # Keys that change nothing of what is computed here.
 HARMLESS = frozenset("""
-_attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_pdrop auto_map
+_attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation
+attn_pdrop auto_map
 bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_attention_hidden_size decoder_bias dense_seq_output
 deterministic_flash_attn directionality dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task fused_bias_fc
 fused_dropout_add_ln gradient_checkpointing gradient_clipping hidden_dropout_prob id2label initializer_cutoff_factor initializer_range
-is_decoder label2id language last_layer_subset layer_norm_eps logn_attention_clip1 mask_token_id max_trained_positions
+is_decoder label2id language last_layer_subset layer_norm_eps logn_attention_clip1 mask_token_id max_trained_positions model_max_length
 mlp_checkpoint_lvl mlp_dropout mlp_fc1_bias mlp_fc2_bias num_labels output_attentions output_hidden_states output_past pad_token_id
 pad_vocab_size_multiple pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
 position_embedding_type pretraining_tp problem_type pruned_heads qa_dropout qkv_proj_bias reference_compile reorder_and_upcast_attn
@@ -102,6 +103,8 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
                           "of encoders those run that make vectors, or rank documents")
     if isinstance(raw.get("quantization_config"), dict):
         raise ConfigError("config.json: quantization_config is not supported for encoders", "take the original checkpoint")
+    if kind == "bert" and raw.get("position_embedding_type") == "alibi":
+        kind = "jina_bert"  # whose published configs say bert
     config = family_of(kind).config(keys)
     if any(str(name).endswith(RANKS) for name in named):
         if kind in WITHOUT_HEAD:
