@@ -113,9 +113,9 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     if isinstance(section, dict) and section.get("quant_method") == "bitnet":
         config = replace(config, one_scale=True)
     if sees_both_ways:
-        if any(config.windows):
-            raise ConfigError("config.json: is_causal = False with a sliding_window is not supported", "the window is of causal models")
-        config = replace(config, both_ways=True, tie_word_embeddings=True)  # a head that is there is not asked
+        # A window is so many tokens on either side, where a causal token is one of its own. A head that is there is not asked.
+        windows = tuple(None if window is None else window + 1 for window in config.windows)
+        config = replace(config, both_ways=True, windows=windows, tie_word_embeddings=True)
     unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - own)
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))

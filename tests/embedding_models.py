@@ -33,11 +33,12 @@ def both_ways(folder: Path, window: int = 17, **more: object) -> Path:
     return folder
 
 
-def turned_both_ways(folder: Path, kind: str) -> Path:
+def turned_both_ways(folder: Path, kind: str, sliding_window: int | None = None, **more: object) -> Path:
     """A causal model of a family, whose config says that its tokens see both ways."""
     torch.manual_seed(12)
     config = AutoConfig.for_model(kind, vocab_size=301, hidden_size=WIDTH, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
-                                  num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, sliding_window=None)
+                                  num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2,
+                                  sliding_window=sliding_window, **more)
     config.is_causal = False
     AutoModel.from_config(config).save_pretrained(folder)
     return folder

@@ -158,10 +158,21 @@ def test_decoders_that_were_made_to_see_both_ways(tmp_path: Path, kind: str) -> 
                                       "architectures": ["LlamaBidirectionalModel"], "pooling": "avg", "temperature": 0.02,
                                       "auto_map": {"AutoModel": "llama_bidirectional_model.LlamaBidirectionalModel"}}))
         assert read_config(model, strict=True).both_ways
-    if kind == "mistral":
-        config.write_text(json.dumps({**stated, "sliding_window": 16}))
-        with pytest.raises(EffllmError, match="sliding_window is not supported"):
-            read_config(model)
+
+
+@pytest.mark.parametrize(("kind", "window", "said"), [
+    ("mistral", 16, {}), ("mistral", 1, {}), ("ministral3", 33, {}), ("qwen2", 128, {"use_sliding_window": True, "max_window_layers": 1}),
+    ("qwen3", 9, {"use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"]})])
+def test_windows_of_such_decoders(tmp_path: Path, kind: str, window: int, said: dict[str, object]) -> None:
+    """As many tokens on either side as the config says; texts shorter and longer than that, and than a page."""
+    model = turned_both_ways(tmp_path / "model", kind, sliding_window=window, **said)
+    config = read_config(model, strict=True)
+    assert not config.warnings and {*config.windows} - {None} == {window + 1}
+    *_, engine = open_engine(model, EngineOptions(ctx=384))
+    for count in (1, window, window + 1, window + 2, 40, 300):
+        own, theirs = made(engine, ids_of(count)), mean_of(model, ids_of(count))
+        assert np.abs(own - theirs / np.linalg.norm(theirs)).max() < 1e-4 * np.abs(own).max(), count
+    engine.close()
 
 
 @pytest.mark.parametrize("arch", ["llama", "llama-embed"])
