@@ -30,6 +30,8 @@ Result = TypeVar("Result")
 KINDS = {"bert": ("Bert", {}), "roberta": ("Roberta", {"pad_token_id": 1, "type_vocab_size": 1}),
          "xlm-roberta": ("XLMRoberta", {"pad_token_id": 1, "type_vocab_size": 1, "hidden_act": "gelu_new"}),
          "camembert": ("Camembert", {"pad_token_id": 1, "type_vocab_size": 1}),
+         "deberta-v2": ("DebertaV2", {"relative_attention": True, "position_buckets": 16, "norm_rel_ebd": "layer_norm",
+                                      "share_att_key": True, "pos_att_type": ["p2c", "c2p"], "position_biased_input": False}),
          "distilbert": ("DistilBert", {"hidden_dim": 80, "intermediate_size": None}),
          "electra": ("Electra", {"embedding_size": 24}), "ernie": ("Ernie", {"use_task_id": True}),
          "eurobert": ("EuroBert", {"num_key_value_heads": 2, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 3, "mask_token_id": 4}),
@@ -216,7 +218,7 @@ def test_norms_by_their_former_names(bert: Path, tmp_path: Path) -> None:
 
 
 HEADS = {**{kind: KINDS[kind] for kind in
-            ("bert", "xlm-roberta", "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "mpnet")},
+            ("bert", "xlm-roberta", "deberta-v2", "distilbert", "electra", "ernie", "eurobert", "gte", "jina_embeddings_v3", "mpnet")},
          "eurobert-mean": ("EuroBert", {**KINDS["eurobert"][1], "classifier_pooling": "mean"}),
          "modernbert": ("ModernBert", {**KINDS["modernbert"][1], "classifier_pooling": "mean"})}
 

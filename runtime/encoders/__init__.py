@@ -19,9 +19,9 @@ from ..files.small_file import JSON_NBYTES, read_whole
 
 # model_type -> the file here
 ENCODERS: Mapping[str, str] = {
-    "bert": "bert", "camembert": "bert", "distilbert": "distilbert", "electra": "bert", "ernie": "bert", "eurobert": "eurobert",
-    "gte": "gte", "jina_bert": "jina_bert", "jina_embeddings_v3": "jina_embeddings_v3", "modernbert": "modernbert", "mpnet": "mpnet",
-    "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
+    "bert": "bert", "camembert": "bert", "deberta-v2": "deberta_v2", "distilbert": "distilbert", "electra": "bert", "ernie": "bert",
+    "eurobert": "eurobert", "gte": "gte", "jina_bert": "jina_bert", "jina_embeddings_v3": "jina_embeddings_v3",
+    "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
 WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # of which no models rank that run here
 # Architecture of a GGUF file -> model_type.
 FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",

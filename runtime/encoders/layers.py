@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from ..images.tower_parts import QUERIES, ROWS, SHORT, Crew, Curve, Norm, Wide, widened
+from .distances import Disentangled, Distances, disentangled_rows, leanings, sloping
 from .experts import Experts
 
 Piece = Callable[[], None]
@@ -78,7 +79,8 @@ class Layer:
     """One layer. `qkv` makes queries, keys and values, in this order. `norms`: of attention and of the FFN, behind what is added where they
     are not first; the first may be None. `gate`: of a gated FFN, whose activation is the gate's. `theta` of its rotary positions, `window`:
     how far it sees. `experts`: in the place of `up` and `down`. `qk_norms`: of queries and of keys, over all heads. `again`: a norm behind
-    attention's, of its output and what went into the layer (Jina's model for code)."""
+    attention's, of its output and what went into the layer (Jina's model for code). `of_distances`: keys and queries that distances are,
+    float32 [heads, rows, d] each (DeBERTa)."""
 
     qkv: Wide
     out: Wide
@@ -91,6 +93,7 @@ class Layer:
     experts: Experts | None = None
     qk_norms: tuple[Norm, Norm] | None = None
     again: Norm | None = None
+    of_distances: tuple[np.ndarray, np.ndarray] | None = None
 
     def projected(self, y: np.ndarray) -> np.ndarray:
         """What `qkv` made of rows, queries and keys through their norms; in place."""
@@ -113,8 +116,8 @@ class Layer:
 @dataclass(frozen=True)
 class Stack:
     """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
-    `slopes`: float32 [heads], what scores lose with each token between (ALiBi). `slower`: what angles of rotary positions are divided by
-    (GTE). `widened_by`: from narrower tables (ELECTRA)."""
+    `slopes`: float32 [heads], what scores lose with each token between (ALiBi). `spans`: as `disentangled_rows` takes them (DeBERTa).
+    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA)."""
 
     embed: np.ndarray
     positions: np.ndarray | None
@@ -129,6 +132,7 @@ class Stack:
     pad_id: int | None = None
     distances: np.ndarray | None = None
     slopes: np.ndarray | None = None
+    spans: tuple[int, int] | None = None
     slower: float = 1.0
     widened_by: Wide | None = None
 
@@ -138,16 +142,18 @@ class Stack:
         depth = x.shape[1] // self.heads
         thetas = {layer.theta for layer in self.layers} - {None}
         turns = {theta: Rotary.of(theta, depth, batch.longest, self.slower) for theta in thetas}
-        leaning = self._leaning(batch.longest)
+        same = self._distances(batch.longest)
+        rows = None if self.spans is None else disentangled_rows(*self.spans, batch.longest)
         for layer in self.layers:
-            self._through(layer, x, batch, crew, turns.get(layer.theta), leaning)
+            apart = same if layer.of_distances is None else Disentangled(*layer.of_distances, rows)
+            self._through(layer, x, batch, crew, turns.get(layer.theta), apart)
             crew.work.done += 1
         return x if self.last_norm is None else self.last_norm(x)
 
-    def _leaning(self, longest: int) -> np.ndarray | None:
-        """What is added to scores by how far before or behind the query a key is: float32 [heads, 2 * `longest` - 1]."""
+    def _distances(self, longest: int) -> Distances | None:
+        """By which scores of all layers differ."""
         if self.slopes is not None:
-            return -self.slopes[:, None] * np.abs(np.arange(1 - longest, longest, dtype=np.float32))
+            return sloping(self.slopes, longest)
         return None if self.distances is None else leanings(self.distances, longest)
 
     def _entered(self, batch: Batch) -> np.ndarray:
@@ -169,12 +175,12 @@ class Stack:
             made[rows] = np.cumsum(real) * real + self.position_offset - 1
         return made
 
-    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: Crew, rotary: Rotary | None, leaning: np.ndarray | None) -> None:
+    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: Crew, rotary: Rotary | None, apart: Distances | None) -> None:
         """In place."""
         tokens, width = x.shape
         made, seen = np.empty((tokens, 3, self.heads, width // self.heads), np.float32), np.empty((tokens, width), np.float32)
         if tokens <= FEW:
-            self._few_through(layer, x, made, seen, batch, crew, rotary, leaning)
+            self._few_through(layer, x, made, seen, batch, crew, rotary, apart)
             return
         first, second = layer.norms
 
@@ -200,11 +206,11 @@ class Stack:
             x[rows] = fed if self.norms_first else second(fed)
 
         crew.each(project, tokens)
-        crew.all(looks(made, seen, batch.blocks, layer.window, leaning))
+        crew.all(looks(made, seen, batch.blocks, layer.window, apart))
         crew.each(rest, tokens)
 
     def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, crew: Crew,
-                     rotary: Rotary | None, leaning: np.ndarray | None) -> None:
+                     rotary: Rotary | None, apart: Distances | None) -> None:
         """`_through` of few tokens, by parts of matrices. `made` [N, 3, heads, d] and `seen` [N, D] are filled on the way."""
         (tokens, width), depth, (first, second) = x.shape, made.shape[-1], layer.norms
 
@@ -225,7 +231,7 @@ class Stack:
             if rotary is not None:
                 rotary.turn(made[:, :2, which], batch.places)
             for look in looks(made[:, :, which], seen[:, which.start * depth : which.stop * depth], batch.blocks, layer.window,
-                              None if leaning is None else leaning[which]):
+                              None if apart is None else apart.of(which)):
                 look()
 
         def curved(own: np.ndarray, which: slice) -> np.ndarray:
@@ -245,25 +251,12 @@ class Stack:
         x[:] = fed if self.norms_first else second(fed)
 
 
-def leanings(distances: np.ndarray, longest: int, furthest: int = 128) -> np.ndarray:
-    """What is added to the scores of keys by how far before or behind the query they are, from -`longest` + 1 on: float32 [heads, 2 *
-    `longest` - 1], of `distances` [heads, buckets]: half of the buckets to each side, of which half are of one distance each and the others
-    grow by a logarithm."""
-    delta = np.arange(1 - longest, longest)
-    half = distances.shape[1] // 2
-    exact, far = half // 2, np.abs(delta)
-    grown = np.log(np.maximum(far, 1).astype(np.float32) / np.float32(exact)) / np.float32(np.log(furthest / exact))
-    grown = grown * np.float32(half - exact)
-    bucket = np.where(far < exact, far, np.minimum(exact + np.trunc(grown).astype(np.int64), half - 1))
-    return np.ascontiguousarray(distances[:, bucket + half * (delta > 0)])
-
-
 def looks(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, int]], window: int | None = None,
-          leaning: np.ndarray | None = None) -> list[Piece]:
+          distances: Distances | None = None) -> list[Piece]:
     """Attention both ways within each text as pieces of work: `made` [N, 3, heads, d] -> `out` [N, heads * d]. `window`: how far a token
     sees to either side."""
     _, _, heads, depth = made.shape
-    scale, middle = np.float32(depth**-0.5), 0 if leaning is None else leaning.shape[1] // 2
+    scale = np.float32((depth * (1 if distances is None else distances.terms)) ** -0.5)
 
     def look(which: slice, texts: np.ndarray, to: np.ndarray, rows: slice, seen: slice) -> None:
         """Of texts [texts, tokens, 3, heads, d] queries in `rows` see keys in `seen`."""
@@ -271,8 +264,8 @@ def looks(made: np.ndarray, out: np.ndarray, blocks: Sequence[tuple[int, int, in
         scores = q @ k.swapaxes(2, 3)
         scores *= scale
         apart = np.arange(seen.start, seen.stop) - np.arange(rows.start, rows.stop)[:, None]
-        if leaning is not None:
-            scores += leaning[which][:, apart + middle]
+        if distances is not None:
+            distances.add(scores, q, k, apart, which)
         if window is not None and np.abs(apart).max() > window:
             scores[..., np.abs(apart) > window] = -np.inf
         scores -= scores.max(-1, keepdims=True)

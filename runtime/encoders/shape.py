@@ -20,19 +20,18 @@ MOST = {"hidden_size": 1 << 16, "intermediate_size": 1 << 18, "layers": 1024, "h
 # Keys that change nothing of what is computed here.
 HARMLESS = frozenset("""
 _attn_implementation _name_or_path add_cross_attention architectures attention_dropout attention_probs_dropout_prob attn_implementation
-attn_pdrop auto_map
-bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_attention_hidden_size decoder_bias dense_seq_output
-deterministic_flash_attn directionality dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task fused_bias_fc
-fused_dropout_add_ln gradient_checkpointing gradient_clipping hidden_dropout_prob id2label initializer_cutoff_factor initializer_range
-is_decoder label2id language last_layer_subset layer_norm_eps logn_attention_clip1 mask_token_id max_trained_positions model_max_length
-mlp_checkpoint_lvl mlp_dropout mlp_fc1_bias mlp_fc2_bias num_labels output_attentions output_hidden_states output_past pad_token_id
-pad_vocab_size_multiple pooler_fc_size pooler_num_attention_heads pooler_num_fc_layers pooler_size_per_head pooler_type
-position_embedding_type pretraining_tp problem_type pruned_heads qa_dropout qkv_proj_bias reference_compile reorder_and_upcast_attn
-repad_logits_with_grad resid_pdrop return_dict rotary_emb_scale_base sbert_ce_default_activation_function
-scale_attn_by_inverse_layer_idx scale_attn_weights sentence_transformers sep_token_id seq_classif_dropout sinusoidal_pos_embds
-sparse_pred_ignore_index sparse_prediction summary_activation summary_first_dropout summary_last_dropout summary_proj_to_labels
-summary_type summary_use_proj tie_word_embeddings torch_dtype transformers_version unk_token_id unpad_inputs use_cache use_flash_attn
-use_memory_efficient_attention use_return_dict use_xentropy
+attn_pdrop auto_map bos_token_id chunk_size_feed_forward classifier_dropout cls_token_id cross_attention_hidden_size decoder_bias
+dense_seq_output deterministic_flash_attn directionality dropout dtype embd_pdrop embedding_dropout eos_token_id finetuning_task
+fused_bias_fc fused_dropout_add_ln gradient_checkpointing gradient_clipping hidden_dropout_prob id2label initializer_cutoff_factor
+initializer_range is_decoder label2id language last_layer_subset layer_norm_eps legacy logn_attention_clip1 mask_token_id
+max_trained_positions mlp_checkpoint_lvl mlp_dropout mlp_fc1_bias mlp_fc2_bias model_max_length num_labels output_attentions
+output_hidden_states output_past pad_token_id pad_vocab_size_multiple pooler_dropout pooler_fc_size pooler_num_attention_heads
+pooler_num_fc_layers pooler_size_per_head pooler_type position_embedding_type pretraining_tp problem_type pruned_heads qa_dropout
+qkv_proj_bias reference_compile reorder_and_upcast_attn repad_logits_with_grad resid_pdrop return_dict rotary_emb_scale_base
+sbert_ce_default_activation_function scale_attn_by_inverse_layer_idx scale_attn_weights sentence_transformers sep_token_id
+seq_classif_dropout sinusoidal_pos_embds sparse_pred_ignore_index sparse_prediction summary_activation summary_first_dropout
+summary_last_dropout summary_proj_to_labels summary_type summary_use_proj tie_word_embeddings torch_dtype transformers_version unk_token_id
+unpad_inputs use_cache use_flash_attn use_memory_efficient_attention use_return_dict use_xentropy
 """.split())
 
 
@@ -41,8 +40,9 @@ class EncoderConfig:
     """Names as in config.json. `position_rows`: of the table of learned positions, 0 for none, and the first text token has row
     `position_offset`; with `pad_id` a token that pads has no place of its own. `type_rows`: of the table that tells a pair's texts apart.
     `thetas`: by layer of rotary positions, none for none, whose angles are divided by `slower`; `windows`: by layer how far a token sees to
-    either side, None for all. `relative`: buckets of the distance by which scores differ. `embedding_size`: of the tables, 0 for that of
-    all layers. `kv_heads`: where several heads share keys and values, 0 for none. `experts` are there, of which a token visits
+    either side, None for all. `relative`: buckets of the distance by which scores differ. `spans`: of distances that are rows of a table,
+    how many to each side, and where the logarithm ends by which they grow, 0 for none. `embedding_size`: of the tables, 0 for that of all
+    layers. `kv_heads`: where several heads share keys and values, 0 for none. `experts` are there, of which a token visits
     `experts_per_token`, in every `experts_every`th layer. `labels`: of a head that ranks, 0 for none."""
 
     family: str
@@ -62,6 +62,7 @@ class EncoderConfig:
     slower: float = 1.0
     windows: tuple[int | None, ...] = ()
     relative: int = 0
+    spans: tuple[int, int] | None = None
     embedding_size: int = 0
     kv_heads: int = 0
     experts: int = 0
@@ -82,6 +83,11 @@ class EncoderConfig:
     @property
     def num_key_value_heads(self) -> int:
         return self.kv_heads or self.num_attention_heads
+
+    @property
+    def made_nbytes(self) -> int:
+        """Of what is made of the weights once, beside them: distances as keys and as queries of each layer."""
+        return 0 if self.spans is None else 16 * self.spans[0] * self.hidden_size * self.num_hidden_layers
 
     @property
     def ranks(self) -> bool:
