@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import sys
+from dataclasses import replace as changed
 from pathlib import Path
 
 import gguf
@@ -172,7 +173,7 @@ def test_published_vocabularies_there_and_back(tmp_path: Path, path: Path) -> No
     """GGUF -> tokenizer.json -> GGUF keys: the same tokens, and the same ids on texts (which the export checks itself)."""
     for name, text in tokenizer_files(path).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    config = type("Config", (), {"vocab_size": 40_000 if path.stem != "gpt-2" else 50_257, "bos_token_id": None, "eos_token_ids": ()})
+    config = changed(read_config(FABLE), vocab_size=40_000 if path.stem != "gpt-2" else 50_257, bos_token_id=None, eos_token_ids=())
     keys = tokenizer_metadata(tmp_path, Tokenizer.load(tmp_path, config), config.vocab_size)
     own = Reader(path).fields
     tokens = own["tokenizer.ggml.tokens"].contents()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
@@ -122,6 +122,8 @@ SNIPPETS = st.lists(st.one_of(st.sampled_from(TEXTS).flatmap(lambda text: st.int
 def test_ids_are_those_of_the_ranks_and_decode(mistral: Tokenizer, kimi: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "replace").decode()
     for made, pattern, first in ((mistral, TEKKEN_WORDS, SPECIAL), (kimi, KIMI.patterns[0], 0)):
+        # Words like <s>, which no rank says, hypothesis knows from other tests.
+        assume(not any(word.content in text for word in made._backend.get_added_tokens_decoder().values()))
         ids = made.encode(text, add_special_tokens=False)
         assert ids == [first + token for token in expected(pattern, text)]
         assert made.decode(ids) == text
