@@ -50,11 +50,11 @@ def find(model: str, screen: Screen) -> ModelRef:
 def find_any(model: str, screen: Screen) -> ModelRef:
     """`find` for a command that goes on with `at_bits`: the name may end in a format."""
     from ..runtime.catalog import resolve
-    from ..runtime.library.model_name import OF_PROGRAM
+    from ..runtime.library.model_name import OF_PROGRAM, spells_path
 
-    if " " in model.strip() and not Path(model).exists() and not OF_PROGRAM.match(model):
+    if " " in model.strip() and not spells_path(model) and not Path(model).exists() and not OF_PROGRAM.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
-                            f'effllm run fable "{shortened(model)}"')
+                            f"effllm run fable {typed(shortened(model))}")
     ref = resolve(model, screen.environment.variables)
     if ref.notice:
         screen.note(ref.notice)

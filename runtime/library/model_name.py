@@ -92,11 +92,15 @@ def names_format(text: str) -> bool:
     return VARIANT.fullmatch(text) is not None
 
 
+def spells_path(text: str) -> bool:
+    """Whether a text can be nothing but a path, there or not."""
+    return text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
+
+
 def _as_path(text: str, env: Mapping[str, str]) -> Path | None:
     """The path that a text spells by its form; one that is also a name counts as a path if it has folders in it and exists."""
-    spelled = text.startswith(("/", "./", "../", "~", ".\\")) or text in (".", "..") or text.endswith("/")
     path = hub.expand(text, env) if text.startswith("~") else Path(text)
-    return path if spelled or len(path.parts) > 1 and exists(path) else None
+    return path if spells_path(text) or len(path.parts) > 1 and exists(path) else None
 
 
 def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
