@@ -54,7 +54,7 @@ def find_any(model: str, screen: Screen) -> ModelRef:
 
     if " " in model.strip() and not spells_path(model) and not Path(model).exists() and not OF_PROGRAM.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
-                            f"effllm run fable {typed(shortened(model))}")
+                            f"effllm run fable {in_quotes(shortened(model))}")
     ref = resolve(model, screen.environment.variables)
     if ref.notice:
         screen.note(ref.notice)
@@ -221,6 +221,11 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
         with on_load.temporary_folder() as folder:
             last(follow(on_load.quantize_on_load(request, folder / "model"), screen, Converted))
             yield replace(ref, folder=folder / "model", seen_from=ref.folder)
+
+
+def in_quotes(text: str) -> str:
+    """A sentence as people type one; as `typed` where a shell would read something into it."""
+    return f'"{text}"' if set(text).isdisjoint('"$`\\!') else typed(text)
 
 
 def shortened(text: str) -> str:

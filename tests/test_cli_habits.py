@@ -5,7 +5,6 @@ import io
 import os
 import pty
 import select
-import shlex
 import signal
 import subprocess
 import sys
@@ -112,15 +111,6 @@ def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ..
 def test_words_in_another_order(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed(*words)
     assert code in (2, 3) and out == "" and hint in " ".join(err.split()), err
-
-
-def test_a_path_with_spaces_that_is_not_there_is_no_prompt() -> None:
-    """And what is shown of a sentence can be typed as it is, whatever quotes it has."""
-    for path in ("/no such/fold'er", "./no such", "../a b", "~/a b", "a b/"):
-        code, _, err = typed("run", path, "Hi")
-        assert code == 3 and "there is no folder" in err and "then the prompt" not in err, err
-    said = typed("run", 'say "it\'s $HOME"')[2].splitlines()
-    assert "then the prompt" in said[0] and shlex.split(said[1])[1:] == ["effllm", "run", "fable", 'say "it\'s $HOME"'], said
 
 
 def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:

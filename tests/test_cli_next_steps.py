@@ -41,6 +41,16 @@ def test_paths_in_next_steps_are_quoted(tmp_path: Path, monkeypatch: pytest.Monk
     assert code == 0 and f"effllm run '{tmp_path / 'made here'}'" in text
 
 
+def test_a_path_with_spaces_that_is_not_there_is_no_prompt() -> None:
+    """And what is shown of a sentence can be typed as it is, whatever quotes it has."""
+    for path in ("/no such/fold'er", "./no such", "../a b", "~/a b", "a b/"):
+        code, err = said("run", path, "Hi")
+        assert code == 3 and "there is no folder" in err and "then the prompt" not in err, err
+    for sentence in ('say "it\'s $HOME"', "tell me, it's late"):
+        message, hint = said("run", sentence)[1].splitlines()
+        assert "then the prompt" in message and shlex.split(hint) == ["hint:", "effllm", "run", "fable", sentence], hint
+
+
 @pytest.mark.parametrize("own", [False, True])
 def test_a_profile_names_the_text_that_it_was_to_be_recorded_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, own: bool) -> None:
     def recorded(folder: Path, text: str, threads: int | None, source: str) -> Iterator[None]:
