@@ -179,8 +179,8 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
     screen.table(("weights", "one token, GB/s", "of the memory", "a prompt, billion products/s"), rows, right=(1, 2, 3))
     if machine.disturbed:
         share, names = round(100 * max(machine.disturbed.values())), ", ".join(machine.disturbed)
-        screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: {names}; effllm plan "
-                        "measures them again once they are done")
+        screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: {names}; once they are "
+                        "done, effllm doctor --probe measures them again")
     if known.disk is None:
         screen.line("disk: not measured")
         return

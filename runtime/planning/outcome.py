@@ -162,8 +162,9 @@ def _beside_the_disk(engine: Engine, machine: roofs.MachineRoofs, ratio: float, 
     disturbed = machine.disturbed_of(forecast.wanted(engine.prepared, engine.model.tensors)) if ratio > 1 and machine.disturbed else {}
     if disturbed:
         share = round(100 * max(disturbed.values()))
-        return (f"other programs had {share}% of the cores' time when this machine was measured ({machine.date}): effllm plan measures it "
-                "again once they are done")
+        again = forecast.doctor(engine.options, "--probe")
+        return (f"other programs had {share}% of the cores' time when this machine was measured ({machine.date}): once they are done, "
+                f"{again} measures it again")
     if ratio < 1 and cores.idle <= IDLE * cores.all and cores.others + cores.stolen > late * MOST:
         pool = engine.backends["cpu"].pool
         fewer = f", so {pool.at_work} of {pool.workers} threads worked at its end" if pool.at_work < pool.workers else ""
