@@ -7,6 +7,7 @@ import json
 import re
 import shlex
 import shutil
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import cache
@@ -361,3 +362,10 @@ def test_keys_of_json_have_the_names_that_are_told(at_home: Path, person) -> Non
 def test_the_architecture_lists_every_room_of_the_runtime():
     table = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert table == sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py"))
+
+
+def test_a_change_is_told_once():
+    """Two versions of a line of the changelog begin alike: the longer one was meant."""
+    lines = [line for line in (ROOT / "CHANGELOG.md").read_text(encoding="utf-8").splitlines() if line.startswith("- ")]
+    begun = Counter(line[:30] for line in lines)
+    assert not [begin for begin, count in begun.items() if count > 1]

@@ -42,6 +42,9 @@ def letters(name: str) -> str:
 
 def called_elsewhere(name: str, entries: Iterable[CatalogEntry]) -> list[str]:
     """The aliases of the family that a name states, those of its size where it has one and there are such; none for another family."""
+    entries = [*entries]
+    if whole := [entry.alias for entry in entries if entry.alias in (f"{name.lower()}b", f"{name.lower()}m")]:
+        return whole  # a size without its letter: qwen3-8 is qwen3-8b, and not qwen3.8
     wanted = spelled(name)
     of_family = [entry for entry in entries if wanted.family and wanted.family in _families(entry)]
     named = [entry.alias for entry in of_family if wanted.sizes <= spelled(entry.alias).sizes | spelled(entry.repo or "").sizes]
