@@ -96,12 +96,14 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     family = families.get(keys.text("model_type"))
     own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset())
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
-    section = raw.get("quantization_config") if raw.get("quantization") is None else None  # MLX writes both
+    section = raw.get("quantization_config") or raw.get("quantization")  # MLX writes both
     if "quantization_config" not in own and isinstance(section, dict):
-        from .stores.import_config import check_method
+        from .stores.import_config import check_family, check_method, section_of
 
+        section = section_of(raw)
         check_method(section)
-        refused["quantization_config"] = section
+        check_family(section, keys.text("model_type"))
+        refused |= {key: raw.get(key) for key in ("quantization", "quantization_config")}
         refused["compression_config"] = raw.get("compression_config")  # some say it twice
     if _full_attention_alone(raw):
         refused["layer_types"] = raw["layer_types"]

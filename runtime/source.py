@@ -84,15 +84,17 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
                  kept: Callable[[str], bool] | None) -> TensorStore:
     """`_rearranged` but for matrices that lie in one another."""
     give_names(store, raw.get("model_type"))
+    from .stores.import_config import MLX, section_of
+
+    if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
+        return _of_mlx(store, raw, wide, kept or (lambda name: low_bit))
     if raw.get("model_type") == "deepseek_v4":
         cut_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
         from .stores.expert_store import ExpertStore
 
         return ExpertStore(store, kept or (lambda name: low_bit))
-    from .stores.import_config import section_of
-
-    if (section := section_of(raw)) is not None:
+    if section is not None:
         from .stores.imported import ImportedStore
         from .stores.imported_ternary import TernaryStore
 
@@ -101,6 +103,23 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
         return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept)
     _refuse_undescribed(store)
     return DoubleStore(store) if has_doubles(store) else store
+
+
+def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool]) -> TensorStore:
+    """The store of a folder that MLX quantized, under the names of its family."""
+    from . import families
+    from .config import read_config
+    from .stores.import_config import FROM_MLX
+    from .stores.imported_mlx import MlxStore, give_mlx_names
+
+    config = read_config(store.folder)
+    family = families.get(config.family)
+    give_mlx_names(store, config.family)
+    rules = {**{f"outer.{role}": rule for role, rule in family.outer_tensors(config).items()},
+             **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
+                for role, rule in family.layer_tensors(config, layer).items()}}
+    codes = {rule.name for role, rule in rules.items() if families.kind_of(role) in FROM_MLX and not rule.plain}
+    return MlxStore(store, str(raw.get("model_type")), wide, rules.values(), codes, kept)
 
 
 def _refuse_undescribed(store: TensorStore) -> None:

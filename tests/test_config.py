@@ -198,7 +198,7 @@ def test_an_unlisted_key_warns_once_and_strict_refuses() -> None:
 @pytest.mark.parametrize(("key", "value"), [
     ("quantization_config", {"quant_method": "gptq"}), ("auto_map", {"AutoModel": "evil.py"}), ("num_local_experts", 8),
     ("partial_rotary_factor", 0.5), ("attn_logit_softcapping", 50.0), ("is_encoder_decoder", True), ("sliding_window", 4096),
-    ("layer_types", ["sliding_attention"] * 4), ("is_causal", "no"), ("quantization", {"group_size": 64, "bits": 4}),
+    ("layer_types", ["sliding_attention"] * 4), ("is_causal", "no"), ("quantization", {"group_size": 64, "bits": 7}),
     ("residual_multiplier", 0.22), ("pruned_heads", {"0": [1]})])
 def test_a_feature_that_is_not_supported_is_refused_by_name(key: str, value: object) -> None:
     error = refused({**LLAMA, key: value}, key, "not supported")

@@ -112,7 +112,8 @@ def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmEr
         except EffllmError as error:
             found[sense] = error
     if kind in UNSEEN or not found and kind in COMPOSITE:
-        unread = UsageError(f"pictures of {kind} models are not read", "text alone works; docs/models.md lists the families that see")
+        whose = f"{kind} models that MLX quantized" if _of_mlx(raw) else f"{kind} models"
+        unread = UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
         if not found:
             raise unread
         found[PICTURES] = unread
@@ -134,7 +135,14 @@ def made_of(kind: str, source: TowerSource, config: ModelConfig, sense: Sense = 
 
 def senses_of(raw: Mapping[str, object]) -> tuple[Sense, ...]:
     """What the model of a config.json takes beside text, as far as it is read here."""
+    if _of_mlx(raw):
+        return ()
     return (PICTURES,) * (raw.get("model_type") in SIGHTS) + (SOUNDS,) * hears(raw)
+
+
+def _of_mlx(raw: Mapping[str, object]) -> bool:
+    """Has MLX quantized it, which turns towers, or leaves them out?"""
+    return isinstance(raw.get("quantization"), dict)
 
 
 def taken_too(raw: Mapping[str, object]) -> str:

@@ -8,7 +8,8 @@ from .. import families
 from ..config_reader import ConfigError, Keys, show
 
 # What the outer object says of the text part, and what is not about it.
-OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization_config", "tie_word_embeddings",
+OUTER_SHARED = frozenset({"auto_map", "bos_token_id", "dtype", "eos_token_id", "pad_token_id", "quantization", "quantization_config",
+                          "tie_word_embeddings",
                           "torch_dtype"})
 OUTER_HARMLESS = frozenset({
     "_pad_token_id", "adapter_layer_norm_eps", "alignment_intermediate_size", "architectures", "assistant_token_id", "audio_config",

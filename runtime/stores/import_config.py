@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...quant.imports import fp8, groups, mxfp4, nvfp4, ternary
+from ...quant.imports import fp8, groups, mlx, mxfp4, nvfp4, ternary
 from ...quant.spec import QuantSpec
 from ..config_reader import ConfigError, show
 from ..families import TensorRule, expert_of, kind_of
@@ -19,7 +19,13 @@ from ..families import TensorRule, expert_of, kind_of
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_out",
            "o_in")
 ORIGINAL = "take the original 16-bit checkpoint"
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet")
+MLX = "mlx"  # whose section names no method
+FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
+# Families of which the folders that mlx-lm makes were compared with what mlx-lm computes from them.
+MLX_FAMILIES = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "lfm2", "llama", "ministral3", "mistral",
+                "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+                "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", MLX)
 ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
 PAIRS = "mxfp4 in bytes"  # of some weights beside FP8: whole numbers in the types of a file, which hold two levels of E2M1 each
@@ -82,6 +88,8 @@ IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one
 def section_of(raw: Mapping[str, object]) -> dict[str, object] | None:
     """What a config says of its quantized weights, where it does; the type of its experts may stand beside that."""
     section, beside = raw.get("quantization_config"), raw.get("expert_dtype")
+    if isinstance(of_mlx := raw.get("quantization"), dict):
+        return {**of_mlx, "quant_method": MLX}  # MLX writes it under the other name too
     if not isinstance(section, dict):
         return None
     return {"expert_dtype": beside, **section} if beside is not None else section
@@ -97,6 +105,9 @@ def check_method(section: Mapping[str, object]) -> None:
     if method not in METHODS:
         raise refused(f"quant_method {show(method)}", f"known: {', '.join(METHODS)}")
     bits = section.get("bits")
+    if method == MLX and (mlx_form(section) is None):
+        raise refused(f"bits {show(bits)}, group_size {show(section.get('group_size'))} and mode {show(section.get('mode', 'affine'))}",
+                      "of MLX: affine of 2, 3, 4, 5, 6 or 8 bits in groups of 32, 64 or 128, mxfp4, mxfp8, nvfp4")
     if method == "gptq" and bits not in (2, 3, 4, 8):
         raise refused(f"bits {show(bits)}", "GPTQ of 2, 3, 4 and 8 bits")
     if method == "gptq" and order_of(section) not in ("gptq", "gptq_v2"):
@@ -123,6 +134,12 @@ def check_method(section: Mapping[str, object]) -> None:
         raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
     if place := _turned(section.get("transform_config")):
         raise refused(f"a transform at {place}", "transforms that are in the weights already")
+
+
+def check_family(section: Mapping[str, object], model_type: str) -> None:
+    """Raises ConfigError for a family of which nobody knows what else its quantizing tool changes."""
+    if section.get("quant_method") == MLX and model_type not in MLX_FAMILIES:
+        raise ConfigError(f"config.json: weights that MLX quantized are not read of {model_type} models", f"{ORIGINAL}, or a GGUF file")
 
 
 def order_of(section: Mapping[str, object]) -> str | None:
@@ -215,7 +232,19 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
     layout = layout_of(section)
+    if layout == MLX:
+        form = mlx_form(section)
+        return form is not None and form.spec is not None
     return layout in ("awq", "packed", "integers", "fp8", "bitnet", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
+
+
+def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:
+    """How MLX says that weights lie, but for those of which it says something else."""
+    bits, group, mode = section.get("bits"), section.get("group_size"), section.get("mode", "affine")
+    if type(bits) is not int or type(group) is not int:
+        return None
+    known = bits in mlx.BITS and group in mlx.GROUPS if mode == "affine" else mlx.FLOATS.get((bits, group)) == mode
+    return mlx.Form(bits, group, str(mode)) if known else None
 
 
 def are_floats(section: Mapping[str, object]) -> bool:
@@ -231,6 +260,8 @@ def is_quantized(section: Mapping[str, object]) -> bool:
 def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
     """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
     method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
+    if method == MLX:
+        return _expected_of_mlx(section, widened)
     first = _weights(section)[0] if method == "compressed-tensors" else section
     group = block_of(section)[1] or first.get("group_size", first.get("q_group_size"))
     ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
@@ -258,6 +289,18 @@ def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule
         if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):
             return widened
         return groups.spec_of(bits_of(section), "F16", depth, count) or widened
+
+    return formats
+
+
+def _expected_of_mlx(section: Mapping[str, object], widened: QuantSpec) -> Callable[[str, TensorRule], QuantSpec | None]:
+    """`expected_formats` of what MLX quantized. What it says of single modules has their own names and is not looked up: few differ."""
+    form = mlx_form(section)
+
+    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
+        if len(rule.shape) != 2 or form is None or rule.shape[1] % form.group:
+            return None
+        return widened if form.spec is None or kind_of(role) not in FROM_MLX or rule.plain else form.spec
 
     return formats
 

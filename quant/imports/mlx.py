@@ -1,0 +1,99 @@
+"""Weights as MLX quantizes them (mlx.core.quantize): codes in a stream of bits along a row, the lowest first, in groups of inputs.
+
+Of `affine` ones w = scale * code + bias, both of the type that the weights had. The other modes have a power of two for 32 inputs (`mxfp4`,
+`mxfp8`), or a float of eight bits for 16 (`nvfp4`), and no biases.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..codes import Codes
+from ..levels import E4M3
+from ..spec import QuantSpec
+from ..weight import from_f32
+from . import fp8, mxfp4, nvfp4
+
+BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of affine ones
+FLOATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}  # (bits, group) -> mode
+EXACT = (4, 5)  # bits of affine codes that kernels multiply with a scale and a minimum
+TOP = 15  # binary exponent of the largest scale or bias of a row, in half precision
+
+
+@dataclass(frozen=True)
+class Form:
+    """How a weight lies: `bits` of a code, inputs of a `group`, `mode` by MLX's name."""
+
+    bits: int
+    group: int
+    mode: str
+
+    @property
+    def spec(self) -> QuantSpec | None:
+        """The format in which kernels multiply it, nothing rounded; None where there is none."""
+        if self.mode == "affine":
+            return QuantSpec(self.bits, 32, "minimum") if self.bits in EXACT else None
+        return {"mxfp4": mxfp4.SPEC, "nvfp4": nvfp4.SPEC}.get(self.mode)
+
+
+def form_of(depth: int, packed: int, groups: int, affine: bool) -> Form | None:
+    """That of a weight of `depth` inputs whose row has `packed` words of 32 bits and `groups` scales; None where MLX has none like it."""
+    if depth < 1 or groups < 1 or depth % groups or packed * 32 % depth:
+        return None
+    bits, group = packed * 32 // depth, depth // groups
+    if affine:
+        return Form(bits, group, "affine") if bits in BITS and group in GROUPS else None
+    mode = FLOATS.get((bits, group))
+    return Form(bits, group, mode) if mode else None
+
+
+def codes_of(packed: np.ndarray, bits: int) -> np.ndarray:
+    """uint8 [n, K * bits / 8], the bytes of rows -> codes uint8 [n, K]. Eight of them fill as many bytes as one has bits."""
+    eights = packed.reshape(len(packed), -1, bits)
+    words = np.zeros(eights.shape[:2], np.uint64)
+    for place in range(bits):
+        words |= eights[:, :, place].astype(np.uint64) << np.uint64(8 * place)
+    shifts = np.arange(8, dtype=np.uint64) * np.uint64(bits)
+    return (words[:, :, None] >> shifts & np.uint64((1 << bits) - 1)).astype(np.uint8).reshape(len(packed), -1)
+
+
+def dequantize(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray | None) -> np.ndarray:
+    """Rows of bytes uint8 [n, ...], scales [n, G], float32 of affine weights and else uint8, biases float32 [n, G] -> float32 [n, K].
+    Raises ValueError for a scale that is no number."""
+    if form.mode == "nvfp4":
+        return nvfp4.dequantize(packed, scales, np.float32(1))
+    codes = codes_of(packed, form.bits)
+    if form.mode == "affine":
+        _check_finite(scales, biases)
+        return np.repeat(scales, form.group, axis=1) * codes + np.repeat(biases, form.group, axis=1)
+    mxfp4.check_scales(scales)
+    if form.mode == "mxfp4":
+        return mxfp4.dequantize(codes, scales)
+    return np.repeat(fp8.powers_of_two(scales), form.group, axis=1) * E4M3[codes]
+
+
+def factors(form: Form, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scales and biases float32 [n, G] -> scales and minima uint16 [n, K / 32], halves, and rows float32 [n], as in `Codes`. Raises
+    ValueError for what is no number.
+
+    Rows take a power of two, so that what bfloat16 or a half held is held exactly, unless it is 2**-30 of the largest of its row.
+    """
+    _check_finite(scales, biases)
+    most = np.maximum(np.abs(scales), np.abs(biases)).max(axis=1)
+    powers = np.where(most > 0, np.frexp(most)[1] - TOP, 0)
+    times = form.group // form.spec.group
+    halves = (np.repeat(from_f32(np.ldexp(part, -powers[:, None]), "f16"), times, axis=1) for part in (scales, biases))
+    return (*halves, np.ldexp(np.float32(1), powers).astype(np.float32))
+
+
+def packable(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.ndarray) -> Codes:
+    """Affine rows as codes of `form.spec`. Raises ValueError for what is no number."""
+    halves, minima, rows = factors(form, scales, biases)
+    return Codes(codes_of(packed, form.bits), halves, None, rows, minima=minima)
+
+
+def _check_finite(scales: np.ndarray, biases: np.ndarray) -> None:
+    if not (np.isfinite(scales).all() and np.isfinite(biases).all()):
+        raise ValueError("a scale or bias is NaN or infinity")
