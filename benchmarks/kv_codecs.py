@@ -24,7 +24,6 @@ PAGE = 128
 HEADER_BITS = 512  # 64 bytes a record
 LONG_GROUP = 32  # tokens of one K scale
 WIDE_GROUP = 16  # channels of one V scale
-NO_LIMIT = 1 << 15
 
 
 @dataclass(frozen=True)

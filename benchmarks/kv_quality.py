@@ -188,7 +188,7 @@ def main() -> int:
     sections = [section for folder in arguments.models for section in of_model(arguments, folder, text, calibration)]
     if arguments.few:
         sections += of_twins(arguments, text, calibration)
-    score_all(kept, sections, arguments.ctx)
+    score_all(kept, sections)
     tables = [section.table(kept) for section in sections]
     if kept.left:
         sys.stdout.write("\n\n".join(tables) + f"\n\n{kept.left} blocks of windows are left: run it again\n")
@@ -233,7 +233,7 @@ class Section:
         return f"## {self.title}\n\n{markdown(self.rows(kept))}\n\n{self.after}".rstrip()
 
 
-def score_all(kept: Rows, sections: Sequence[Section], ctx: int) -> None:
+def score_all(kept: Rows, sections: Sequence[Section]) -> None:
     """Every row's first block of windows, then the second of all, and so on: what is there when time is over can be compared."""
     longest = max(len(section.ids) for section in sections)
     for begin in range(0, longest, BLOCK):

@@ -24,7 +24,6 @@ from conversions import options, run
 from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 
-PREADV = os.preadv
 CACHE = {"ctx": 1024, "kv": "4bit", "kv_sink": 0, "kv_window": 0}
 
 

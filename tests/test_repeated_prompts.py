@@ -20,7 +20,6 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run, short_fable
 from saves import read, tokens
 
-SINKS = 64
 ENDS = (FEW + 1, 40, 300, 448 + 40)  # a chunk ends behind 448 tokens
 
 

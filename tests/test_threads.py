@@ -24,8 +24,6 @@ from effllm.kernels.machine_code import compile_object
 from effllm.kernels.threads import MOST_WORKERS, ThreadPool
 from effllm.runtime.planning.compiled import compiled
 
-ROOT = os.path.dirname(os.path.dirname(__file__))
-
 
 @kernel()
 def count_blocks(args, worker, counter):

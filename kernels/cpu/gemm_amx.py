@@ -67,7 +67,6 @@ from .sharing import matrix_of
 
 BYTES, HALVES = 4, 5  # beside the ways of `gemm.py`
 PANEL = 2 * SIDE  # tokens, of bytes
-BLOCKS = SPAN // BLOCK
 # Scratch of a worker, from an offset on that depends on the tokens: two planes of a stripe, or two stripes of bytes; what expanding needs;
 # sums of one product, the shapes of tiles, factors of a stripe's rows.
 PLANES_AT = 0

@@ -14,7 +14,7 @@ import numpy as np
 from ..layout import NORMS, ONE_SCALE, activation_number, is_activation
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
-from ..workspace import Dims, address
+from ..workspace import address
 from . import floats, gemm, gemm_amx, linear, lut, lut_order, packed, packed_matrix, packed_rows
 from .amx import AMX
 from .inner_loops import TILE_COLUMNS
@@ -31,7 +31,7 @@ RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, that is, of jobs
 BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
 
 
-def scratch_floats(dims: Dims, chunk: int, wide: int) -> int:
+def scratch_floats(chunk: int, wide: int) -> int:
     """Floats of scratch that one worker needs."""
     return -(-max(lut.scratch_nbytes(wide), gemm.gemm_scratch(chunk, wide), gemm_amx.scratch_nbytes(chunk, wide) if AMX else 0) // 4)
 

@@ -45,7 +45,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
                   attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
                   attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
-                  low_bit.scratch_floats(dims, chunk, wide), scratch_floats(chunk, wide),
+                  low_bit.scratch_floats(chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 VALUES = 512  # of a gate, by one program
 WARPS = 4
 
-_RMS, _RMS_PLUS_ONE, _LAYER = tl.constexpr(bytes_of.NORM_RMS), tl.constexpr(bytes_of.NORM_RMS_PLUS_ONE), tl.constexpr(bytes_of.NORM_LAYER)
+_RMS_PLUS_ONE, _LAYER = tl.constexpr(bytes_of.NORM_RMS_PLUS_ONE), tl.constexpr(bytes_of.NORM_LAYER)
 _SILU, _GELU, _GELU_TANH = tl.constexpr(bytes_of.SILU), tl.constexpr(bytes_of.GELU), tl.constexpr(bytes_of.GELU_TANH)
 _RELU, _RELU2, _CLAMPED = tl.constexpr(bytes_of.RELU), tl.constexpr(bytes_of.RELU2), tl.constexpr(bytes_of.CLAMPED_SWISH)
 _LIMIT, _SLOPE, _HALF_MAX = tl.constexpr(bytes_of.SWISH_LIMIT), tl.constexpr(bytes_of.SWISH_SLOPE), tl.constexpr(65504.0)

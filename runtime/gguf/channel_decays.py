@@ -42,7 +42,7 @@ NAMES = {KIMI: {**{part: f"self_attn.{own}" for part, own in _OF_LAYER.items()},
 WHOLE = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
          LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
 BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of decays, by which side of zero they are on in files
-SIGMOID, USUAL_THETA = 2, 10_000.0
+USUAL_THETA = 10_000.0
 
 
 def add_channel_decays(header: GgufHeader, name: str, raw: dict[str, object]) -> None:

@@ -11,12 +11,12 @@ from pathlib import Path
 import numpy as np
 
 from ... import ModelNotFound, UsageError
-from ..config_reader import ConfigError, Keys, read_json, show
+from ..config_reader import Keys, read_json, show
 
 FILE, OUTER = "preprocessor_config.json", "processor_config.json"
 NEAREST, LANCZOS, BILINEAR, BICUBIC = 0, 1, 2, 3  # as files and Pillow number them
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-HALF, IMAGENET_MEAN, IMAGENET_STD = [0.5, 0.5, 0.5], [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
+HALF = [0.5, 0.5, 0.5]
 MOST_SIDE = 1 << 14
 
 
@@ -136,9 +136,3 @@ def _colours(keys: Keys, name: str, default: Sequence[float]) -> tuple[float, ..
     if keys.raw.get(name) is None:
         return tuple(default)
     return keys.numbers(name, 3, or_zero=name == "image_mean")
-
-
-def demand(condition: bool, message: str, hint: str = "correct it there, or fetch the file again") -> None:
-    """Raises ConfigError."""
-    if not condition:
-        raise ConfigError(message, hint)

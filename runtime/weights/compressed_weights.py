@@ -27,8 +27,8 @@ def hyper_weights(config: ModelConfig, role: str, linear: Callable[[str], Linear
     return Hyper(config.streams, norm, linear(role), vector(f"{role}_base"), vector(f"{role}_scale"), own.rounds, own.least, role == LEAVES)
 
 
-def wide_weights(config: ModelConfig, layer: int, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear],
-                 vector: Callable[[str], object], put: Callable[[np.ndarray], object]) -> Wide | None:
+def wide_weights(config: ModelConfig, layer: int, linear: Callable[[str], Linear], vector: Callable[[str], object],
+                 put: Callable[[np.ndarray], object]) -> Wide | None:
     """Attention of a layer of these models, and how both of its branches meet the streams."""
     own = config.compressed
     if own is None:

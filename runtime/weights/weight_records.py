@@ -191,7 +191,7 @@ class WeightRecords:
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
-                            wide=wide_weights(config, key, roles, linear, vector, lambda values: ops.put(values, "f32")),
+                            wide=wide_weights(config, key, linear, vector, lambda values: ops.put(values, "f32")),
                             shares=tuple(math.tanh(as_float32(roles[role], raw)[0]) for role in SHARES) if SHARES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:

@@ -69,7 +69,7 @@ def key_places(depth):
 
 
 @inlined()
-def value_places(rows, depth):
+def value_places(depth):
     """Of values: (lowest steps bytes [PAGE], what they take from exponents float32 [PAGE], what they multiply by, 16-bit [PAGE], the same
     float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
     groups = depth // CHANNELS

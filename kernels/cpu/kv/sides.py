@@ -264,7 +264,7 @@ def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, ei
 def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead, nbytes):
     """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: by
     bytes. `nbytes` from `ahead` on are asked for meanwhile."""
-    at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(padded, depth)
+    at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(depth)
     at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
     sums, factors = begin_of + at_sums, begin_of + at_factors
     tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)

@@ -59,7 +59,7 @@ def tables() -> np.ndarray:
 
 def _words(builder: ir.IRBuilder, places: ir.Value, table: tuple[int, ...]) -> list[ir.Value]:
     """16-bit table[place] for every byte, two vectors of them."""
-    low, high = (look_up(builder, _levels(builder, [entry >> part & 255 for entry in table]), places, 4) for part in (0, 8))
+    low, high = (look_up(builder, _levels([entry >> part & 255 for entry in table]), places, 4) for part in (0, 8))
     halves = [[i // 2 + WIDTH // 2 * part + WIDTH * (i % 2) for i in range(WIDTH)] for part in (0, 1)]
     return [builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, WIDTH), half)) for half in halves]
 
@@ -69,7 +69,7 @@ def _put_words(builder: ir.IRBuilder, words: list[ir.Value], address: ir.Value) 
         store(builder, words[part], offset(builder, address, WIDTH * part))
 
 
-def _levels(builder: ir.IRBuilder, levels: list[int]) -> list[ir.Value]:
+def _levels(levels: list[int]) -> list[ir.Value]:
     """16 bytes as `look_up` wants them."""
     if INSTRUCTION_SET == "portable":
         return [constant(BYTES, level) for level in levels]
