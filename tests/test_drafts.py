@@ -7,7 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.speculation.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, agreement, best_length
+from effllm.runtime.passes import common_prefix
+from effllm.runtime.speculation.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, best_length
 from effllm.runtime.speculation.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
 
 
@@ -94,8 +95,8 @@ def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone
     assert recycled.propose(3) is None
 
 
-def test_agreement_ends_at_the_first_that_differs() -> None:
-    assert [agreement(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
+def test_a_common_prefix_ends_at_the_first_that_differs() -> None:
+    assert [common_prefix(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
 
 
 def costs(ratios: dict[int, float], pays: Pays = WAITING) -> PassCosts:

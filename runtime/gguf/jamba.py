@@ -6,13 +6,14 @@ and an offset of each.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from ...offload.gguf import GgufHeader, Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
+from .state_spaces import departures as departures
 
 FAMILY = "jamba"
 INNER = "inner_size"  # of all channels together, which no config states
@@ -34,7 +35,6 @@ OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "ssm_low", "state_keys": "ssm_keys",
          "state_rate_wide": "ssm_dt", "state_rate_norm": "ssm_dt_norm", "state_b_norm": "ssm_b_norm", "state_c_norm": "ssm_c_norm",
          "state_skip": "ssm_d"}
-EXPANDS = 2  # channels together are so many times as wide as the model
 AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
 
 
@@ -75,10 +75,3 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.time_step_rank": own.rank, "ssm.inner_size": own.values,
             "attention.head_count_kv": np.array(heads, np.int32)}
-
-
-def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
-    """(whether it is so, what files cannot say)."""
-    yield config.state.values != EXPANDS * config.hidden_size, \
-        f"has state spaces of {config.state.values} channels for a width of {config.hidden_size}"
-    yield not config.state.biased, "has convolutions without biases"  # for which llama.cpp looks all the same

@@ -28,7 +28,7 @@ NAMES = {"ssm_z": "mamba.gate_proj", "ssm_xbc": "mamba.xbc_proj", "ssm_steps": "
 WHOLE = {"ssm_a": "mamba.A_log", "ssm_d": "mamba.D", "ssm_dt.bias": "mamba.dt_bias"}
 ROLES = {"state_gate": "ssm_z", "state_in": "ssm_xbc", "state_rate": "ssm_steps", "state_skip": "ssm_d"}
 DECAY = ".mamba.A_log"
-EXPANDS = 2  # heads together are so many times as wide as the model
+EXPANDS = 2  # channels together are so many times as wide as the model
 
 
 def add_state_spaces(header: GgufHeader, name: str, raw: dict[str, object]) -> None:

@@ -12,6 +12,8 @@ from collections.abc import Hashable, Sequence
 from statistics import median
 from typing import NamedTuple
 
+from ..passes import common_prefix
+
 FADE = 0.98  # weight of what was seen of a kind when it is seen again
 FIRST_TRIALS = 2.0  # weight of the assumption that half of all guesses are right
 SAMPLES, OLD = 5, 64  # passes that a cost is the median of, and after how many passes it is not known any more
@@ -47,7 +49,7 @@ class Trust:
 
     def judge(self, kind: Hashable, guessed: Sequence[int], came: Sequence[int]) -> bool:
         """Hold a guess against the tokens that came: up to the first that is wrong. Returns whether there was none."""
-        right = agreement(guessed, came)
+        right = common_prefix(guessed, came)
         trials = min(right + 1, len(guessed), len(came))
         before = self._seen.get(kind, (0.0, 0.0))
         self._seen[kind] = FADE * before[0] + right, FADE * before[1] + trials
@@ -141,11 +143,3 @@ def best_length(share: float, costs: PassCosts, most: int, extra: float = 0.0) -
         if gained > value:
             best, value = length, gained
     return best, value
-
-
-def agreement(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """How many tokens from the first on agree."""
-    for index, (one, other) in enumerate(zip(guessed, came)):
-        if one != other:
-            return index
-    return min(len(guessed), len(came))
