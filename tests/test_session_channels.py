@@ -17,7 +17,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from test_text import byte_level, special
+from saved_tokenizers import byte_level, special
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 MARKS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>",

@@ -1,26 +1,20 @@
-"""The tokenizer against transformers, streaming against whole decoding, and the places that say where a turn ends."""
+"""The tokenizer against transformers, and streaming against whole decoding."""
 
-import json
-import os
-import shutil
 import subprocess
 import sys
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, processors
 from tokenizers import Tokenizer as Backend
+from tokenizers import processors
 
-from effllm import EffllmError, ModelNotFound
-from effllm.runtime.config import read_config
-from effllm.runtime.templates.template import TemplateError
-from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.text import Tokenizer
 
-FABLE = Path(__file__).parents[1] / "models" / "fable"
-CONFIG = read_config(FABLE)
+sys.path.insert(0, str(Path(__file__).parent))
+from saved_tokenizers import CONFIG, FABLE, byte_level, save, sentencepiece_like, special
+
 TEXTS = [
     "",
     "Once upon a time",
@@ -42,47 +36,6 @@ def oracle():
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(FABLE)
-
-
-def save(folder: Path, backend: Backend, **settings_of_tokenizer) -> Path:
-    backend.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast", **settings_of_tokenizer}))
-    return folder
-
-
-def copy_of_fable(folder: Path, **changes) -> Path:
-    """A model folder like fable's; `changes` edit its JSON files: file stem -> keys."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(FABLE / name, folder / name)
-    for stem, keys in changes.items():
-        path = folder / f"{stem}.json"
-        path.write_text(json.dumps(json.loads(path.read_text()) | keys))
-    return folder
-
-
-def sentencepiece_like() -> Backend:
-    """Pieces with ▁ for spaces, single bytes as fallback, <s> in front: how llama 2 and mistral are written."""
-    words = ["<unk>", "<s>", "</s>", *(f"<0x{b:02X}>" for b in range(256)), "▁", "a", "b", "c", "▁a", "▁ab", "ab", "bc", "▁bc"]
-    merges = [("▁", "a"), ("a", "b"), ("▁a", "b"), ("b", "c"), ("▁", "bc")]
-    backend = Backend(models.BPE({w: i for i, w in enumerate(words)}, merges, unk_token="<unk>", byte_fallback=True, fuse_unk=True))
-    backend.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")])
-    backend.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    backend.post_processor = processors.TemplateProcessing(single="<s> $A", pair="<s> $A <s> $B", special_tokens=[("<s>", 1)])
-    backend.add_special_tokens([AddedToken(t, special=True, normalized=False) for t in ("<unk>", "<s>", "</s>")])
-    return backend
-
-
-def byte_level(*added: AddedToken) -> Backend:
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    backend = Backend(models.BPE({c: i for i, c in enumerate(alphabet)}, []))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend.decoder = decoders.ByteLevel()
-    backend.add_tokens(list(added))
-    return backend
-
-
-def special(text: str) -> AddedToken:
-    return AddedToken(text, special=True, normalized=False)
 
 
 # ---- encode and decode --------------------------------------------------------------------------------------------------
@@ -276,119 +229,6 @@ def test_think_tags_are_heard_even_where_they_are_special(tmp_path):
     assert "".join(pieces) + rest == "<think>é</think>ok"
     broken, rest = stream(tokenizer, [ids[1], ids[-1], ids[0], *tokenizer.encode("x")])
     assert "".join(broken) + rest == "\ufffd<think>x", "a cut character stays before the tag that follows it"
-
-
-# ---- reasoning ----------------------------------------------------------------------------------------------------------
-
-
-def test_thinking_is_known_from_the_template_or_the_vocabulary(fable, tmp_path):
-    assert not fable.thinks
-    assert Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": "{{ '<think>' }}"}), CONFIG).thinks
-
-
-def test_a_prompt_that_opens_the_reasoning(tmp_path):
-    template = "{{ messages[0].content }}<think>\n{% if enable_thinking is defined and not enable_thinking %}\n</think>\n\n{% endif %}"
-    tokenizer = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": template}), CONFIG)
-    chat = [{"role": "user", "content": "hi"}]
-    assert tokenizer.opens_thinking(tokenizer.encode_chat(chat)) and not tokenizer.opens_thinking(
-        tokenizer.encode_chat(chat, enable_thinking=False)
-    )
-
-
-# ---- where a turn ends --------------------------------------------------------------------------------------------------
-
-
-def test_stop_ids_of_fable(fable):
-    assert fable.stop_ids == {0, 4}
-
-
-@pytest.mark.parametrize("eos", [7, [7, 8], [7, 8, True, None, "x", -1]])
-def test_stop_ids_from_generation_config(eos, tmp_path):
-    tokenizer = Tokenizer.load(copy_of_fable(tmp_path, generation_config={"eos_token_id": eos}), replace(CONFIG, eos_token_ids=(9,)))
-    assert tokenizer.stop_ids == {0, 4, 9, 7} | ({8} if isinstance(eos, list) else set())
-
-
-def test_stop_ids_from_the_vocabulary_and_the_tokenizer_config(tmp_path):
-    backend = byte_level(special("<s>"), special("<|stop-here|>"), special("<|eot_id|>"), special("<|im_end|>"), special("<|other|>"))
-    tokenizer = Tokenizer.load(save(tmp_path, backend, eos_token={"content": "<|stop-here|>"}), replace(CONFIG, eos_token_ids=()))
-    assert tokenizer.stop_ids == {backend.token_to_id(t) for t in ("<|stop-here|>", "<|eot_id|>", "<|im_end|>")}
-
-
-@pytest.mark.parametrize("eos", [None, "<|stop-here|>"])
-def test_a_tag_of_html_that_is_no_special_token_ends_a_turn_only_where_nothing_else_does(eos, tmp_path):
-    backend = byte_level(special("<|stop-here|>"), AddedToken("</s>", special=False, normalized=False))
-    tokenizer = Tokenizer.load(save(tmp_path, backend, **({} if eos is None else {"eos_token": eos})), replace(CONFIG, eos_token_ids=()))
-    assert tokenizer.stop_ids == {backend.token_to_id(eos or "</s>")}
-
-
-def test_end_closes_only_a_channel_where_there_are_channels(tmp_path):
-    names = ["<|channel|>", "<|return|>", "<|call|>", "<|end|>"]
-    backend = byte_level(*map(special, names))
-    tokenizer = Tokenizer.load(save(tmp_path, backend), replace(CONFIG, eos_token_ids=()))
-    assert tokenizer.stop_ids == {backend.token_to_id("<|return|>"), backend.token_to_id("<|call|>")}
-
-
-# ---- templates and files ------------------------------------------------------------------------------------------------
-
-
-def test_a_base_model_has_no_template_and_says_so(tmp_path):
-    tokenizer = Tokenizer.load(copy_of_fable(tmp_path, tokenizer_config={"chat_template": None}), CONFIG)
-    assert tokenizer.template is None
-    with pytest.raises(TemplateError, match="base model") as caught:
-        tokenizer.encode_chat([{"role": "user", "content": "hi"}])
-    assert "--raw" in caught.value.hint
-
-
-def test_special_tokens_from_the_older_file(tmp_path):
-    copy_of_fable(
-        tmp_path, tokenizer_config={"chat_template": "{{ bos_token }}|{{ eos_token }}|{{ sep_token is defined }}", "bos_token": None}
-    )
-    (tmp_path / "special_tokens_map.json").write_text(json.dumps({"bos_token": {"content": "<|system|>"}, "eos_token": "<|user|>"}))
-    assert Tokenizer.load(tmp_path, CONFIG).render_chat([]) == "<|system|>|<|end|>|False"
-
-
-def test_missing_tokenizer_names_the_file_and_the_next_step(tmp_path):
-    with pytest.raises(ModelNotFound, match="tokenizer.json") as caught:
-        Tokenizer.load(tmp_path, CONFIG)
-    assert caught.value.exit_code == 3 and "copy tokenizer.json" in caught.value.hint
-    (tmp_path / "vocab.json").write_bytes(b"x")
-    with pytest.raises(ModelNotFound) as caught:
-        Tokenizer.load(tmp_path, CONFIG)
-    assert "save_pretrained" in caught.value.hint
-
-
-@pytest.mark.parametrize(
-    "content", [b"", b"{}", b"[1]", b'{"version": "1.0", "model": {"type": "BPE", "vocab": {"a": -1}}}', b"\xff\xfe", b"{" * 9000]
-)
-def test_a_broken_tokenizer_is_one_line(content, tmp_path):
-    copy_of_fable(tmp_path)
-    (tmp_path / "tokenizer.json").write_bytes(content)
-    with pytest.raises(EffllmError) as caught:
-        Tokenizer.load(tmp_path, CONFIG)
-    assert "tokenizer.json" in caught.value.message and "\n" not in caught.value.message and caught.value.hint
-
-
-@pytest.mark.parametrize("name", ["tokenizer_config.json", "generation_config.json", "special_tokens_map.json"])
-@pytest.mark.parametrize("content", [b"", b"[1]", b"{", b"\xff\xfe", b"[" * 100_000])
-def test_a_broken_companion_file_is_one_line(name, content, tmp_path):
-    copy_of_fable(tmp_path)
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(TokenizerError) as caught:
-        Tokenizer.load(tmp_path, CONFIG)
-    assert name in caught.value.message and "\n" not in caught.value.message
-
-
-def test_a_tokenizer_of_another_model_is_refused(tmp_path):
-    tokenizer = Tokenizer.load(copy_of_fable(tmp_path), replace(CONFIG, vocab_size=100))
-    with pytest.raises(TokenizerError, match="100 embedding rows"):
-        tokenizer.encode("Once upon a time there was a king")
-
-
-@pytest.mark.skipif(os.geteuid() == 0, reason="root reads everything")
-def test_an_unreadable_tokenizer(tmp_path):
-    (copy_of_fable(tmp_path) / "tokenizer.json").chmod(0)
-    with pytest.raises(ModelNotFound, match="cannot read"):
-        Tokenizer.load(tmp_path, CONFIG)
 
 
 def test_loading_stays_lean():

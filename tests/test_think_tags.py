@@ -16,7 +16,7 @@ from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.reasoning import ANSWER_TAGS, ThinkFilter
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_text import CONFIG, FABLE, byte_level, copy_of_fable, save, special
+from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 
 
 def test_other_tags_of_reasoning(tmp_path: Path) -> None:
