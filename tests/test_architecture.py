@@ -80,6 +80,12 @@ def tree(file: Path) -> ast.Module:
     return ast.parse((ROOT / file).read_text(encoding="utf-8"), str(file))
 
 
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    """All of its tree, which several tests look through."""
+    return tuple(ast.walk(tree(file)))
+
+
 @dataclass(frozen=True)
 class Import:
     """One imported module, absolute; whether it is loaded with its file, on use, or by type checkers alone."""
@@ -124,8 +130,7 @@ def layer(module: str) -> str | None:
 
 def calls(file: Path, *names: str) -> list[int]:
     """Lines that call one of these functions by its bare name."""
-    return [node.lineno for node in ast.walk(tree(file))
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
+    return [node.lineno for node in nodes(file) if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in names]
 
 
 def in_fresh_interpreter(code: str) -> dict:
@@ -173,7 +178,7 @@ def test_layers_cover_every_folder_of_code() -> None:
 
 @for_every(package_files())
 def test_own_modules_are_imported_relatively(file: Path) -> None:
-    absolute = [node.lineno for node in ast.walk(tree(file))
+    absolute = [node.lineno for node in nodes(file)
                 if isinstance(node, ast.ImportFrom) and node.level == 0 and (node.module or "").split(".")[0] == "effllm"
                 or isinstance(node, ast.Import) and any(name.name.split(".")[0] == "effllm" for name in node.names)]
     assert not absolute, f"{file}: absolute import of effllm at lines {absolute}"
@@ -246,7 +251,7 @@ def test_only_the_screen_prints(file: Path) -> None:
     if file.as_posix() != "cli/screen.py":
         assert not calls(file, "print"), f"{file} prints at lines {calls(file, 'print')}"
     if file.parts[0] != "cli" and file.as_posix() not in CHILD_PROCESSES:
-        streams = [node.lineno for node in ast.walk(tree(file)) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+        streams = [node.lineno for node in nodes(file) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
                    and node.value.id == "sys" and node.attr in {"stdin", "stdout", "stderr"}]
         assert not streams, f"{file}: only cli/ knows that a terminal exists (lines {streams})"
 
@@ -255,7 +260,7 @@ def test_only_the_screen_prints(file: Path) -> None:
 def test_no_shortcuts(file: Path) -> None:
     assert not calls(file, "hasattr"), f"{file} dispatches on hasattr at lines {calls(file, 'hasattr')}"
     assert not calls(file, "eval", "exec"), f"{file} evaluates text"
-    for node in ast.walk(tree(file)):
+    for node in nodes(file):
         assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{file}:{node.lineno}: bare except"
         assert not isinstance(node, ast.Global), f"{file}:{node.lineno}: global"
         assert not (isinstance(node, ast.Name) and node.id == "NotImplementedError"), f"{file}:{node.lineno}: a stub"
@@ -276,7 +281,7 @@ def is_stub(function: ast.FunctionDef) -> bool:
 def is_protocol_method(function: ast.FunctionDef, file: Path) -> bool:
     """A method whose class states an interface and nothing else."""
     return any(function in node.body and any(isinstance(base, ast.Name) and base.id == "Protocol" for base in node.bases)
-               for node in ast.walk(tree(file)) if isinstance(node, ast.ClassDef))
+               for node in nodes(file) if isinstance(node, ast.ClassDef))
 
 
 # ---- how it starts, and what it offers

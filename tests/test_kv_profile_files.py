@@ -21,7 +21,7 @@ from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.kv import kv_profile_file
 from effllm.runtime.kv.kv_check import AUTO_FLIPS
-from effllm.runtime.kv.kv_profile import flips_of
+from effllm.runtime.kv.kv_profile import Profile, flips_of
 from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_profile
 from effllm.runtime.kv.kv_profile_run import recorded
 from effllm.runtime.kv.kv_setting import chosen, profile_for
@@ -37,18 +37,21 @@ TEXT = built_in_text()[:9000]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of fable with a profile."""
-    copy = tmp_path_factory.mktemp("profiled") / "fable"
-    shutil.copytree(FABLE, copy)
-    for _ in recorded(copy, TEXT, 1e6):
-        continue
-    return copy
+def profiled(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Profile]:
+    """A copy of fable with a profile, and what was recorded."""
+    copy = shutil.copytree(FABLE, tmp_path_factory.mktemp("profiled") / "fable")
+    *_, made = recorded(copy, TEXT, 1e6)
+    return copy, made
 
 
-def test_a_profile_survives_its_file(folder: Path) -> None:
+@pytest.fixture(scope="module")
+def folder(profiled: tuple[Path, Profile]) -> Path:
+    return profiled[0]
+
+
+def test_a_profile_survives_its_file(profiled: tuple[Path, Profile]) -> None:
+    folder, made = profiled
     loaded = load_profile(folder, read_config(folder))
-    *_, made = recorded(folder, TEXT, 1e6)
     assert loaded.hash == made.hash
     assert loaded.tokens == made.tokens
     assert loaded.bits(3) == made.bits(3)

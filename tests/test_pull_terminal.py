@@ -43,7 +43,7 @@ def text(shown: str) -> str:
 @pytest.mark.parametrize("columns", (NARROW, pytest.param(WIDE, marks=pytest.mark.slow)))
 def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub, person: Person, columns: int) -> None:
     repo = hub.add(REPO, files=tiny(30_000_000))
-    hub.rate = 1.5e6
+    hub.rate = 3e6
     terminal = at_terminal(person, columns, "pull", REPO)
     until = time.monotonic() + MINUTE
     while hub.served["model.safetensors"] < 10_000_000 and time.monotonic() < until:
@@ -73,7 +73,7 @@ def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub,
 def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
     """Every line that is drawn fits and ends with a whole figure; the small model answers for itself."""
     hub.add(REPO, files=sharded(FABLE))
-    hub.rate = 2e6
+    hub.rate = 4e6
     terminal = at_terminal(person, NARROW, "pull", REPO, "--bits", "4")
     shown = ended(terminal)
     assert terminal.exitstatus == 0, shown
