@@ -1,4 +1,4 @@
-"""The commands of a chat: a table of names, and one small function each. They change the session; what they say goes through the screen."""
+"""The commands of a chat: a table of names, with one small function each. They change the session and write through the screen."""
 
 from __future__ import annotations
 

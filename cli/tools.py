@@ -1,4 +1,4 @@
-"""Tools of MCP servers at a terminal: which there are, the question before each call, and a line of what it gave back.
+"""Tools of MCP servers at a terminal: which there are, the question before each call, and a line about its result.
 
 What a person did not agree to, by a word now or by a flag or the configuration before, is not run; where nobody can be asked that is no.
 """

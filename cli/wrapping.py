@@ -1,4 +1,4 @@
-"""Words of a text that streams onto a terminal are not cut at its edge: a line ends before the word that has no room in it.
+"""Wraps a text that streams onto a terminal: a line ends before a word that does not fit, so no word is cut.
 
 Text is only ever appended, so a word is held back until it is certain where it goes: far from the edge it passes at once, near it when its
 end has come. What is meant line by line stays as it is, and the terminal breaks it where it must: code between fences, rows of tables, and

@@ -1,4 +1,4 @@
-"""Tensors that lie otherwise in their files than kernels read them, made anew each time they are needed: of what, where, and by whom.
+"""Tensors whose layout in a file is not the one that kernels read, converted each time they are needed: what, where and by whom.
 
 What a file holds of such a tensor is read to a desk, piece by piece, and put from there where it belongs, by the thread that read it. So
 nothing of it is held twice, on the disk neither. There are few desks, whatever comes and goes: their bytes and those of the arrays in

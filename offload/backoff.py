@@ -1,4 +1,4 @@
-"""When to try again: delays that double, with jitter so that many clients do not come back together, and never before the server said."""
+"""When to try again: delays that double, with jitter so that many clients do not come back together, never earlier than the server said."""
 
 from __future__ import annotations
 

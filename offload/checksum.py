@@ -1,4 +1,4 @@
-"""CRC-32 of a record whose parts are written in another order than they lie: each part has its own sum, and the sums are joined.
+"""CRC-32 of a record whose parts are not written in their final order: each part has its own sum, and the sums are combined.
 
 Joining is arithmetic over GF(2), as in zlib's crc32_combine: appending n zero bytes to a message multiplies its sum by a fixed 32 x 32 bit
 matrix, and the matrices of 1, 2, 4, ... bytes are made once.

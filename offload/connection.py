@@ -1,4 +1,4 @@
-"""HTTP, for large files above all: connections that are kept, proxies as the environment names them, bodies read straight into memory.
+"""HTTP, mainly for large files: connections are kept open, proxies come from the environment, and bodies are read straight into memory.
 
 Nothing is followed, retried or judged here: a redirect and an error status are answers like any other. What never became an answer is a
 `ConnectionFailed`, which says whether trying again could help.

@@ -1,4 +1,4 @@
-"""What a model asks of a machine, in bytes, and the arithmetic that every plan shares: caches by their context, slack, the longest context.
+"""What a model asks of a machine, in bytes, and the arithmetic that every plan shares: caches by context, slack, the longest context.
 """
 
 from collections.abc import Callable

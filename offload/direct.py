@@ -1,4 +1,4 @@
-"""Large reads past the page cache, from a few threads: what is waited for strictly before what is read ahead.
+"""Large reads that bypass the page cache, from a few threads; what is waited for always comes before what is read ahead.
 
 Weights that are read once per token in the same order would drive everything else out of the page cache and never be found in it, so
 reads are direct (O_DIRECT): whole 4096-byte blocks into aligned memory, a superset of the bytes that are wanted. Where a file system

@@ -1,4 +1,4 @@
-"""Direct reads by the system's own queue as far as it has one, and by threads where that fails or only looks like one."""
+"""Direct reads through the system's asynchronous queue where it has one that works, and by threads elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How fast the disk under a file answers: a probe of about two seconds on the file itself, for the plan of what streams.
+"""How fast the disk under a file answers: a probe of about two seconds on the file itself, for plans in which weights stream.
 
 Reads go past the page cache (O_DIRECT), at random places, in four sizes and three numbers of reads under way at once: what a disk gives
 depends on both, and the label on it says neither. It depends on the memory too: into small pages a read of 2 MiB is 512 pieces, and a

@@ -1,4 +1,4 @@
-"""Weights of a mixture of which everything stays in memory but its experts: those share a pool of slots and come from the disk on demand.
+"""Weights of a mixture: everything stays in memory except the experts, which share a pool of slots and are read from the disk on demand.
 
 One token's experts get slots for good, whose places a policy finds (`experts.py`). A chunk of a prompt visits most experts of a layer
 once: as many as are the layer's share of the pool stay, the rest goes through a few slots, so that each is read at most once for a chunk

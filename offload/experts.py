@@ -1,4 +1,4 @@
-"""Which experts of a mixture stay in memory: slots, policies that say whose slot is given away, and the replay of a recorded trace. Pure.
+"""Which experts of a mixture stay in memory: slots, eviction policies, and the replay of a recorded trace. Pure.
 
 An expert of a layer is a key, layer * experts + number. A pass goes through the layers in order and needs some keys of each at the same
 time. Every policy finds its victim in constant time: a scan of all slots for each miss made larger caches slower elsewhere. No policy

@@ -1,4 +1,4 @@
-"""What a layer of a mixture will need, foreseen by its own router from the state of a layer before it, and how often that was right. Pure.
+"""Which experts a layer will need, predicted by its own router from the state of an earlier layer, and how often that was right. Pure.
 
 The state changes little from layer to layer, so routers agree early (A. Eliseev and D. Mazur 2023, arXiv:2312.17238, guess one layer
 ahead). How far ahead, and how many of a router's favourites are worth reading, differs from model to model and is counted: by how many

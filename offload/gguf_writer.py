@@ -1,4 +1,4 @@
-"""A GGUF file written: its header from typed values, then its tensors in order, and its final name when the last byte is on the disk."""
+"""A GGUF file written: its header from typed values, then its tensors in order, and the final name once the last byte is on the disk."""
 
 from __future__ import annotations
 

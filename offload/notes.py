@@ -1,4 +1,4 @@
-"""Lines that tell of a decision; those that tell of a fallback are marked, because `--strict` refuses them."""
+"""Messages about decisions; those about fallbacks are marked, because `--strict` refuses them."""
 
 from __future__ import annotations
 

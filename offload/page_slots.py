@@ -1,4 +1,4 @@
-"""Pages of a spill file that are read one by one, as they are asked for: what selective attention wants of a layer.
+"""Pages of a spill file that are read one by one, on demand: those that selective attention picks in a layer.
 
 Every layer has slots of its own, in which the pages that its last tokens asked for stay: the next token asks for most of them again. What
 is missing is read at once, before anything that was read ahead; the page that was not asked for longest makes room.

@@ -1,4 +1,4 @@
-"""KV pages that come from a spill file, layer by layer on every pass, while the processor works on others.
+"""KV pages that are read from a spill file, layer by layer on every pass, while the processor works on others.
 
 A layer's pages lie one behind another in its extent of the file. A pass reads those that memory does not hold once, in order of layers, in
 runs of about 2 MiB (an eighth of a short extent); runs take turns in a ring of slots. What comes next is known from the pass before, so

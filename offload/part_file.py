@@ -1,4 +1,4 @@
-"""A file on its way: its bytes in place at their full length, and a journal of which of them have come.
+"""A file that is being downloaded: at its full length, with a journal of which bytes have arrived.
 
 The journal is a line per stretch, appended after the bytes were written, so that a killed process loses at most what it had not noted.
 A journal that does not belong to the file (another length or digest) is no journal: both start afresh.

@@ -1,4 +1,4 @@
-"""What a plan says, and its part that every plan asks for: which blocks of weights stay in memory and which are read on every pass.
+"""What a plan says, and what every plan needs: which blocks of weights stay in memory and which are read on every pass.
 
 A block is what is read and used together: a layer, or a piece of one where layers are larger than half the ring. A pass goes through
 all blocks in order, so a cache of the newest would miss every time; a fixed set in memory is the best there is for such a scan, and W

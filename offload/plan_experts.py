@@ -1,4 +1,4 @@
-"""A plan for a mixture of which not all experts fit: everything else stays, and what memory is left is slots for experts."""
+"""A plan for a mixture whose experts do not all fit: everything else stays in memory, and what is left becomes slots for experts."""
 
 from .demand import AUTO_CTX, Demand, kv_nbytes, largest, with_slack
 from .placement import Budget, Placement

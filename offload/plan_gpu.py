@@ -1,4 +1,4 @@
-"""The plan of a run that may use a GPU beside memory and disk: pure arithmetic, as `plan.py`.
+"""The plan of a run that may use a GPU beside memory and disk: pure arithmetic, like `plan.py`.
 
 The card takes the last layers, weights and caches, as many as it holds; what is left is planned as a smaller model of its own, so that
 everything else a plan can do (stream weights, page experts and neurons, spill the cache) goes on beneath the card. A layer on the host is

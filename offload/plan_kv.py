@@ -1,4 +1,4 @@
-"""The plan of a run whose KV cache may lie on the disk in part: pure arithmetic, as `plan.py`, which it asks where memory holds the cache.
+"""The plan of a run whose KV cache may be partly on the disk: pure arithmetic, like `plan.py`, which it calls where memory holds the cache.
 
 A page in memory and as many bytes of weights save a token the same reading, but weights are read from the first token on and a page only
 when the context has grown to it. So weights come first: where they fit, all of them stay, and pages take what is left. Where they do not,

@@ -1,4 +1,4 @@
-"""A plan for weights of which not all fit: all on the host, pinned as far as memory goes, the others read from the disk by every pass."""
+"""A plan for weights that do not all fit, all on the host: pinned as far as memory goes, the rest read from the disk on every pass."""
 
 from .demand import AUTO_CTX, Demand, in_words, kv_nbytes, largest, with_slack
 from .notes import Fallback

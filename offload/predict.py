@@ -1,4 +1,4 @@
-"""How fast a plan will be, from byte and operation counts and the measured rates of a machine: pure arithmetic.
+"""How fast a plan will run, from counts of bytes and operations and the measured rates of a machine: pure arithmetic.
 
 A pass reads what streams while it computes, so T = max(disk bytes / disk rate, seconds of the processor), and those are the sum of: bytes
 of each kind of weight over the rate at which our kernels go through them, products of attention over theirs, and what a pass and a layer

@@ -1,4 +1,4 @@
-"""A reader whose large direct reads the system makes by itself, for an owner that computes on all processors and comes by often.
+"""A reader whose large direct reads the system does asynchronously, for an owner that computes on all processors and polls it often.
 
 What is waited for begins when it is asked for, all of it; what is read ahead a few reads at a time, so that little stands before what
 will be waited for: more of it begins whenever the owner comes by (`poll`, or any other call but `traffic`). Jobs that are more than reads

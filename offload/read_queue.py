@@ -1,4 +1,4 @@
-"""Direct reads that the system makes without a thread for each: handed over together by one call, collected by another.
+"""Direct reads that the system does without a thread for each: submitted together by one call, and collected by another.
 
 A thread that reads wakes for every read, and where kernels compute on all processors it wakes late: the disk then waits for the threads.
 Linux' asynchronous I/O (io_submit) starts all at once and notes what is done by itself. Not every system has it, or allows it (a

@@ -1,4 +1,4 @@
-"""Threads that work for microseconds and then sleep again, beside others that compute without a pause."""
+"""Threads that work for microseconds at a time and then sleep, beside others that compute without pause."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sizes as people write them: "6G", "512MiB", "16k" to bytes and back.
+"""Sizes as people write them: from "6G", "512MiB" and "16k" to bytes, and back.
 
 A bare letter is decimal, as disks and --ram flags are sold (1G = 10^9); an `i` makes it binary (1Gi = 2^30). Printing is always
 binary with the unit spelled out, so that a printed figure can be given back as an option and no reader has to guess.

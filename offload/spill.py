@@ -1,4 +1,4 @@
-"""A private file for what memory does not hold for the time of a run: KV pages.
+"""A private file for KV pages that do not fit in memory, which lasts as long as the run.
 
 It has no name where the system can do that (O_TMPFILE), else its name is taken away as soon as it is open; so a process that is killed
 leaves nothing. Where a file system does neither, the name stays with a lock on the file, and the next run that opens one in the same

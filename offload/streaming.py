@@ -1,4 +1,4 @@
-"""Weights of which a fixed part stays in memory and the rest comes from the disk on every pass.
+"""Weights of which a fixed part stays in memory, and the rest is read from the disk on every pass.
 
 Parts are used in one order, again and again. The streamed ones take turns in a ring, each always at the same address, so what was
 prepared for a part holds for every pass. Reading ahead goes on over the end of a pass: the next one's first parts come while the head

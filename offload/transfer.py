@@ -1,4 +1,4 @@
-"""Many files over many connections: ranges in order, each written where it belongs, hashed as the beginning of a file grows together.
+"""Many files over many connections: ranges in order, each written to its place, and hashed as soon as all before them have come.
 
 Where bytes come from is the caller's affair (`OpenRange`). A range that breaks off goes on where it stopped; what fails without a byte in
 between is given up after some attempts. The threads live inside `transfer` and are gone when it ends, however it ends.

@@ -1,7 +1,7 @@
-"""Reading ahead of a pass that reads the same things in the same order, again and again: who is in memory, who is next, who was given up.
+"""Reads ahead for passes that read the same parts in the same order, again and again: what is in memory, what is next, what was given up.
 
-What is read next is known from the order, so it goes on over the end of a pass. Memory is the owner's: he is asked for the reads of the
-next place in the order, and says no while something that is still needed, or still written, lies where they would go.
+What is read next is known from the order, so reading goes on over the end of a pass. The memory is the owner's: it is asked for the
+reads of the next place in the order, and declines while something that is still needed, or still being written, is where they would go.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""How the neurons of an MLP lie when each is to be read by itself: its row of `up` and its column of `down` as one record.
+"""The layout of an MLP's neurons when each is read separately: its row of `up` and its column of `down` as one record.
 
 Reads past the page cache are of whole blocks, so a record is as long as blocks are, or a power of two of them fills one. More than that
 is not padded: a disk that is waited for takes a long read no sooner than a short one, and what is read beside a neuron is hardly ever

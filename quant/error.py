@@ -1,4 +1,4 @@
-"""How far a low-bit weight is from the original: sums of squares, and from them the figure that people compare."""
+"""How far a low-bit weight is from the original: sums of squares, and the figure made from them that people compare."""
 
 from __future__ import annotations
 

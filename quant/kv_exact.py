@@ -1,4 +1,4 @@
-"""Exact tokens of open pages in fewer bytes, without loss: only the rows that hold tokens, byte planes apart, the highest one packed.
+"""Exact tokens of open pages in fewer bytes, without loss: only rows that hold tokens, byte planes apart, the highest one packed.
 
 The last bits of a float are noise that nothing compresses. Sign, exponent and first bits of keys and values take 5.6 of their eight bits
 with deflate, 5.8 by their entropy; other coders of the standard library gain a hundredth on that, at a tenth of its speed.

@@ -1,4 +1,4 @@
-"""How the codes of a KV record lie in bytes: for kernels that multiply codes with integers, four of one sum side by side.
+"""The byte layout of a KV record's codes, for kernels that multiply codes as integers: four of one sum side by side.
 
     64-byte header            the common one of `kernels/layout.py`; its last 16 bytes are `TAIL`: largest scale of V, flags, bits by group
     64 bytes more             of heads of more than 256 channels alone: bits of their other groups

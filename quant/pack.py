@@ -1,4 +1,4 @@
-"""`Codes` <-> the blob of `kernels/tiles.py`, exact inverses. NumPy only: conversion spends its time elsewhere."""
+"""`Codes` <-> the blob of `kernels/tiles.py`, exact inverses. NumPy only, since conversion spends its time elsewhere."""
 
 from __future__ import annotations
 

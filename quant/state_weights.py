@@ -1,4 +1,4 @@
-"""Parameters of layers that remember a text in a fixed size, one record a kind."""
+"""Parameters of layers whose state has a fixed size, one record per kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Parameters of layers with keys that are made of several tokens, and of what mixes the streams of a token."""
+"""Parameters of layers whose keys are made of several tokens, and of what mixes a token's streams."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint's `config.json` says, checked and in one dialect: a `ModelConfig`.
+"""What a checkpoint's `config.json` says, checked and put into one dialect: a `ModelConfig`.
 
 Each family lists the keys it uses, those that change nothing at inference, and those it can only take at their default: a feature
 that is not supported is refused by name instead of giving a wrong answer. A key on no list is a warning (an error with `strict`),

@@ -1,4 +1,4 @@
-"""Values out of `config.json`, taken as an attacker's: every one has a type and a range before it sizes anything.
+"""Values from `config.json`, treated as hostile input: each one's type and range are checked before it sizes anything.
 
 `Keys` reads by name and remembers which names were asked for, so that a test can hold a family's list of keys against what its
 code really reads. A JSON `true` is no number here, nor is NaN (which Python's parser accepts).

@@ -1,4 +1,4 @@
-"""Paths about responses that were answered before, and about conversations. What they tell lies in memory: no model is asked."""
+"""Paths about earlier responses and conversations. They answer from memory: no model is asked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The models that a server of several has, by the names that requests call them by: all on this machine, or those that it was given.
+"""The models of a server with several, by the names that requests use: all on this machine, or those that it was given.
 
 They are listed from headers, and found as `effllm run` finds them, as far as they are here: no request downloads anything, and none makes
 the server read a folder that is nobody's model.

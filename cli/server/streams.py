@@ -1,4 +1,4 @@
-"""Answers on their way to a client: whole, as server-sent events, or as lines of JSON. A client that goes away is noticed, and its answer
+"""How answers are sent to a client: whole, as server-sent events, or as lines of JSON. A client that goes away is noticed, and its answer
 ends.
 
 The status of a stream is sent with its first bytes, so these wait for the first event of the engine: what is wrong with a request is an

@@ -1,4 +1,4 @@
-"""Tools of a request, and calls of them in its answer, in the words of OpenAI's API."""
+"""The tools of a request, and the calls in its answer, in the form of OpenAI's API."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a tensor becomes low-bit: one method a file, each a pure function of a block of rows, a spec and statistics.
+"""How a tensor becomes low-bit: one method per file, each a pure function of a block of rows, a spec and statistics.
 
 A method is added by its file here and its name in METHODS. Its module has
 

@@ -1,4 +1,4 @@
-"""HQQ (half-quadratic quantization, https://mobiusml.github.io/hqq_blog): scales and zeros that few large errors do not pull about.
+"""HQQ (half-quadratic quantization, https://mobiusml.github.io/hqq_blog): scales and zeros that a few large errors hardly move.
 
 Beside the codes stands an estimate of the errors, shrunk towards sparsity (the norm of exponent 0.7), and the grid is fitted to what
 remains: in turn, with growing weight on the fit. Starts from `rtn`; a group keeps what has the smaller norm in the end, after scale and

@@ -1,4 +1,4 @@
-"""SmoothQuant+ (arXiv 2312.03788): what loud inputs do to a layer is moved into its weights before they are rounded.
+"""SmoothQuant+ (arXiv 2312.03788): the size of large inputs is moved into a layer's weights before they are rounded.
 
 An input that is multiplied by 1/f while its column of weights is multiplied by f changes nothing, and a column that matters more is
 rounded more finely. f costs nothing where what makes the input can be divided: a norm's weight (input_norm -> q, k, v and post_norm ->

@@ -1,1 +1,1 @@
-"""LoRA adapters: as they are stored, beside a model as it runs, and merged into one."""
+"""LoRA adapters: as they are stored, beside a running model, and merged into a model."""

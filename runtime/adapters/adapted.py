@@ -1,4 +1,4 @@
-"""LoRA adapters beside a model as it runs: y = W x + B (s * A x), whatever W is stored as and wherever it lies.
+"""LoRA adapters beside a running model: y = W x + B (s * A x), in whatever format and tier W is.
 
 Nothing of the model is touched, so adapters go with low-bit weights, GGUF files and weights that come from the disk, where merging would
 have to open what is rounded and round it anew. What it costs is two thin products for each matrix, and of several adapters those of which

@@ -1,4 +1,4 @@
-"""LoRA adapters as they are stored: which weights of a model one changes, and by what.
+"""LoRA adapters as they are stored: which weights of a model an adapter changes, and how.
 
 An adapter holds two thin matrices for each weight that it changes (Hu et al. 2021, arXiv:2106.09685):
 

@@ -1,4 +1,4 @@
-"""What an adapter of any form changes in the files of a model's folder: sums for weights as they lie there, and what it brings whole."""
+"""What an adapter of any form changes in the files of a model's folder: what is added to stored weights, and what it replaces whole."""
 
 from __future__ import annotations
 

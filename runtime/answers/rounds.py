@@ -1,4 +1,4 @@
-"""Who goes on next where several answers are written at once.
+"""Which answer goes on next when several are written at once.
 
 An answer is an iterator of events; it ends its turn with a `Turn`. All that wait for a pass over a token go on together, by one pass where
 the model allows; those that read a prompt go on one at a time, a piece of it each. Between two pieces the others write for as long as the

@@ -1,1 +1,1 @@
-"""Calls of tools: how models write them, how they are read from an answer as it streams, and how messages with them reach a template."""
+"""Tool calls: how models write them, how they are read from a streaming answer, and how messages with them reach a chat template."""

@@ -1,4 +1,4 @@
-"""How a call goes on behind the mark that it begins with: what a format does not share with others is here, a function or class a kind.
+"""How a tool call goes on behind its opening mark: the parts that formats do not share, a function or class for each kind.
 
 Each is called with the place behind that mark and the tools, reads up to and with the mark that the call ends with, and gives the calls.
 Where the text ends behind whole JSON, that mark may be missing: a token that ends the turn often takes its place.

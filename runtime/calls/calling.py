@@ -1,4 +1,4 @@
-"""Calls of tools for one model: what its template is given of a request with tools, what its answer is held to, what is read from it."""
+"""Tool calls of one model: what its template gets of a request with tools, what its answer is held to, and what is read from it."""
 
 from __future__ import annotations
 

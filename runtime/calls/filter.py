@@ -1,4 +1,4 @@
-"""Reasoning, content and calls told apart in one stream: calls are read from what is no reasoning."""
+"""Separates reasoning, content and tool calls in one stream: calls are read only outside of reasoning."""
 
 from __future__ import annotations
 

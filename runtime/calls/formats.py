@@ -1,4 +1,4 @@
-"""The formats in which models write calls of tools, an entry each.
+"""The formats in which models write tool calls, one entry each.
 
 Which of them a model has is not told by its name: its chat template writes a call whose name and arguments are known, and the format that
 reads that very call from it is the model's (`style`). A new format is a new entry here and, where it shares nothing, a body of its own.

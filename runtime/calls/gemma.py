@@ -1,4 +1,4 @@
-"""Gemma's notation of arguments: {place:<|"|>Köln<|"|>,days:2,near:[true,null]}; names stand bare, texts between marks of their own."""
+"""Gemma's notation of arguments: {place:<|"|>Köln<|"|>,days:2,near:[true,null]}; names are bare, texts between marks of their own."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an answer is held to where a tool must be called, or where one that is called must fit its schema.
+"""What an answer is held to where a tool must be called, or where the arguments of a call must fit the tool's schema.
 
 The text of a call is taken from the sample that the model's template wrote: what stands before the name, between name and arguments, and
 behind them. Arguments are held to the function's schema where they are JSON, or stand between tags (`tag_grammar`); else the call begins

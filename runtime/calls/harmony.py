@@ -1,4 +1,4 @@
-"""Calls of gpt-oss: a message whose header names the function that it is to, its arguments on the channel for comments."""
+"""Tool calls of gpt-oss: a message whose header names the function, with the arguments on the commentary channel."""
 
 from __future__ import annotations
 

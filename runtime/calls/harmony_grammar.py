@@ -1,4 +1,4 @@
-"""Rules for turns of gpt-oss, where a call begins in the header of a message: they are of the whole turn, its reasoning included."""
+"""Grammar rules for turns of gpt-oss. A call begins in the header of a message, so they cover the whole turn, including its reasoning."""
 
 from __future__ import annotations
 

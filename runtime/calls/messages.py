@@ -1,4 +1,4 @@
-"""Messages with calls of tools as a model's template wants them, made of those that clients of the OpenAI API send.
+"""Messages with tool calls in the form that a model's template expects, made from those that clients of the OpenAI API send.
 
 Clients send arguments as JSON text, and identifiers of any form; templates want objects or text, nothing or an empty text beside a call,
 and some an identifier of their own form. Where a template writes no calls they become part of what the assistant said, and where it has

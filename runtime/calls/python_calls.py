@@ -1,4 +1,4 @@
-"""Calls as Python writes them, read from the syntax tree: nothing is run."""
+"""Tool calls in Python's notation, read from the syntax tree: nothing is run."""
 
 from __future__ import annotations
 

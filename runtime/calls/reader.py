@@ -1,4 +1,4 @@
-"""Calls of tools told from the text of an answer as it streams: pieces of text in, text that is content and whole calls out.
+"""Separates tool calls from the text of a streaming answer: pieces of text in, content and whole calls out.
 
 However the text is cut, what comes out is the same. Held back is only what may become a call: from the mark that one begins with to its
 end, and white space that would stand before it. What turns out to be none is content, as it was written; so is a call that is cut.

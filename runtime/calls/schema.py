@@ -1,4 +1,4 @@
-"""Arguments that are written as bare text, read by the types that a tool's schema states for them.
+"""Arguments written as bare text, read according to the types in the tool's schema.
 
 Where a schema says string a text stays as it is, digits or not; a number, a truth, a list or an object is read as JSON, or as Python has
 it, whose `True` and single quotes some templates write. Where it says nothing, what is JSON is read and all else is text.

@@ -1,4 +1,4 @@
-"""Which format a model's calls have, and how its template wants messages with calls, found by asking the template.
+"""Which format a model's tool calls have, and which form of messages its template expects: found by rendering test messages with it.
 
 It renders a conversation in which a tool is called whose name and arguments are known. The format that reads that very call from what it
 wrote is the model's, and the way in which the messages were given is the way that it wants them. So no list of models is kept, and a

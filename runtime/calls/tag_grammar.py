@@ -1,4 +1,4 @@
-"""Rules for arguments that stand one by one, each behind its name: what is between them is told by a call that a template wrote.
+"""Grammar rules for arguments that are written one by one, each behind its name; what is between them is read from a template's own call.
 
 Of the sample is known what it says: two arguments, one a text, the other a number. What stands before the first, between name and value,
 between the two and behind the last is what a grammar asks for. Arguments come in the order of the schema, or in that of the alphabet where

@@ -1,4 +1,4 @@
-"""`quantize --bundle-ffn`: a copy of a model in which every neuron of an MLP lies by itself, for reading those alone that a token uses.
+"""`quantize --bundle-ffn`: a copy of a model in which every neuron of an MLP is one record, so that only those that a token uses are read.
 
 Values stay as they are: of a folder that `quantize` made, codes too, if it left the neurons in 16 or 32 bits. With `gate_sparsity` a
 model whose activation is never zero gets thresholds (`gate_thresholds.py`), which change what it computes. Everything else about the folder

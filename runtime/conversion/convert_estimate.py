@@ -1,4 +1,4 @@
-"""How long a conversion will take, measured before it starts: a sample of rows goes through reading, method and packing, unwritten.
+"""How long a conversion will take, measured before it starts: a sample of rows is read, quantized and packed, but not written.
 
 A method without calibration costs the same for every weight. One that searches codes in the metric of a text goes through the inputs of a
 block of rows one by one, so a block takes something for each input however many rows it has, beside what each weight takes; the two are

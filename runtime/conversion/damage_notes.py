@@ -1,4 +1,4 @@
-"""What `--target` measured of a model's tensors, kept as it comes: a search that was stopped goes on, another size needs nothing.
+"""What `--target` measured of a model's tensors, saved as it comes: a stopped search resumes, a search for another size measures nothing.
 
     <cache>/damage/<hash of the weights, the text and the formats>.jsonl    a line for each run
 

@@ -1,4 +1,4 @@
-"""Low-bit weights made while a model is loaded: into a private temporary folder, or into the person's data folder to be found again.
+"""Low-bit weights made while a model is loaded: into a private temporary folder, or into the user's data folder, for later runs.
 
 They are made in a process of their own (`python -m effllm.runtime.conversion.on_load`): what that takes is not there when the run is
 planned, so that a plan, which makes nothing, says what the run does.

@@ -1,1 +1,1 @@
-"""Files and folders of this program's own: where they lie, and how they are read and written whole."""
+"""The program's own files and folders: where they are, and how they are read and written whole."""

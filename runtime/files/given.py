@@ -1,4 +1,4 @@
-"""Files that a person gives with a prompt: pictures and sounds."""
+"""Files that the user gives with a prompt: pictures and sounds."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A private folder that lasts as long as its process: for weights that are made for one run, for what a server keeps of prompts.
+"""A private folder that lasts as long as its process: for weights that are made for one run, and for prompts that a server keeps.
 
 It is locked by the process that made it and removed when that ends; one whose process was killed is removed by the next that makes one.
 """

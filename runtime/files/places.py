@@ -1,4 +1,4 @@
-"""Where effllm keeps things on this machine, what they take of the disk and what is free there."""
+"""Where effllm keeps things on this machine, how much of the disk they take, and how much is free."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Small files of a folder that may be a stranger's, read whole: a pipe under a file's name would be waited for, a device has no end."""
+"""Small files of a folder that may be a stranger's, read whole: a pipe under a file's name would block, and a device has no end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grammars in GBNF, as llama.cpp reads them, in the notation of Lark that llguidance reads.
+"""Translates grammars from GBNF, as llama.cpp reads it, into the Lark notation that llguidance reads.
 
 A parser of llguidance's kind cuts text into terminals first, each as long as it can be, and never goes back: where a number ends in blanks
 and a line's end follows, the blanks take the line's end, and the grammar asks for another. GBNF knows no terminals. So a grammar without

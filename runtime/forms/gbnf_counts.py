@@ -1,4 +1,4 @@
-"""How often a part of a rule may come, and what a count of a count comes to.
+"""How often a part of a rule may be repeated, and what repetitions of repetitions add up to.
 
 llguidance keeps a state for each way in which nested counts may have been used up, and ends an answer in its midst where these are too
 many: of `(("a"{1,100}){1,100}){1,100}` after some dozen letters. One count says the same wherever the numbers that they allow have no gap.

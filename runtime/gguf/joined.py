@@ -1,4 +1,4 @@
-"""Matrices that are one in a model and several in a GGUF file: queries, keys and values of Kimi Delta Attention, and their taps."""
+"""Matrices that a model has as one and a GGUF file as several: queries, keys and values of Kimi Delta Attention, and their convolutions."""
 
 from __future__ import annotations
 
