@@ -44,7 +44,7 @@ if TYPE_CHECKING:
 
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously
-USUAL = 256  # tokens that are kept free behind a place that is filled in, where nobody says how many may be written
+USUAL = 256  # tokens that are kept free behind a gap that is filled in, where no limit is given
 
 
 @dataclass(frozen=True)

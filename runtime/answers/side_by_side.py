@@ -51,7 +51,7 @@ class SharedPasses:
         self._model, self._host, self.apart = engine.model, engine.backends["cpu"], hindrance(engine)
         self.others: dict[int, list[Engine]] = {}  # of each engine, by identity
         self._known: dict[int, tuple[object, ...]] = {}
-        self.is_alone = False  # nobody waits for the one that goes on
+        self.is_alone = False  # no other waits for the one that goes on
         # Every pass would read weights from the disk, or copy them to a card, again.
         self._cuts, self._rate = engine.model.pager.stays and "cuda" not in engine.backends, 0.0
 
@@ -83,7 +83,7 @@ class SharedPasses:
         """Wait for the pass that holds `token`; returns the logits behind it. An answer that nobody waits beside has passes of its own, of
         drafts too; `left`: tokens that it may still ask for (None: no limit)."""
         drafts = engine.speculation
-        if drafts is not None and drafts.has_next(engine, token):  # nobody has had a pass since
+        if drafts is not None and drafts.has_next(engine, token):  # no pass has been run since
             return drafts.after(engine, token, left)
         if drafts is not None and self.is_alone:
             yield Turn()

@@ -116,7 +116,7 @@ def main() -> None:
         pickle.dump(item, out)
         out.flush()
 
-    with suppress(BrokenPipeError):  # nobody listens any more
+    with suppress(BrokenPipeError):  # the other end is closed
         try:
             for item in convert(*pickle.load(sys.stdin.buffer)):
                 tell(item)

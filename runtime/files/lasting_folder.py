@@ -44,7 +44,7 @@ def _remove_unlocked(folder: Path) -> None:
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
-    except OSError:  # it is held, or nobody can tell
+    except OSError:  # it is held, or that cannot be told
         return
     finally:
         os.close(lock)

@@ -45,7 +45,7 @@ Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 def model_config(header: GgufHeader, factors: Factors, strict: bool = False) -> ModelConfig:
     """The config of a file. `factors`: its rotary divisors. Raises CheckpointError naming the key, with `strict`
-    UsageError for keys that nobody knows."""
+    UsageError for unknown keys."""
     return parsed(header, config_json(header, factors), strict)
 
 

@@ -35,7 +35,7 @@ from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of,
 if TYPE_CHECKING:
     from ..config import ModelConfig
 
-KEPT = 256 << 20  # bytes of rows that are kept though nobody holds their pictures
+KEPT = 256 << 20  # bytes of rows that are kept though their pictures are not held
 BESIDE = 2048  # of a picture, beside its points or rows: without it the smallest would be kept without an end
 LOOK_S = 0.1  # between two looks at how far the tower is
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Tensors = Mapping[int | str, Mapping[str, "ModelTensor"]]
 DRIVER = Path("/dev/nvidiactl")
-USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: of a processor that nobody measured
+USUAL = 20e9, 8e9  # products a second of a thread, bytes a second from memory: where the processor was not measured
 DOCTOR = "effllm doctor says what it found"
 
 

@@ -45,7 +45,7 @@ PROMPT = 512
 EXACT = " exact"  # behind the name of a low-bit kind that is multiplied so
 RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
-ACTIVE = 0.1  # of the neurons of a sparse model of which nobody measured it
+ACTIVE = 0.1  # of the neurons of a sparse model, where it was not measured
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
 NO_EXACT = "--exact was not measured here: effllm plan with the same flags does that"
 SLOW_DISK = "the disk was not measured: effllm doctor"
@@ -198,7 +198,7 @@ def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, floa
 
 
 def _usual(prepared: Prepared) -> float:
-    """Share of active neurons where nobody measured it."""
+    """Share of active neurons where it was not measured."""
     left_out = None if prepared.container is None else prepared.container.method.get("gate_sparsity")
     return 1 - left_out if isinstance(left_out, float) and 0 <= left_out <= 1 else ACTIVE
 

@@ -344,7 +344,7 @@ class Client:
 
 
 def redirected(url: Url, address: str, location: str) -> str:
-    """The address that an answer of `url` sends on to. Raises ConnectionFailed where nobody can go there, now or later."""
+    """The address that an answer of `url` sends on to. Raises ConnectionFailed where it can never be reached."""
     try:
         target = urljoin(address, location)
         Url.parse(target)

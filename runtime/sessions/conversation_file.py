@@ -43,7 +43,7 @@ def load_conversation(path: Path) -> History:
         content = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise EffllmError(f"{path}: {error.strerror}", HINT) from None
-    except (ValueError, RecursionError):  # what a library says of JSON helps nobody who named the wrong file
+    except (ValueError, RecursionError):  # a library's words about JSON do not help a person who named the wrong file
         raise EffllmError(f"{path} is not a conversation", HINT) from None
     return parse_conversation(content, str(path))
 

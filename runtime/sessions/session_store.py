@@ -37,7 +37,7 @@ class NoSession(UsageError):
 
 
 class DamagedSession(EffllmError):
-    """The file of a session is cut short or was altered: nobody can use it."""
+    """The file of a session is cut short or was altered, so it cannot be used."""
 
 
 @dataclass(frozen=True)

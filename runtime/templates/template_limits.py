@@ -17,7 +17,7 @@ from typing import Any
 VIEWS = (type({}.keys()), type({}.values()), type({}.items()))
 INT_BITS = 4096  # no template computes with larger integers; their squares and powers are the classic bomb
 SCAN_WORK = 200_000_000  # strip(chars) and the r-searches of CPython are quadratic: bound text x argument
-LONG_NUMBER = re.compile(r"\d{5,}")  # a width or precision in a format: nobody pads to 10,000 columns
+LONG_NUMBER = re.compile(r"\d{5,}")  # a width or precision in a format: no template pads to 10,000 columns
 
 
 class LimitExceeded(Exception):

@@ -45,7 +45,7 @@ OF_MELLUM = ("<fim_prefix>", "<filename>", "</assistant>")
 # A model that goes on with one of these is through: it begins another file, or pads.
 ENDS = ("<|fim_pad|>", "<fim_pad>", "<fim-pad>", "▁<EOT>", "<EOT>", "<|EOT|>", "<|file_separator|>", "<|endoftext|>")
 NAMELESS = "<file_sep>"  # StarCoder 2 saw half of its files without names, and where they have one it stands elsewhere
-PROJECT, HERE = "myproject", "filename"  # llama.cpp's, where nobody says what the project and the file are called
+PROJECT, HERE = "myproject", "filename"  # llama.cpp's names of the project and the file, where none are given
 SNIPPET = "\n\n--- snippet ---\n\n"  # before each other file, for models that have no token for it; llama.cpp's too
 SHARE = 4  # of the room around the place one part in so many is the suffix's, if it needs that
 STEPS = 8  # a prefix that is too long is cut so many times on the way of its whole room, so that most keys pressed move nothing
