@@ -85,7 +85,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     suffix = SEVERAL if composite else GENERATOR
     made = families.of_its_family(raw)
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
-    vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True
+    vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)
     endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()))
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
@@ -136,9 +136,10 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
 
     config = parse_config(text_alone(raw), strict)
     kind = raw["model_type"]
-    said = f"{show(kind)} takes {taken_too(raw)} too: effllm reads its text part, {config.family}"
+    beside = taken_too(raw)
+    said = (f"{show(kind)} takes {beside} too: effllm reads its text part, {config.family}",) if beside else ()
     return replace(config, prefixed=kind in families.PREFIXED,
-                   warnings=(said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
+                   warnings=(*said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))
 
 
 def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:

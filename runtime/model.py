@@ -201,6 +201,11 @@ class Model(StoredStates):
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
+    def read_vector(self) -> np.ndarray | None:
+        """The matrix float32 [N, D] that makes a vector of what is pooled, straight from the store; None where there is none."""
+        tensor = self.tensors["outer"].get("vector")
+        return None if tensor is None else as_float32(tensor, {tensor.name: self.store.read(tensor.info)}).reshape(tensor.shape)
+
     @contextmanager
     def outer(self) -> Iterator[OuterWeights]:
         """What surrounds the layers, for as long as the lease."""
@@ -266,7 +271,7 @@ class Model(StoredStates):
                     shown.put(host, x)
                 if outer.inputs is not None:
                     table, *made = outer.inputs
-                    known = in_table(ids, self.config.input_vocab)
+                    known = ids if table is None else in_table(ids, self.config.input_vocab)
                     self._given = dict(enumerate(host.layer_inputs(known, x, table, *made, self.config.input_multiplier)))
                 if outer.picks:
                     self._given = host.picked_experts(ids, outer.picks, self.config.mixture.experts)

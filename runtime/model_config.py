@@ -31,7 +31,7 @@ class ModelConfig:
     whose keys and values it attends to, where some have none of their own. `layer_ffn`: by layer the width inside its MLP, where layers
     differ. `values_normed`: values are normed head by head, without a weight; `keys_as_values`: layers in which they are what keys are made
     of too. `input_width`: of what every layer is given of a token beside the stream, 0 for nothing, of which there is a table of
-    `input_vocab` rows, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the layer's.
+    `input_vocab` rows, 0 for none, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the layer's.
     `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too, both of one input. `factors`: what a
     tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its
     activation as checkpoints have them, where no tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not
@@ -56,7 +56,8 @@ class ModelConfig:
     and streams are mixed by numbers of a token's own. `head_act`: between the last norm and the head are a matrix, with `head_in_bias` of a
     bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases. `prefixed`: in a prompt with
     pictures all tokens see each other, those of the answer what is before them. `cross_layers`: those that attend to pictures alone;
-    `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written.
+    `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written. `vector_width`: of what a matrix
+    makes of a state that is pooled, 0 where there is none.
     """
 
     family: str
@@ -146,6 +147,7 @@ class ModelConfig:
     prefixed: bool = False
     cross_layers: tuple[int, ...] = ()
     words_beside: int = 0
+    vector_width: int = 0
     warnings: tuple[str, ...] = ()
 
     @property

@@ -9,6 +9,8 @@ from safetensors.numpy import save_file
 from transformers import AutoConfig, AutoModel, Gemma3TextConfig, Gemma3TextModel
 
 WIDTH, INNER = 64, 96
+TOWER = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2,
+         "head_dim": 16, "global_head_dim": 16, "position_embedding_size": 64}
 KINDS = ("Transformer", ""), ("Pooling", "1_Pooling"), ("Dense", "2_Dense"), ("Dense", "3_Dense"), ("Normalize", "4_Normalize")
 
 
@@ -94,3 +96,29 @@ def as_gguf(folder: Path, out: Path, kind: str = "F32", dense: bool = True) -> P
     writer.write_tensors_to_file()
     writer.close()
     return out
+
+
+def embedding_gemma2(folder: Path, whole: bool = False, **more: object) -> Path:
+    """A model like EmbeddingGemma 2, by itself or as it is published, inside one with towers: norms and scales of layers are drawn too."""
+    from transformers import EmbeddingGemma2Config, EmbeddingGemma2Model, EmbeddingGemma2TextConfig, EmbeddingGemma2TextModel
+
+    torch.manual_seed(13)
+    config = EmbeddingGemma2TextConfig(**{
+        "vocab_size": 301, "hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 4,
+        "num_key_value_heads": 2, "head_dim": 32, "global_head_dim": 64, "num_global_key_value_heads": 1, "max_position_embeddings": 1024,
+        "sliding_window": 8, "sliding_window_pattern": 2, "hidden_size_per_layer_input": 32, "embedding_dim": INNER,
+        "initializer_range": 0.2, **more})
+    if whole:
+        towers = {"vision_config": {"model_type": "gemma4_vision", **TOWER}, "audio_config": None}
+        model = EmbeddingGemma2Model(EmbeddingGemma2Config(text_config=config.to_dict(), **towers))
+    else:
+        model = EmbeddingGemma2TextModel(config)
+    for name, values in model.state_dict().items():
+        if "norm" in name or "layer_scalar" in name:
+            values.copy_(1 + 0.3 * torch.randn_like(values))
+    model.save_pretrained(folder)
+    modules = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in (*KINDS[:2], ("Normalize", "2_Normalize"))]
+    (folder / "modules.json").write_text(json.dumps(modules))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps({"pooling_mode": "mean", "include_prompt": True}))
+    return folder

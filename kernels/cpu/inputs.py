@@ -23,11 +23,12 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     return dict.fromkeys(("given", "given rows"), chunk * dims.given) if dims.given else {}
 
 
-def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight, projection: Linear, norm: Norm, scale: float) -> np.ndarray:
+def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight | None, projection: Linear, norm: Norm,
+                 scale: float) -> np.ndarray:
     """(norm(projection(x) / sqrt(D)) + row * scale) / sqrt(2), float32 [L, T, P], of the tokens `ids` with embeddings x [T, D]: rows are
-    those of `table` [V, L * P], and each P numbers are normed by themselves."""
+    those of `table` [V, L * P], and each P numbers are normed by themselves. Without a table the norm is all."""
     width = len(norm.weight)
-    rows = ops.workspace.take("given rows", len(ids), table.shape[1])
+    rows = ops.workspace.take("given rows", len(ids), projection.weight.shape[0])
     ops._matrix(x, None, [projection], [rows], linear.PLAIN, "none")
     ops.flush()
     layers = rows.reshape(len(ids), -1, width).swapaxes(0, 1)
@@ -36,6 +37,8 @@ def layer_inputs(ops: CpuOps, ids: np.ndarray, x: np.ndarray, table: Weight, pro
     power = np.einsum("ltp,ltp->lt", out, out)[..., None] / np.float32(width)
     out /= np.sqrt(power + np.float32(norm.eps))
     out *= norm.weight
+    if table is None:
+        return out
     if table.fetch is None:
         _rows(ops, ids, table, scale, rows)
     else:

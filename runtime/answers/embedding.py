@@ -87,6 +87,15 @@ def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
     return dense_of_folder(path, [each["path"] for each in modules if is_dense(each)] if isinstance(modules, list) else [], width)
 
 
+def behind_the_mean(engine: Engine) -> tuple[Dense, ...]:
+    """What a vector of this model goes through behind the mean: a matrix of the model's own, and those beside it. Raises EffllmError."""
+    from .dense import Dense
+
+    own = engine.model.read_vector()
+    before = () if own is None else (Dense(own),)
+    return before + dense_of(engine.prepared.folder, len(own) if before else engine.config.hidden_size)
+
+
 def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:
     """The token that ends every text of which a vector is made, if one does; behind a text of a folder the tokenizer puts it itself."""
     if path is not None and is_gguf(path):

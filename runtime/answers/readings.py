@@ -133,9 +133,9 @@ class Readings:
 
     @cached_property
     def _dense(self) -> tuple[Dense, ...]:
-        from .embedding import dense_of
+        from .embedding import behind_the_mean
 
-        return dense_of(self.engine.prepared.folder, self.engine.config.hidden_size)
+        return behind_the_mean(self.engine)
 
     @cached_property
     def _pooling(self) -> str:

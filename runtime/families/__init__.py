@@ -15,7 +15,8 @@ predict, correct and stream_scale say how it meets them; curve_above and curve_b
 up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias,
 head_in and head_norm, a matrix between norm and head and the norm behind it, and
 layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
-streams and one of them, and `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
+streams and one of them, and vector, which makes the vector of what is pooled of a text, and
+`blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
 up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their own have
 neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,
 v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
@@ -55,7 +56,8 @@ if TYPE_CHECKING:
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen", "cohere",
             "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_v2", "deepseek_v3", "deepseek_v32", "deepseek_v4",
-            "dots1", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
+            "dots1", "embedding_gemma2_text",
+            "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo",
             "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite",
             "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
             "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
@@ -66,9 +68,11 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
             "step3p5", "vaultgemma", "youtu", "zamba2")
+MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
-    "cohere_compass": ("cohere_compass_text",), "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
+    "cohere_compass": ("cohere_compass_text",), "embedding_gemma2": ("embedding_gemma2_text",),
+    "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
     "granite4_vision": ("granite4_vision_text", "granite"),
@@ -264,6 +268,12 @@ def of_its_family(raw: Mapping[str, object]) -> dict[str, object]:
     """A config as its family spells it, where its `model_type` is another name of it."""
     kind = str(raw.get("model_type"))
     return {**UNSAID.get(kind, {}), **raw, "model_type": RENAMED[kind]} if kind in RENAMED else dict(raw)
+
+
+def makes_vectors(raw: Mapping[str, object]) -> bool:
+    """Whether a config is of a family, by itself or inside others, that does nothing else."""
+    kind = str(raw.get("model_type"))
+    return {kind, *COMPOSITE.get(kind, ())} & {*MAKING_VECTORS} != set()
 
 
 def get(model_type: str) -> Family:

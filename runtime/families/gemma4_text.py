@@ -106,11 +106,15 @@ def _usual(keys: Keys) -> tuple[int, int]:
 
 
 def _heads(keys: Keys, kinds: list[str]) -> tuple[tuple[int, int], ...]:
-    """(key-value heads, their size) by layer: one of its own that `per_layer_config` has, else what is stated of layers without windows."""
-    usual = _usual(keys)
-    query = keys.integer("num_attention_heads", SIZES["num_attention_heads"], high=4096)
-    own, fewer = keys.section("per_layer_config"), keys.integer("num_global_key_value_heads", None, high=4096)
+    usual, fewer = _usual(keys), keys.integer("num_global_key_value_heads", None, high=4096)
     wide = (keys.flag("attention_k_eq_v", False) and fewer) or usual[0], keys.integer("global_head_dim", 512, high=1024)
+    return heads_by_kind(keys, kinds, usual, wide, SIZES["num_attention_heads"])
+
+
+def heads_by_kind(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tuple[int, int], queries: int) -> tuple[tuple[int, int], ...]:
+    """(key-value heads, their size) by layer: one of its own that `per_layer_config` has, where there is none what is stated of layers
+    without windows, `wide`, else `usual`. `queries`: how many query heads there are where a config is silent."""
+    query, own = keys.integer("num_attention_heads", queries, high=4096), keys.section("per_layer_config")
     if own is None:
         found = [wide if kind == GLOBAL else usual for kind in kinds]
     else:

@@ -19,7 +19,20 @@ from ...offload.header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
-from . import channel_decays, gemma3n, gemma4, half_layers, laguna, latent_attention, minicpm3, sections, stateful, step35, yarn
+from . import (
+    channel_decays,
+    gemma3n,
+    gemma4,
+    gemma_embedding2,
+    half_layers,
+    laguna,
+    latent_attention,
+    minicpm3,
+    sections,
+    stateful,
+    step35,
+    yarn,
+)
 from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
 from .family_keys import REPAIR, add_family
 from .windows import PATTERN, layer_types
@@ -38,8 +51,10 @@ SCALING = "rope.scaling."
 SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original_context_length", *yarn.KEYS))
 
 # Architecture -> keys that state a number for each layer, which are not translated.
-BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK,
-            half_layers.MIXED: half_layers.BY_BLOCK}
+BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, gemma_embedding2.NAME: gemma_embedding2.BY_LAYER,
+            half_layers.DENSE: half_layers.BY_BLOCK, half_layers.MIXED: half_layers.BY_BLOCK}
+# Architectures with heads and windows by layer, which say all of their positions.
+TWO_KINDS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 
@@ -117,9 +132,9 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         damaged(path, f"has tensor token_embd.weight of shape {list(embedding.shape)}, expected rows and columns")
     raw["vocab_size"] = embedding.shape[0]
     raw["tie_word_embeddings"] = "output.weight" not in header.tensors
-    if name == gemma4.NAME:
+    if name in TWO_KINDS:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
-        gemma4.add_gemma4(header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
+        TWO_KINDS[name](header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
         if name not in (channel_decays.KIMI, channel_decays.LING, latent_attention.NAME, minicpm3.NAME):
             _heads(header, name, raw, found)
@@ -129,7 +144,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
             sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, sections.IN_TURN[name])
     growth = raw.pop(GROWTH, None)
-    raw |= {} if name == gemma4.NAME else _rope(header, name, raw, factors)
+    raw |= {} if name in TWO_KINDS else _rope(header, name, raw, factors)
     if name in (laguna.NAME, step35.NAME):
         (laguna if name == laguna.NAME else step35).two_tables(header, raw)
     if growth is not None:

@@ -49,20 +49,26 @@ def by_layer(header: GgufHeader, name: str, key: str, layers: object) -> list[in
     return [value] * min(layers, 1 << 16)
 
 
+def heads_by_layer(header: GgufHeader, name: str, raw: dict[str, object], kinds: list[str]) -> dict[str, object]:
+    """What a config.json says of heads, and of the layers' types, where the architecture `name` has keys of its own for both kinds. Takes
+    the widths out of `raw`. Raises CheckpointError."""
+    heads, narrow, wide = by_layer(header, name, BY_LAYER[0], len(kinds)), raw.pop("head_dim"), raw.pop("global_head_dim")
+    for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):
+        if header.metadata.get(f"{name}.{key}", own) != own:
+            raise CheckpointError(f"{header.path} states {name}.{key} {header.metadata[f'{name}.{key}']} for heads of {own}, which is not "
+                                  "supported", "heads here have keys and values of one width and turn as a whole")
+    usual = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
+    return {"head_dim": narrow, "num_key_value_heads": usual, "layer_types": kinds, "per_layer_config": {
+        str(i): {"head_dim": wide, "num_key_value_heads": count} for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
+
+
 def add_gemma4(header: GgufHeader, raw: dict[str, object], kinds: list[str], divisors: np.ndarray | None, window: object) -> None:
     """Put into `raw`, a config.json in the making, what the architecture says in its own way: `kinds` are the layers' types, `divisors` of
     rotary frequencies. Raises CheckpointError."""
     layers, tensors = len(kinds), header.tensors
-    heads, widths = (by_layer(header, NAME, key, layers) for key in BY_LAYER)
+    wide, widths = raw["global_head_dim"], by_layer(header, NAME, BY_LAYER[1], layers)
     shared = raw.setdefault("num_kv_shared_layers", 0)
-    narrow, wide = raw.pop("head_dim"), raw.pop("global_head_dim")
-    for key, own in zip(LENGTHS, (wide, narrow) * 2, strict=True):
-        if header.metadata.get(f"{NAME}.{key}", own) != own:
-            raise CheckpointError(f"{header.path} states {NAME}.{key} {header.metadata[f'{NAME}.{key}']} for heads of {own}, which is not "
-                                  "supported", "heads here have keys and values of one width and turn as a whole")
-    usual = next((count for count, kind in zip(heads, kinds) if kind == LOCAL), heads[0])
-    raw |= {"head_dim": narrow, "num_key_value_heads": usual, "sliding_window": window, "layer_types": kinds, "per_layer_config": {
-        str(i): {"head_dim": wide, "num_key_value_heads": count} for i, (count, kind) in enumerate(zip(heads, kinds)) if kind == GLOBAL}}
+    raw |= {**heads_by_layer(header, NAME, raw, kinds), "sliding_window": window}
     first = layers - shared if type(shared) is int and 0 <= shared < layers else layers
     double = first < layers and widths[-1] == 2 * widths[0]
     if widths != [widths[0] * (1 + (double and i >= first)) for i in range(layers)]:

@@ -146,10 +146,13 @@ def _of_mlx(raw: Mapping[str, object]) -> bool:
 
 
 def taken_too(raw: Mapping[str, object]) -> str:
-    """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well."""
+    """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well; empty for nothing."""
+    if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
+        return ""
     senses = senses_of(raw)
     seen = not senses or PICTURES in senses or raw.get("model_type") in UNSEEN
-    return " and ".join([*("images",) * seen, *("sounds",) * (SOUNDS in senses)])
+    heard = SOUNDS in senses or not senses and raw.get("audio_config") is not None
+    return " and ".join([*("images",) * seen, *("sounds",) * heard])
 
 
 def kind_of(folder: Path) -> str | None:

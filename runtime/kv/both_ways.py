@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from ..prepare import EngineOptions
 
 WHOLE = "32bit"  # keys and values are kept for one pass, so what they are rounded by saves little
+LONGEST = 8192  # tokens of a text where nobody asks for more: a pass of all that some models take is more than memory holds
 Ends = Mapping["int | None", np.ndarray]
 
 
@@ -60,6 +61,8 @@ def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
                              f"leave {flag} out")
         if is_asked:
             options = replace(options, **{name: without})
+    if options.ctx is None and config.context_length > LONGEST:
+        options = replace(options, ctx=LONGEST)
     longest = config.context_length if options.ctx is None else options.ctx
     return replace(options, device="cpu", kv=WHOLE, chunk=-(-longest // PAGE) * PAGE, spec="off")
 

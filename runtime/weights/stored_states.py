@@ -76,8 +76,11 @@ class StoredStates:
         projection, weight = (to_f32(typed(self.store.read(roles[role].info, *span), roles[role].spec), roles[role].spec.scheme)
                               for role, span in (("layer_proj", (own.start, own.stop)), ("layer_norm", (0, width))))
         made = self._read_embeddings([ids]) @ projection.reshape(width, -1).T * np.float32(config.hidden_size**-0.5)
+        made = normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32)
+        if "layer_embed" not in roles:
+            return made
         rows = self._read_rows("layer_embed", in_table(ids, config.input_vocab))[:, own] * np.float32(config.input_multiplier)
-        return (normalise(made, "rms", weight, None, config.norm_eps).astype(np.float32) + rows) * np.float32(0.5**0.5)
+        return (made + rows) * np.float32(0.5**0.5)
 
     def _read_rows(self, role: str, ids: np.ndarray) -> np.ndarray:
         tensor = self.tensors["outer"][role]

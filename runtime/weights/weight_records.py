@@ -66,15 +66,15 @@ class BeforeHead:
 @dataclass(frozen=True)
 class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
-    beside the stream, a table, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of them, none where
-    there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`: the layer that the
-    model drafts by; `before`: what lies between `norm` and the head."""
+    beside the stream, a table where there is one, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of
+    them, none where there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`:
+    the layer that the model drafts by; `before`: what lies between `norm` and the head."""
 
     embed: Weight
     positions: Weight | None
     norm: Norm
     head: Linear
-    inputs: tuple[Weight, Linear, Norm] | None = None
+    inputs: tuple[Weight | None, Linear, Norm] | None = None
     enter: tuple[Linear, ...] = ()
     leave: tuple[Linear, ...] = ()
     mtp: OwnLayer | None = None
@@ -274,9 +274,9 @@ class WeightRecords:
         head = weight("head") or (weight("embed") if fetched("embed") else embed)
         if self.config.shared_blocks:
             self.blocks(self.host, raw)  # which layers take from there
-        if "layer_embed" in roles:
+        if "layer_proj" in roles:
             own = Norm("rms", self.host.put(as_float32(roles["layer_norm"], raw), "f32"), None, self.config.norm_eps)
-            inputs = table("layer_embed"), Linear(weight("layer_proj")), own
+            inputs = table("layer_embed") if "layer_embed" in roles else None, Linear(weight("layer_proj")), own
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
                             *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams)
                                     if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw),

@@ -1,0 +1,66 @@
+"""EmbeddingGemma 2, text: Gemma 4's block, whose tokens see both ways.
+
+What layers are given of a token beside the stream is made of its embedding alone, without a table and as the norm leaves it. There is no
+head: behind the last norm a matrix makes the vector of what is pooled of a text. A window is so many tokens on either side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
+from . import TensorRule, gemma2, gemma4_text, inside_others, llama
+from .gemma2 import ACT, embedding_multiplier
+from .gemma4_text import MOST_INPUTS, PATTERN, block, heads_by_kind
+from .qwen2 import windows_of
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "embedding_dim", "global_head_dim", "hidden_activation", "hidden_size_per_layer_input",
+                       "layer_types", "num_global_key_value_heads", "per_layer_config", "sliding_window", "sliding_window_pattern"})
+KEYS_HARMLESS = frozenset({"hidden_act"})
+REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+SIZES = {"vocab_size": 262_144, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 4}
+ROPES = {GLOBAL: {"rope_theta": 1_000_000.0}, LOCAL: {"rope_theta": 10_000.0}}
+MOST_NUMBERS = 2**16  # of a vector
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=262_144, num_key_value_heads=2, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT, sizes=SIZES)
+    layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
+    every = keys.integer("sliding_window_pattern", PATTERN, high=2**16)
+    kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
+    kinds[-1] = GLOBAL  # whatever is stated
+    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512) + 1, kinds)
+    wide = keys.integer("num_global_key_value_heads", 1, high=4096), keys.integer("global_head_dim", 512, high=1024)
+    usual = keys.integer("num_key_value_heads", base.num_key_value_heads, high=4096), keys.integer("head_dim", base.head_dim, high=1024)
+    heads = heads_by_kind(keys, kinds, usual, wide, SIZES["num_attention_heads"])
+    bias = keys.flag("attention_bias", False)
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        made = ropes_by_kind(keys, {*kinds}, ROPES, head_dim, positions)
+        return tuple(made[kind] for kind in kinds)
+
+    return decoder_config(
+        keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,
+        embedding_multiplier=embedding_multiplier(keys, hidden), layer_heads=heads if {*heads} != {usual} else (),
+        input_width=keys.integer("hidden_size_per_layer_input", 512, high=MOST_INPUTS), layers_scaled=True, both_ways=True,
+        vector_width=keys.integer("embedding_dim", 768, high=MOST_NUMBERS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    prefix = f"model.layers.{layer}."
+    more = {"layer_scale": ("layer_scalar", 1),
+            **{role: (f"ple_block.{name}", *shape) for role, (name, *shape) in gemma4_text.given_tensors(config).items()}}
+    return inside_others(gemma2.layer_tensors(config, layer) |
+                         {role: TensorRule(prefix + name, tuple(shape)) for role, (name, *shape) in more.items()})
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    given = gemma4_text.given_outside(config)
+    rules = {role: replace(given[role], name=given[role].name.replace("model.", "model.ple.", 1)) for role in ("layer_proj", "layer_norm")}
+    rules["vector"] = TensorRule("model.embedding_projection.weight", (config.vector_width, config.hidden_size), plain=True)
+    return inside_others(llama.outer_tensors(config) | rules)
