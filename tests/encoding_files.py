@@ -28,7 +28,8 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
                       (writer.add_feed_forward_length, ("intermediate_size", "n_inner")),
                       (writer.add_head_count, ("num_attention_heads", "n_head"))):
         add(next(said[key] for key in keys if key in said))
-    if said["model_type"] == "xlm-roberta":
+    counted_behind_pad = said.get("model_type", "xlm-roberta") == "xlm-roberta"  # which configs of Jina's do not state
+    if counted_behind_pad:
         writer.add_context_length(said["max_position_embeddings"] - said["pad_token_id"] - 1)
     writer.add_causal_attention(False)
     if arch == "eurobert":
@@ -57,7 +58,7 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
         writer.add_add_space_prefix(True)
         writer.add_remove_extra_whitespaces(True)
     writer.add_token_type_count(said.get("type_vocab_size") or 1)
-    first = said["pad_token_id"] + 1 if said["model_type"] == "xlm-roberta" else 0
+    first = said["pad_token_id"] + 1 if counted_behind_pad else 0
     for key, value in (changed or {}).items():
         writer.kv_data[0][key].value = value
     for name, values in load_file(folder / "model.safetensors").items():

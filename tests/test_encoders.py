@@ -85,7 +85,7 @@ def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert KINDS.keys() | {"new", "jina_bert"} == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
+    assert KINDS.keys() | {"new", "jina_bert", "xlm_roberta_flash"} == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -21,8 +21,10 @@ from ..files.small_file import JSON_NBYTES, read_whole
 ENCODERS: Mapping[str, str] = {
     "bert": "bert", "camembert": "bert", "deberta-v2": "deberta_v2", "distilbert": "distilbert", "electra": "bert", "ernie": "bert",
     "eurobert": "eurobert", "gte": "gte", "jina_bert": "jina_bert", "jina_embeddings_v3": "jina_embeddings_v3",
-    "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert"}
+    "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert",
+    "xlm_roberta_flash": "xlm_roberta_flash"}
 WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # of which no models rank that run here
+NAMED = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}  # by the class that reads them, configs that state no model_type
 # Architecture of a GGUF file -> model_type.
 FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",
                             "modern-bert": "modernbert", "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
@@ -46,9 +48,18 @@ def is_encoder(path: Path) -> bool:
 
 def reads_alone(raw: Mapping[str, object]) -> bool:
     """Whether a config is that of an encoder."""
-    named, kind = raw.get("architectures"), raw.get("model_type")
+    named, kind = raw.get("architectures"), kind_of(raw)
     writes = isinstance(named, list) and any(str(name).endswith(WRITES) for name in named)
-    return isinstance(kind, str) and kind in ENCODERS and not writes
+    return kind in ENCODERS and not writes
+
+
+def kind_of(raw: Mapping[str, object]) -> str:
+    """The model_type of a config, or what stands for it where that states none; empty for neither."""
+    if (stated := raw.get("model_type")) is not None:
+        return stated if isinstance(stated, str) else ""
+    code = raw.get("auto_map")
+    reader = code.get("AutoConfig") if isinstance(code, dict) else None
+    return NAMED.get(reader.rpartition(".")[2], "") if isinstance(reader, str) else ""
 
 
 def refuse_writing(raw: Mapping[str, object]) -> None:
@@ -58,4 +69,4 @@ def refuse_writing(raw: Mapping[str, object]) -> None:
         ranks = isinstance(named, list) and any(str(name).endswith(RANKS) for name in named)
         does = "ranks documents" if ranks else "makes vectors of texts"
         way = "effllm serve MODEL answers /v1/rerank" if ranks else 'effllm embed MODEL "a text"; effllm serve MODEL answers /v1/embeddings'
-        raise UsageError(f"this model {does} and writes nothing ({raw['model_type']})", way)
+        raise UsageError(f"this model {does} and writes nothing ({kind_of(raw)})", way)

@@ -48,8 +48,10 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
 
     def layer(number: int) -> Layer:
         at = f"encoder.layer.{number}."
-        parts = [f"{at}attention.self.{part}" for part in ("query", "key", "value")]
-        return Layer(tensors.side_by_side(parts, width, width), tensors.linear(f"{at}attention.output.dense", width, width),
+        parts, whole = [f"{at}attention.self.{part}" for part in ("query", "key", "value")], f"{at}attention.self.qkv"
+        joined = tensors.has(f"{whole}.weight")  # as files of Jina's rerankers have them
+        qkv = tensors.linear(whole, 3 * width, width) if joined else tensors.side_by_side(parts, width, width)
+        return Layer(qkv, tensors.linear(f"{at}attention.output.dense", width, width),
                      tensors.linear(f"{at}intermediate.dense", inner, width), tensors.linear(f"{at}output.dense", width, inner),
                      (tensors.norm(f"{at}attention.output.LayerNorm", width, eps), tensors.norm(f"{at}output.LayerNorm", width, eps)))
 

@@ -50,6 +50,7 @@ OUTER = {"embeddings.word_embeddings": "token_embd", "embeddings.position_embedd
          "pooler.dense": "cls", "classifier": "cls.output", "embeddings.tok_embeddings": "token_embd", "embeddings.norm": "token_embd_norm",
          "final_norm": "output_norm", "head.dense": "cls", "head.norm": "cls.norm", "embed_tokens": "token_embd", "norm": "output_norm"}
 INNER = {"attention.self.query": "attn_q", "attention.self.key": "attn_k", "attention.self.value": "attn_v",
+         "attention.self.qkv": "attn_qkv",
          "attention.output.dense": "attn_output", "attention.output.LayerNorm": "attn_output_norm", "intermediate.dense": "ffn_up",
          "output.dense": "ffn_down", "output.LayerNorm": "layer_output_norm", "attn.Wqkv": "attn_qkv", "attn.out_proj": "attn_output",
          "mlp.fc11": "ffn_up", "mlp.fc12": "ffn_gate", "mlp.fc2": "ffn_down", "norm1": "attn_output_norm", "norm2": "layer_output_norm",

@@ -1,5 +1,5 @@
 """Jina Embeddings v3, as it was made anew for transformers: RoBERTa with rotary positions (Sturua et al. 2024). What its adapters for
-tasks add lies beside the weights and is not read."""
+tasks add lies beside the weights and is not read. A config with a table of positions is read too, for `xlm_roberta_flash.py`."""
 
 from __future__ import annotations
 
@@ -39,12 +39,15 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
         at = f"encoder.layers.{number}."
         return Layer(tensors.linear(f"{at}mixer.Wqkv", 3 * width, width), tensors.linear(f"{at}mixer.out_proj", width, width),
                      tensors.linear(f"{at}mlp.fc1", inner, width), tensors.linear(f"{at}mlp.fc2", width, inner),
-                     (tensors.norm(f"{at}norm1", width, eps), tensors.norm(f"{at}norm2", width, eps)), theta=config.thetas[number])
+                     (tensors.norm(f"{at}norm1", width, eps), tensors.norm(f"{at}norm2", width, eps)),
+                     theta=config.thetas[number] if config.thetas else None)
 
-    return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
+    rows = config.position_rows
+    return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width),
+                 tensors.table("embeddings.position_embeddings.weight", rows, width) if rows else None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("emb_ln", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads)
+                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id)
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:

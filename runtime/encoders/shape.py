@@ -11,7 +11,7 @@ from pathlib import Path
 from ... import UsageError
 from ...offload.header import is_gguf
 from ..config_reader import ConfigError, Keys, read_json, show
-from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD
+from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD, kind_of
 
 # Where sentence-transformers writes how long a text may be.
 SENTENCES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet"))
@@ -103,7 +103,7 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
         return read_file_config(folder)
     raw = read_json(folder / "config.json")
     keys = Keys(raw)
-    kind, named = keys.text("model_type"), raw.get("architectures") or []
+    kind, named = keys.text("model_type", None) or kind_of(raw), raw.get("architectures") or []
     if not isinstance(named, list) or not any(str(name).endswith((*VECTORS, RANKS)) for name in named or [VECTORS[0]]):
         raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
                           "of encoders those run that make vectors, or rank documents")
