@@ -34,6 +34,7 @@ BARE = "Model"  # of those that make vectors and have no head
 # Families whose tokens see both ways where is_causal says so, and what configs of such models say beside: code that comes with them does
 # just that, for programs that did not know the key.
 BOTH_WAYS, ALSO = ("llama", "ministral3", "mistral", "qwen2", "qwen3"), frozenset({"is_causal", "auto_map", "pooling", "temperature"})
+LISTWISE, LISTED = "JinaForRanking", 512  # of Qwen 3 models that rank documents of one text, and how many numbers they compare
 OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = "OmniModel"  # and what the first model that speaks was called
 
@@ -86,7 +87,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     made = families.of_its_family(raw)
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
     vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)
-    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()))
+    ranks_lists = architectures == [LISTWISE] and made.get("model_type") == "qwen3"
+    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()))
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:
@@ -94,7 +96,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     raw = made
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
-    own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset())
+    own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset({"auto_map"} if ranks_lists else ()))
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     section = raw.get("quantization_config") or raw.get("quantization")  # MLX writes both
     if "quantization_config" not in own and isinstance(section, dict):
@@ -118,6 +120,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         # A window is so many tokens on either side, where a causal token is one of its own. A head that is there is not asked.
         windows = tuple(None if window is None else window + 1 for window in config.windows)
         config = replace(config, both_ways=True, windows=windows, tie_word_embeddings=True)
+    if ranks_lists:
+        config = replace(config, ranks_lists=True, vector_inner=config.hidden_size // 2, vector_width=LISTED, tie_word_embeddings=True)
     unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - own)
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))

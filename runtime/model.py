@@ -201,10 +201,10 @@ class Model(StoredStates):
         tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
         return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
 
-    def read_vector(self) -> np.ndarray | None:
-        """The matrix float32 [N, D] that makes a vector of what is pooled, straight from the store; None where there is none."""
-        tensor = self.tensors["outer"].get("vector")
-        return None if tensor is None else as_float32(tensor, {tensor.name: self.store.read(tensor.info)}).reshape(tensor.shape)
+    def read_vector(self) -> list[np.ndarray]:
+        """The matrices float32 [N, K] that make a vector of a state in turn, straight from the store, a ReLU between them."""
+        tensors = [self.tensors["outer"][role] for role in ("vector_in", "vector") if role in self.tensors["outer"]]
+        return [as_float32(each, {each.name: self.store.read(each.info)}).reshape(each.shape) for each in tensors]
 
     @contextmanager
     def outer(self) -> Iterator[OuterWeights]:

@@ -57,7 +57,8 @@ class ModelConfig:
     bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases. `prefixed`: in a prompt with
     pictures all tokens see each other, those of the answer what is before them. `cross_layers`: those that attend to pictures alone;
     `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written. `vector_width`: of what a matrix
-    makes of a state that is pooled, 0 where there is none.
+    makes of a state that is pooled, 0 where there is none; `vector_inner`: how many numbers another makes before it, 0 for none.
+    `ranks_lists`: such vectors are made of documents and a query in one text, to be compared.
     """
 
     family: str
@@ -148,6 +149,8 @@ class ModelConfig:
     cross_layers: tuple[int, ...] = ()
     words_beside: int = 0
     vector_width: int = 0
+    vector_inner: int = 0
+    ranks_lists: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -199,6 +202,11 @@ class ModelConfig:
     def cache_heads(self) -> tuple[tuple[int, int], ...]:
         """`heads_of` the `attention_layers`."""
         return tuple(map(self.heads_of, self.attention_layers))
+
+    @property
+    def writes(self) -> bool:
+        """Whether the model goes on with a text."""
+        return not (self.both_ways or self.ranks_lists)
 
     @property
     def rope(self) -> RopeConfig | None:

@@ -88,12 +88,12 @@ def dense_of(path: Path | None, width: int) -> tuple[Dense, ...]:
 
 
 def behind_the_mean(engine: Engine) -> tuple[Dense, ...]:
-    """What a vector of this model goes through behind the mean: a matrix of the model's own, and those beside it. Raises EffllmError."""
-    from .dense import Dense
+    """What a vector of this model goes through behind the mean: matrices of the model's own, and those beside it. Raises EffllmError."""
+    from .dense import CURVES, Dense
 
     own = engine.model.read_vector()
-    before = () if own is None else (Dense(own),)
-    return before + dense_of(engine.prepared.folder, len(own) if before else engine.config.hidden_size)
+    before = tuple(Dense(matrix, curve=CURVES["ReLU"] if place < len(own) else None) for place, matrix in enumerate(own, 1))
+    return before + dense_of(engine.prepared.folder, len(own[-1]) if own else engine.config.hidden_size)
 
 
 def ending(path: Path | None, tokenizer: Tokenizer) -> list[int]:

@@ -9,7 +9,7 @@ its own for it, and two labels.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from math import exp
 from pathlib import Path
@@ -25,8 +25,8 @@ from ..gguf.architectures import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
 from ..text import Tokenizer
-from ..tokens.plain_text import PlainText
 from .embedding import demand_room, read_json, read_through, stated_in
+from .plain_parts import tokens_of
 
 USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by the last word of their type
 POOLING_TYPE, LABELS, TEMPLATE = "{}.pooling_type", "{}.classifier.output_labels", "tokenizer.chat_template.rerank"
@@ -53,12 +53,18 @@ class Ranking:
         if instruction is not None and INSTRUCTION not in framed:
             raise UsageError("this model's template has no place for an instruction", "leave it away")
         parts = re.split("|".join(f"({re.escape(each)})" for each in texts), framed)
-        parts = [part for part in parts if part]
-        if not any(mark in text for mark in self.tokenizer.added for text in texts.values()):
-            return self.tokenizer.encode("".join(texts.get(part, part) for part in parts), False)
-        plain = PlainText(self.tokenizer)
-        return [token for part in parts for token in
-                (plain.going_on(texts[part]) if part in texts else self.tokenizer.encode(part, False))]
+        return tokens_of([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
+
+    def prompts(self, query: str, documents: Sequence[str], instruction: str | None, room: int) -> Iterator[list[int]]:
+        """`asked` for each document. Raises ContextOverflow for one that has no room in a context of so many tokens."""
+        for document in documents:
+            ids = self.asked(query, document, instruction)
+            demand_room(ids, room)
+            yield ids
+
+    def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
+               cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+        return scores(engine, texts, self, cancelled)
 
     def _framed(self, instruction: str | None) -> str:
         if self.template is not None:

@@ -19,6 +19,7 @@ from .slot import Slot
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
     from .dense import Dense
+    from .listwise import Listwise
     from .ranking import Ranking
     from .text_prompts import TextPrompts
 
@@ -87,17 +88,13 @@ class Readings:
              choice: Choice | None = None) -> Iterator[Event]:
         """How well each document answers a query, of what kind an `instruction` says. Raises EffllmError where the model was not made for
         it, or one of these has no room."""
-        from .embedding import demand_room
-        from .ranking import scores
-
         ranking, rows = self.ranking, []
-        for document in documents:
-            rows.append(ranking.asked(query, document, instruction))
-            demand_room(rows[-1], self.engine.n_ctx)
+        for ids in ranking.prompts(query, documents, instruction, self.engine.n_ctx):
+            rows.append(ids)
             if cancelled():
                 return
             yield Turn()
-        made = yield from self._each(choice, lambda engine: scores(engine, rows, ranking, cancelled))
+        made = yield from self._each(choice, lambda engine: ranking.scores(engine, rows, cancelled))
         if made is not None:
             yield Ranked(made, sum(map(len, rows)))
 
@@ -113,8 +110,12 @@ class Readings:
             return (yield from read(own.engine))
 
     @cached_property
-    def ranking(self) -> Ranking:
+    def ranking(self) -> Ranking | Listwise:
         """How the model is asked to rank documents. Raises UsageError where it was not made for it."""
+        if self.config.ranks_lists:
+            from .listwise import listwise_of
+
+            return listwise_of(self.tokenizer)
         from .ranking import ranking_of
 
         return ranking_of(self.engine.prepared.folder, self.tokenizer)

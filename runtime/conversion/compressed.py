@@ -105,6 +105,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         check_target(out, None)
     config, bits = read_config(source), KINDS[kind]
     why = NOT_WRITTEN.get(config.family) or ("no other tool was found to read their states so" if config.state is not None else "")
+    if config.ranks_lists:
+        why = "no other tool was found to read one that ranks documents by matrices of its own"
     if config.family in STACKED and config.qk_norm_each:
         why = "other tools want the norms of every head one by one"
     if why:

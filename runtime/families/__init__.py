@@ -15,7 +15,7 @@ predict, correct and stream_scale say how it meets them; curve_above and curve_b
 up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias,
 head_in and head_norm, a matrix between norm and head and the norm behind it, and
 layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
-streams and one of them, and vector, which makes the vector of what is pooled of a text, and
+streams and one of them, and vector, which makes the vector of what is pooled of a text, behind vector_in where that is there, and
 `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
 up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their own have
 neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,

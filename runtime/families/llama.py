@@ -60,9 +60,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    """Embedding, last norm and, unless tied to the embedding, the head."""
-    table = (config.vocab_size, config.hidden_size)
+    """Embedding, last norm and, unless tied to the embedding, the head; of a model that ranks lists what makes vectors of states."""
+    table, inner = (config.vocab_size, config.hidden_size), config.vector_inner
     rules = {"embed": TensorRule("model.embed_tokens.weight", table), "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
+    if config.ranks_lists:
+        rules |= {"vector_in": TensorRule("projector.0.weight", (inner, config.hidden_size), plain=True),
+                  "vector": TensorRule("projector.2.weight", (config.vector_width, inner), plain=True)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 

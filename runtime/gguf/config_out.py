@@ -114,6 +114,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield from _departures_of_windows(config)
     yield from _departures_of_scales(config)
     yield config.both_ways, "has tokens that see what comes behind them"
+    yield config.ranks_lists, "ranks documents by matrices of its own"
     yield from _departures_of_layers(config)
     yield from stateful.departures(config)
     if family == minicpm3.FAMILY:

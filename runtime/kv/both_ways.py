@@ -67,8 +67,10 @@ def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
     return replace(options, device="cpu", kv=WHOLE, chunk=-(-longest // PAGE) * PAGE, spec="off")
 
 
-def demand_causal(config: ModelConfig) -> None:
+def demand_writing(config: ModelConfig) -> None:
     """Raises UsageError for a model that writes no text."""
+    if config.ranks_lists:
+        raise UsageError("this model ranks documents and writes nothing", "effllm serve MODEL answers /v1/rerank")
     if config.both_ways:
         raise UsageError("this model's tokens see what comes behind them: it makes vectors of texts and writes none",
                          'effllm embed MODEL "a text"')

@@ -324,7 +324,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequenc
 def _writes(config: EncoderConfig | ModelConfig) -> bool:
     from ..config import ModelConfig
 
-    return isinstance(config, ModelConfig) and not config.both_ways
+    return isinstance(config, ModelConfig) and config.writes
 
 
 def _counted(folder: Path, store: TensorStore) -> int:

@@ -11,7 +11,7 @@ from ... import ContextOverflow
 from ...kernels.layout import PAGE
 from ..adapters.choosing import scales_of
 from ..images.album import demand_known
-from ..kv.both_ways import demand_causal
+from ..kv.both_ways import demand_writing
 from ..kv.texts_cache import TextsCache
 from ..passes import common_prefix
 from ..planning.demands import LOGIT_ROWS
@@ -38,7 +38,7 @@ class Scoring:
 
     def demand_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for ids behind which this model writes nothing."""
-        demand_causal(self.model.config)
+        demand_writing(self.model.config)
         demand_known(ids, self.model.config.vocab_size, self.album)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
@@ -53,7 +53,7 @@ class Scoring:
         asked for: as many of them as the cache already holds are not run again. `by_token` runs one token at a time, as an answer is
         written, and yields them so.
         """
-        demand_causal(self.model.config)
+        demand_writing(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
         held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0

@@ -1,0 +1,110 @@
+"""How well documents answer a query, by models that read all of them at once (jina-reranker-v3, Wang, Li and Xiao 2025): each document ends
+with a mark, and so does the query, which comes last. What two matrices make of the states of the marks is compared by its direction.
+
+A text has as many documents as fit the context, at most 125. The queries of several texts are averaged by how near the best document of
+each is. So a score depends on what else is ranked, as the model was trained to do it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from ... import UsageError
+from ...kernels.reference import normalise
+from ..engine import Engine
+from ..events import Progress, Turn
+from ..text import Tokenizer
+from .embedding import behind_the_mean, demand_room, read_through
+from .plain_parts import Part, tokens_of
+
+ENDS_DOCUMENT, ENDS_QUERY = "<|embed_token|>", "<|rerank_token|>"
+MOST = 125  # documents of a text
+# What the model reads around documents, as the paper prints it: it was trained on these words.
+SYSTEM = ("<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based on how relevant they "
+          "are to the query. If the query is a question, how relevant a passage is depends on how well it answers the question. If not, "
+          "try to analyze the intent of the query and assess how well each passage satisfies the intent. If an instruction is provided, "
+          "you should follow the instruction when determining the ranking.<|im_end|>\n<|im_start|>user\n")
+TASK = ("I will provide you with {} passages, each indicated by a numerical identifier. "
+        "Rank the passages based on their relevance to query: ")
+ANSWER = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+
+@dataclass(frozen=True)
+class Listwise:
+    """How one model is asked: the tokens behind a document and behind the query."""
+
+    document: int
+    query: int
+    tokenizer: Tokenizer
+
+    def prompts(self, query: str, documents: Sequence[str], instruction: str | None, room: int) -> Iterator[list[int]]:
+        """Token ids of each text, which has as many of the documents, in order, as a context of `room` tokens holds. Raises
+        ContextOverflow for one that has no room by itself."""
+        around, with_one = (len(self._asked(query, each, instruction)) for each in ((), ("",)))
+        sizes = [len(self.tokenizer.encode(each, False)) + with_one - around for each in documents]
+        done = 0
+        while done < len(documents):
+            count, tokens = 1, around + sizes[done]
+            while count < MOST and done + count < len(documents) and tokens + sizes[done + count] <= room:
+                tokens += sizes[done + count]
+                count += 1
+            ids = self._asked(query, documents[done : done + count], instruction)
+            while len(ids) > room and count > 1:  # numbers grow, and what stands together may be cut otherwise
+                count -= 1
+                ids = self._asked(query, documents[done : done + count], instruction)
+            demand_room(ids, room)
+            yield ids
+            done += count
+
+    def _asked(self, query: str, documents: Sequence[str], instruction: str | None) -> list[int]:
+        parts: list[Part] = [(SYSTEM + TASK.format(len(documents)), False), (query, True), ("\n", False)]
+        if instruction:
+            parts += [("<instruct>\n", False), (instruction, True), ("\n</instruct>\n", False)]
+        for number, document in enumerate(documents):
+            parts += [(f'<passage id="{number}">\n', False), (document, True), (f"{ENDS_DOCUMENT}\n</passage>\n", False)]
+        parts += [("<query>\n", False), (query, True), (ENDS_QUERY + ANSWER, False)]
+        return tokens_of(parts, self.tokenizer)
+
+    def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
+               cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+        """The cosine of each document of all texts with the query, -1 to 1; None where they were cancelled. The sequence that the engine
+        held is forgotten. Raises EffllmError for numbers that are none."""
+        norm, dense = engine.model.read_norm(), behind_the_mean(engine)
+        marks = [np.isin(ids, (self.document, self.query)) for ids in texts]
+        found: list[list[np.ndarray]] = [[] for _ in texts]
+        read = [0] * len(texts)
+
+        def see(place: int, states: np.ndarray, _: bool) -> None:
+            own = states[marks[place][read[place] : read[place] + len(states)]]
+            read[place] += len(states)
+            engine.demand_finite(own)
+            for row in normalise(own, norm.kind, norm.weight, norm.bias, norm.eps):
+                for each in dense:
+                    row = each(row)
+                found[place].append(row)
+
+        if not (yield from read_through(engine, texts, "ranking", cancelled, see)):
+            return None
+        documents = [np.stack(each[:-1]).astype(np.float64) for each in found]
+        queries = [each[-1].astype(np.float64) for each in found]
+        weights = [(1 + _cosines(*each).max()) / 2 for each in zip(documents, queries, strict=True)]
+        query = np.average(queries, axis=0, weights=weights) if sum(weights) else queries[0]
+        return _cosines(np.concatenate(documents), query).tolist()
+
+
+def _cosines(documents: np.ndarray, query: np.ndarray) -> np.ndarray:
+    """Of rows [n, D] with a vector [D]; 0 for zeros."""
+    lengths = np.linalg.norm(documents, axis=1) * np.linalg.norm(query)
+    return documents @ query / np.where(lengths, lengths, 1)
+
+
+def listwise_of(tokenizer: Tokenizer) -> Listwise:
+    """How a model is asked that has such a head. Raises UsageError where its vocabulary lacks the marks."""
+    added = tokenizer.added
+    if ENDS_DOCUMENT not in added or ENDS_QUERY not in added:
+        raise UsageError(f"this model ranks documents by the tokens {ENDS_DOCUMENT} and {ENDS_QUERY}, which its tokenizer does not have",
+                         "its files belong to different models: download it again")
+    return Listwise(added[ENDS_DOCUMENT], added[ENDS_QUERY], tokenizer)

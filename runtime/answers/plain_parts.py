@@ -1,0 +1,18 @@
+"""A prompt in parts, some of which a person wrote: marks that are written in those are letters."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..text import Tokenizer
+from ..tokens.plain_text import PlainText
+
+Part = tuple[str, bool]  # a text, and whether it is a person's
+
+
+def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer) -> list[int]:
+    """Token ids of the whole; where a person's part holds a mark, of each part by itself."""
+    if not any(mark in text for text, is_own in parts if is_own for mark in tokenizer.added):
+        return tokenizer.encode("".join(text for text, _ in parts), False)
+    plain = PlainText(tokenizer)
+    return [token for text, is_own in parts for token in (plain.going_on(text) if is_own else tokenizer.encode(text, False))]
