@@ -31,7 +31,8 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
                      "context": config.context_length, "num_hidden_layers": config.num_hidden_layers, "hidden_size": config.hidden_size,
                      "intermediate_size": config.intermediate_size, "num_attention_heads": config.num_attention_heads,
                      "vocab_size": config.vocab_size, "ranks": config.ranks, "pooling": pooling and pooling.way,
-                     "vector": pooling and pooling.width(config.hidden_size), "warnings": list(config.warnings)})
+                     "vector": pooling and pooling.width(config.hidden_size), "tasks": [name for name, _ in config.tasks],
+                     "warnings": list(config.warnings)})
         return
     for warning in config.warnings:
         screen.note(warning)
@@ -47,6 +48,7 @@ def show_encoder(model: str, ref: ModelRef, screen: Screen, json: bool) -> None:
         ("layers", f"{config.num_hidden_layers}, hidden {config.hidden_size}, feed-forward {config.intermediate_size}"),
         ("attention", f"{config.num_attention_heads} heads of {config.head_dim}"),
         ("makes", makes),
+        ("tasks", ", ".join(name for name, _ in config.tasks)),
         ("context", f"{config.context_length} tokens of a text"),
         ("vocabulary", f"{config.vocab_size} tokens"),
     ) if pair[1]])

@@ -1,5 +1,5 @@
-"""Encoders as Jina's own code stores XLM-RoBERTa (jina-reranker-v2): scores and vectors of the model that transformers has, whose weights
-are written under the other names; what of such configs does not run."""
+"""Encoders as Jina's own code stores XLM-RoBERTa (jina-reranker-v2, jina-embeddings-v3): scores and vectors of the models that transformers
+has, whose weights are written under the other names; adapters of tasks; what of such configs does not run."""
 
 import json
 from pathlib import Path
@@ -9,8 +9,10 @@ import pytest
 import torch
 from encoding_files import write_encoder
 from encoding_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
+from pulls import Person
 from safetensors.numpy import load_file, save_file
 from test_encoders import TEXTS, never, opened, returned, rows_of
+from transformers import JinaEmbeddingsV3Model
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.answers.encodings import Encodings
@@ -82,8 +84,9 @@ def test_vectors_of_such_a_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("said", "message"), [
-    ({"position_embedding_type": "rotary"}, "position_embedding_type = 'rotary'"),
-    ({"lora_adaptations": ["retrieval.query"]}, "lora_adaptations"), ({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}, "2 labels")])
+    ({"position_embedding_type": "alibi"}, "position_embedding_type 'alibi'"), ({"lora_adaptations": [3]}, "lora_adaptations is"),
+    ({"lora_adaptations": ["a"], "task_instructions": {"a": 3}}, "task_instructions"), ({"lora_adaptations": ["a"]}, "holds no tensor"),
+    ({"num_labels": 2, "id2label": {"0": "a", "1": "b"}}, "2 labels")])
 def test_what_does_not_run_is_named(tmp_path: Path, said: dict, message: str) -> None:
     flash(tmp_path / "m", **said)
     with pytest.raises(EffllmError, match=message) as refused:
@@ -97,7 +100,73 @@ def test_a_config_that_names_another_class_is_none() -> None:
     assert reads_alone(SAID) and reads_alone({"auto_map": {"AutoConfig": "jinaai/a--b.XLMRobertaFlashConfig"}})
     for other in ({"AutoConfig": "a.LlamaConfig"}, {"AutoConfig": 3}, ["AutoConfig"], {}):
         assert not reads_alone({**SAID, "auto_map": other})
-    assert not reads_alone({**SAID, "model_type": "llama"})
+    assert not reads_alone({**SAID, "model_type": "llama"}) and reads_alone({**SAID, "model_type": "xlm-roberta"})
+
+
+TASKS = {"retrieval.query": "who: ", "retrieval.passage": "", "separation": ""}
+MATRICES = ("mixer.Wqkv", "mixer.out_proj", "mlp.fc1", "mlp.fc2")
+TABLES = ("embeddings.word_embeddings", "embeddings.token_type_embeddings")
+
+
+def with_tasks(folder: Path, rank: int = 4, alpha: float = 2.0) -> dict[str | None, JinaEmbeddingsV3Model]:
+    """Writes a model as jina-embeddings-v3 is published, with adapters of its tasks; by task, and None for none, what transformers has
+    once the task's products are added to its weights."""
+    model, draw = random_model("JinaEmbeddingsV3", pad_token_id=1, type_vocab_size=1), np.random.default_rng(2)
+    made_encoder(folder, model)
+    plain, stored, models = load_file(folder / "model.safetensors"), {}, {None: model}
+    merged = {task: dict(plain) for task in TASKS}
+    for name, values in plain.items():
+        place = name.removesuffix(".weight")
+        if not name.endswith(".weight") or not place.endswith((*MATRICES, *TABLES)):
+            stored[f"roberta.{name.removeprefix('roberta.')}"] = values
+            continue
+        rows, depth = values.shape
+        looked_up = place.endswith(TABLES)
+        shapes = ((rows, rank), (rank, depth)) if looked_up else ((rank, depth), (rows, rank))
+        a, b = (draw.standard_normal((len(TASKS), *shape)).astype(np.float32) * 0.2 for shape in shapes)
+        own = f"roberta.{place.removeprefix('roberta.')}.parametrizations.weight"
+        stored |= {f"{own}.original": values, f"{own}.0.lora_A": a, f"{own}.0.lora_B": b}
+        for number, task in enumerate(TASKS):
+            merged[task][name] = values + (a[number] @ b[number] if looked_up else b[number] @ a[number]) * np.float32(alpha / rank)
+    for task, tensors in merged.items():
+        other = folder.parent / task
+        model.save_pretrained(other)
+        save_file(tensors, other / "model.safetensors", {"format": "pt"})
+        models[task] = JinaEmbeddingsV3Model.from_pretrained(other).eval()
+    save_file(stored, folder / "model.safetensors")
+    config = json.loads((folder / "config.json").read_text())
+    sizes = ("hidden_size", "intermediate_size", "max_position_embeddings", "num_attention_heads", "num_hidden_layers", "vocab_size")
+    said = {name: each for name, each in SAID.items() if name not in ("num_labels", "id2label", "label2id")}
+    (folder / "config.json").write_text(json.dumps({
+        **said, **{name: config[name] for name in sizes}, "architectures": ["XLMRobertaModel"], "position_embedding_type": "rotary",
+        "rotary_emb_base": 20000.0, "load_trained_adapters": True, "lora_adaptations": [*TASKS], "lora_alpha": alpha, "lora_rank": rank,
+        "lora_dropout_p": 0.0, "lora_main_params_trainable": False, "matryoshka_dimensions": [16, 32], "task_instructions": TASKS,
+        "truncate_dim": None}))
+    modules = json.loads((folder / "modules.json").read_text())
+    (folder / "modules.json").write_text(json.dumps([{**modules[0], "type": "custom_st.Transformer", "kwargs": ["task"]}, *modules[1:]]))
+    return models
+
+
+def test_adapters_of_tasks(tmp_path: Path) -> None:
+    """By the names of prompts: few tokens and many, which go through parts of matrices and whole ones, with what stands before texts."""
+    models = with_tasks(tmp_path / "m")
+    config = read_encoder_config(tmp_path / "m", strict=True)
+    assert not config.warnings and [name for name, _ in config.tasks] == [*TASKS] and config.context_length == 400
+    encodings = Encodings(opened(tmp_path / "m", threads=2))
+    texts = [TEXTS[0], " ".join(TEXTS * 12)]
+    found = {}
+    for task, model in models.items():
+        *_, embedded = encodings.embed(texts, prompt_name=task)
+        for text, own in zip(texts, embedded.vectors, strict=True):
+            ids = encodings.tokenizer.encode(TASKS.get(task, "") + text)
+            np.testing.assert_allclose(own, unit(states_of(model, ids).mean(0)), atol=3e-6, rtol=0)
+        found[task] = embedded.vectors[0]
+    assert all(found[one] @ found[other] < 0.999 for one in found for other in found if one != other)
+    person = Person(tmp_path, "http://127.0.0.1:9")
+    assert "\ntasks       retrieval.query, retrieval.passage, separation\n" in person.types("show", tmp_path / "m").out
+    with pytest.raises(UsageError, match="no prompt 'clustering'"):
+        next(encodings.embed(texts, prompt_name="clustering"))
+    assert (encodings.text_prompts.query, encodings.text_prompts.document) == ("retrieval.query", "retrieval.passage")
 
 
 @pytest.mark.peer

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -46,7 +47,8 @@ class Encodings:
     @cached_property
     def text_prompts(self) -> TextPrompts:
         """What the model was trained to see before texts of which vectors are made."""
-        return prompts_of(self.encoder.folder)
+        found = prompts_of(self.encoder.folder)
+        return replace(found, named={**dict(self.config.tasks), **found.named})
 
     @property
     def ranking(self) -> None:
@@ -55,7 +57,8 @@ class Encodings:
 
     def embed(self, texts: Sequence[str | Sequence[int]], cut: bool = False, cancelled: Callable[[], bool] = never,
               choice: Choice | None = None, prompt_name: str | None = None) -> Iterator[Event]:
-        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand, of length 1. Of
+        """One vector of each text, behind the prompt of that name or the model's usual one, or of token ids as they stand, of length 1; a
+        prompt that is called as a task of the model's has its adapter with it. Of
         a text that is longer than the model takes, its end is left out with `cut`, but for the token that ends every text. Raises
         EffllmError where the model makes none, or of these none."""
         self.encoder.demand_vectors()
@@ -71,7 +74,7 @@ class Encodings:
             if cancelled():
                 return
             yield Turn()
-        made = yield from self.encoder.vectors(rows, cancelled)
+        made = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.text_prompts.usual)
         if made is not None:
             yield Embedded([unit(each) for each in made], sum(map(len, rows)))
 

@@ -16,7 +16,8 @@ from ..config_reader import ConfigError, show
 from ..hub import POOLING, POOLING_KEPT, PROMPTS
 from .embedding import read_json
 
-QUERY, DOCUMENT = ("query",), ("document", "passage", "corpus")  # what questions and what is searched are called
+# What questions and what is searched are called.
+QUERY, DOCUMENT = ("query", "retrieval.query"), ("document", "passage", "corpus", "retrieval.passage")
 
 
 @dataclass(frozen=True)

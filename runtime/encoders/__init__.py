@@ -24,11 +24,13 @@ ENCODERS: Mapping[str, str] = {
     "modernbert": "modernbert", "mpnet": "mpnet", "new": "gte", "nomic_bert": "nomic_bert", "roberta": "bert", "xlm-roberta": "bert",
     "xlm_roberta_flash": "xlm_roberta_flash"}
 WITHOUT_HEAD = ("jina_bert", "nomic_bert")  # of which no models rank that run here
-NAMED = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}  # by the class that reads them, configs that state no model_type
+# By the class that reads them, configs that state no model_type, or that of RoBERTa.
+NAMED, NAMED_TOO = {"XLMRobertaFlashConfig": "xlm_roberta_flash"}, "xlm-roberta"
 # Architecture of a GGUF file -> model_type.
 FILES: Mapping[str, str] = {"bert": "bert", "eurobert": "eurobert", "jina-bert-v2": "jina_bert", "jina-bert-v3": "jina_embeddings_v3",
                             "modern-bert": "modernbert", "nomic-bert": "nomic_bert", "nomic-bert-moe": "nomic_bert"}
-VECTORS = ("Model", "ForMaskedLM", "ForPreTraining")  # endings of architectures of which vectors are made, whatever head lies beside
+# Endings of architectures of which vectors are made, whatever head lies beside.
+VECTORS = ("Model", "ForMaskedLM", "ForPreTraining", "RobertaLoRA")
 RANKS = "ForSequenceClassification"
 WRITES = ("ForCausalLM", "LMHeadModel")  # of decoders that have the model_type of an encoder
 
@@ -54,12 +56,13 @@ def reads_alone(raw: Mapping[str, object]) -> bool:
 
 
 def kind_of(raw: Mapping[str, object]) -> str:
-    """The model_type of a config, or what stands for it where that states none; empty for neither."""
-    if (stated := raw.get("model_type")) is not None:
-        return stated if isinstance(stated, str) else ""
-    code = raw.get("auto_map")
+    """The model_type of a config, or what stands for it where its code is another's; empty for neither."""
+    stated, code = raw.get("model_type"), raw.get("auto_map")
     reader = code.get("AutoConfig") if isinstance(code, dict) else None
-    return NAMED.get(reader.rpartition(".")[2], "") if isinstance(reader, str) else ""
+    own = NAMED.get(reader.rpartition(".")[2], "") if isinstance(reader, str) else ""
+    if stated is None or stated == NAMED_TOO and own:
+        return own
+    return stated if isinstance(stated, str) else ""
 
 
 def refuse_writing(raw: Mapping[str, object]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from math import exp
@@ -26,10 +26,12 @@ from .layers import Batch, Stack
 from .pooling import Pooling, pooling_of
 from .ranking_head import Head
 from .shape import EncoderConfig, family_of, read_encoder_config
+from .tasks import stacks_of
 from .weights import STORED, FolderTensors, Tensors
 
 AT_ONCE = 4096  # tokens that go through the layers together, or one text
 TABLES = ("embeddings.", "_embd.", "token_types.")  # in the names of tensors that stay as they are stored
+NO_TASKS: Mapping[str | None, Stack] = {}
 Made = TypeVar("Made")
 
 
@@ -117,9 +119,10 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
 class Encoder:
     """One model with its weights in place. Methods are for one thread at a time."""
 
-    def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: Head | None) -> None:
+    def __init__(self, plan: EncoderPlan, tokenizer: Tokenizer, stack: Stack, pooling: Pooling | None, head: Head | None,
+                 tasks: Mapping[str, Stack] = NO_TASKS) -> None:
         self.plan, self.config, self.folder, self.n_ctx, self.tokenizer = plan, plan.config, plan.folder, plan.context, tokenizer
-        self._stack, self._pooling, self._head = stack, pooling, head
+        self._stack, self._pooling, self._head, self._tasks = stack, pooling, head, tasks
 
     @property
     def ranks(self) -> bool:
@@ -142,11 +145,13 @@ class Encoder:
             raise UsageError("this model was not made for ranking documents: it has no head that scores",
                              "serve a model that was made for it, as BAAI/bge-reranker-v2-m3")
 
-    def vectors(self, rows: Sequence[Sequence[int]],
-                cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[np.ndarray] | None]:
-        """A vector float32 [D] of each text's token ids; None where it was cancelled. Raises UsageError where the model makes none."""
+    def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
+                task: str | None = None) -> Generator[Progress | Turn, None, list[np.ndarray] | None]:
+        """A vector float32 [D] of each text's token ids, by the adapter of a task if it is one of the model's; None where it was
+        cancelled. Raises UsageError where the model makes none."""
         self.demand_vectors()
-        return (yield from self._each(rows, None, self._pooling, "embedding", cancelled))
+        stack = self._tasks.get(task, self._stack)
+        return (yield from self._each(rows, None, self._pooling, "embedding", cancelled, stack))
 
     def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
                cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[float] | None]:
@@ -156,7 +161,7 @@ class Encoder:
         return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
     def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],
-              phase: str, cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[Made] | None]:
+              phase: str, cancelled: Callable[[], bool], stack: Stack | None = None) -> Generator[Progress | Turn, None, list[Made] | None]:
         """What each text's states become, in order; the texts themselves are read by their lengths."""
         order, made, done = sorted(range(len(rows)), key=lambda at: len(rows[at])), {}, 0
         while done < len(order):
@@ -167,7 +172,7 @@ class Encoder:
             batch = Batch.of([rows[at] for at in some], types and [types[at] for at in some])
             try:
                 with Crew(self.plan.threads, Asked(cancelled)) as crew:
-                    states = self._stack.states(batch, crew)
+                    states = (stack or self._stack).states(batch, crew)
             except Left:
                 return None
             _demand_finite(states)
@@ -209,10 +214,11 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
         tensors = Tensors(stored)
         stack = family.load(config, tensors)
         head = family.load_head(config, tensors) if config.ranks else None
+        tasks = stacks_of(config, tensors, stack) if config.tasks else NO_TASKS
         if not is_gguf(plan.folder):
             store.check_unchanged()
         yield Progress("loading", nbytes, nbytes, "bytes")
-    yield Encoder(plan, tokenizer, stack, pooling, head)
+    yield Encoder(plan, tokenizer, stack, pooling, head, tasks)
 
 
 def _demand_finite(values: np.ndarray | float) -> None:

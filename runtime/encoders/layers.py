@@ -117,7 +117,8 @@ class Layer:
 class Stack:
     """An encoder but for what is made of its states. Tables as they are stored. `distances`: float32 [heads, buckets] of scores (MPNet).
     `slopes`: float32 [heads], what scores lose with each token between (ALiBi). `spans`: as `disentangled_rows` takes them (DeBERTa).
-    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA)."""
+    `slower`: what angles of rotary positions are divided by (GTE). `widened_by`: from narrower tables (ELECTRA).
+    `beside`: a narrow table, as it is stored, and a matrix, whose product is added to `embed` (a task's adapter)."""
 
     embed: np.ndarray
     positions: np.ndarray | None
@@ -135,6 +136,7 @@ class Stack:
     spans: tuple[int, int] | None = None
     slower: float = 1.0
     widened_by: Wide | None = None
+    beside: tuple[np.ndarray, np.ndarray] | None = None
 
     def states(self, batch: Batch, crew: Crew) -> np.ndarray:
         """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
@@ -158,6 +160,9 @@ class Stack:
 
     def _entered(self, batch: Batch) -> np.ndarray:
         x = widened(self.embed[batch.ids]).copy()
+        if self.beside is not None:
+            narrow, wide = self.beside
+            x += widened(narrow[batch.ids]) @ wide
         if self.types is not None:
             x += widened(self.types[np.minimum(batch.types, len(self.types) - 1)])
         if self.positions is not None:

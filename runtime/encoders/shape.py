@@ -43,7 +43,8 @@ class EncoderConfig:
     either side, None for all. `relative`: buckets of the distance by which scores differ. `spans`: of distances that are rows of a table,
     how many to each side, and where the logarithm ends by which they grow, 0 for none. `embedding_size`: of the tables, 0 for that of all
     layers. `kv_heads`: where several heads share keys and values, 0 for none. `experts` are there, of which a token visits
-    `experts_per_token`, in every `experts_every`th layer. `labels`: of a head that ranks, 0 for none."""
+    `experts_per_token`, in every `experts_every`th layer. `labels`: of a head that ranks, 0 for none. `tasks`: that have adapters, each
+    with what stands before its texts."""
 
     family: str
     vocab_size: int
@@ -69,6 +70,7 @@ class EncoderConfig:
     experts_per_token: int = 0
     experts_every: int = 1
     labels: int = 0
+    tasks: tuple[tuple[str, str], ...] = ()
     raw: Mapping[str, object] | None = None
     warnings: tuple[str, ...] = ()
     # What a tokenizer asks of any model: none of these tokens is this kind's.
@@ -103,7 +105,8 @@ def read_encoder_config(folder: Path, strict: bool = False) -> EncoderConfig:
         return read_file_config(folder)
     raw = read_json(folder / "config.json")
     keys = Keys(raw)
-    kind, named = keys.text("model_type", None) or kind_of(raw), raw.get("architectures") or []
+    keys.text("model_type", None)
+    kind, named = kind_of(raw), raw.get("architectures") or []
     if not isinstance(named, list) or not any(str(name).endswith((*VECTORS, RANKS)) for name in named or [VECTORS[0]]):
         raise ConfigError(f"config.json: architectures is {show(named)}, expected a ...{VECTORS[0]} or a ...{RANKS}",
                           "of encoders those run that make vectors, or rank documents")

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from .gguf_file import FileTensors
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
+ORIGINAL = ".parametrizations.weight.original"  # what a matrix is called beside which adapters lie
 FORMER = {"weight": "gamma", "bias": "beta"}  # what norms called theirs
 
 
@@ -25,7 +26,9 @@ class FolderTensors:
         self._store, self._prefixes, self.folder = store, ("", *prefixes), store.folder
 
     def stored(self, name: str) -> TensorInfo | None:
-        return next((found for prefix in self._prefixes if (found := self._store.tensors.get(prefix + name)) is not None), None)
+        own = name.removesuffix(".weight") + ORIGINAL if name.endswith(".weight") else name
+        return next((found for each in (name, own) for prefix in self._prefixes
+                     if (found := self._store.tensors.get(prefix + each)) is not None), None)
 
     def values(self, info: TensorInfo) -> np.ndarray:
         """As it is stored: bfloat16 as uint16. Raises CheckpointError."""

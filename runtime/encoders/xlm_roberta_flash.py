@@ -1,5 +1,6 @@
-"""XLM-RoBERTa as Jina's own code has it (XLMRobertaFlashConfig): queries, keys and values in one matrix, other names of tensors. It is
-jina-reranker-v2; configs state no model_type, so the class that they name tells it."""
+"""XLM-RoBERTa as Jina's own code has it (XLMRobertaFlashConfig): queries, keys and values in one matrix, other names of tensors, positions
+from a table or rotary ones, and adapters for tasks. It is jina-reranker-v2 and jina-embeddings-v3; configs state no model_type or that of
+RoBERTa, so the class that they name tells it."""
 
 from __future__ import annotations
 
@@ -8,7 +9,8 @@ from dataclasses import replace
 from ..config_reader import Keys
 from . import bert
 from .jina_embeddings_v3 import PREFIXES, load, load_head
-from .shape import EncoderConfig, refuse
+from .shape import EncoderConfig
+from .tasks import tasks_of
 
 __all__ = ["PREFIXES", "config", "load", "load_head"]
 
@@ -17,8 +19,13 @@ LIKE = "xlm-roberta"  # whose positions, sizes and head it has
 
 def config(keys: Keys) -> EncoderConfig:
     """Raises ConfigError."""
-    refuse(keys, lora_adaptations=None, load_trained_adapters=False)
-    for name in ("emb_pooler", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank", "matryoshka_dimensions",
-                 "truncate_dim"):
-        keys.holds(name)  # of adapters that it has not, and of vectors, which `pooling.py` reads
-    return replace(bert.config(keys.saying(model_type=LIKE)), family="xlm_roberta_flash")
+    rotary = keys.choice("position_embedding_type", {"absolute": "absolute", "rotary": "rotary"}, "absolute") == "rotary"
+    found = bert.config(keys.saying(model_type=LIKE, position_embedding_type="absolute"))
+    theta = keys.number("rotary_emb_base", 10_000.0, above=1.0)
+    if rotary:
+        found = replace(found, context_length=found.position_rows, position_rows=0, position_offset=0, pad_id=None,
+                        thetas=(theta,) * found.num_hidden_layers)
+    for name in ("emb_pooler", "load_trained_adapters", "lora_alpha", "lora_dropout_p", "lora_main_params_trainable", "lora_rank",
+                 "matryoshka_dimensions", "truncate_dim"):
+        keys.holds(name)  # read where adapters are, and of vectors by `pooling.py`, or without effect
+    return replace(found, family="xlm_roberta_flash", tasks=tuple(tasks_of(keys).items()))

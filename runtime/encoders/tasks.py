@@ -1,0 +1,85 @@
+"""Adapters that an encoder has among its weights, one a task (Jina Embeddings v3, Sturua et al. 2024): beside every matrix two of few rows,
+whose product is added for texts of that task, and the same beside what looks tokens up.
+
+A tensor holds all tasks: of a matrix A [tasks, r, K] and B [tasks, N, r], of a table A [tasks, rows, r] and B [tasks, r, D]. Nothing is
+added up beforehand: a task costs its few rows in memory, and two narrow products.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys, show
+from ..images.tower_parts import Wide, widened
+
+if TYPE_CHECKING:
+    from .layers import Layer, Stack
+    from .shape import EncoderConfig
+    from .weights import Tensors
+
+MOST_TASKS, MOST_RANK = 64, 1024
+MATRICES = {"qkv": "mixer.Wqkv", "out": "mixer.out_proj", "up": "mlp.fc1", "down": "mlp.fc2"}  # of a layer, as Jina's code has them
+WORDS, TYPES = "embeddings.word_embeddings", "embeddings.token_type_embeddings"
+PART = "{}.parametrizations.weight.0.lora_{}"
+
+
+@dataclass(frozen=True)
+class Beside(Wide):
+    """A matrix [K, N], and `down` [K, r] and `up` [r, N] beside it."""
+
+    down: np.ndarray | None = None
+    up: np.ndarray | None = None
+
+    def __call__(self, x: np.ndarray) -> np.ndarray:
+        y = super().__call__(x)
+        y += (x @ self.down) @ self.up
+        return y
+
+    def columns(self, which: slice) -> Beside:
+        plain = super().columns(which)
+        return Beside(plain.weight, plain.bias, plain.limits, self.down, self.up[:, which])
+
+
+def tasks_of(keys: Keys) -> dict[str, str]:
+    """By task what stands before its texts; empty for a model without adapters. Raises ConfigError."""
+    if not keys.holds("lora_adaptations") or (named := keys.raw["lora_adaptations"]) is None:
+        return {}
+    if not isinstance(named, list) or not 0 < len(named) <= MOST_TASKS or not all(isinstance(each, str) for each in named):
+        raise ConfigError(f"config.json: lora_adaptations is {show(named)}, expected names of tasks")
+    before = keys.section("task_instructions") or {}
+    if not all(isinstance(before.get(each, ""), str) for each in named):
+        raise ConfigError("config.json: task_instructions are no texts")
+    return {each: before.get(each, "") for each in named}
+
+
+def stacks_of(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str, Stack]:
+    """By task the encoder that reads its texts. Raises CheckpointError."""
+    rank = Keys(config.raw).integer("lora_rank", 4, high=MOST_RANK)
+    share, count = np.float32(Keys(config.raw).number("lora_alpha", 1.0) / rank), len(config.tasks)
+
+    def pair(name: str, first: tuple[int, ...], second: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
+        """A as it is stored, and B in float32."""
+        return tensors.table(PART.format(name, "A"), count, *first), tensors.numbers(PART.format(name, "B"), count, *second)
+
+    words = pair(WORDS, (config.vocab_size, rank), (rank, config.hidden_size))
+    types = pair(TYPES, (config.type_rows, rank), (rank, config.hidden_size)) if config.type_rows else None
+    matrices = [{part: pair(f"encoder.layers.{number}.{name}", (rank, len(matrix.weight)), (matrix.weight.shape[1], rank))
+                 for part, name in MATRICES.items() for matrix in (getattr(layer, part),)} for number, layer in enumerate(stack.layers)]
+
+    def adapted(layer: Layer, pairs: Mapping[str, tuple[np.ndarray, np.ndarray]], task: int) -> Layer:
+        made = {}
+        for part, (a, b) in pairs.items():
+            own = getattr(layer, part)
+            made[part] = Beside(own.weight, own.bias, own.limits, np.ascontiguousarray(widened(a[task]).T), b[task].T * share)
+        return replace(layer, **made)
+
+    def of(task: int) -> Stack:
+        layers = tuple(adapted(*each, task) for each in zip(stack.layers, matrices, strict=True))
+        own = None if types is None else widened(stack.types) + widened(types[0][task]) @ types[1][task] * share
+        return replace(stack, layers=layers, types=own, beside=(words[0][task], words[1][task] * share))
+
+    return {name: of(task) for task, (name, _) in enumerate(config.tasks)}
