@@ -62,17 +62,7 @@ class FittedTiles(TowerSight):
 
     def nearest(self, height: int, width: int, most: int) -> tuple[int, int]:
         """The grid with so many tiles at most."""
-        if most == 1:
-            return 1, 1
-        longest = min(most, self.LONGEST)
-        shapes = sorted(((columns, rows) for columns in range(1, longest + 1) for rows in range(1, min(longest, most // columns) + 1)
-                         if columns * rows >= self.least), key=lambda shape: shape[0] * shape[1])
-        best, off = (1, 1), float("inf")
-        for columns, rows in shapes:
-            own = abs(width / height - columns / rows)
-            if own < off or own == off and height * width > 0.5 * self.side**2 * columns * rows:
-                best, off = (columns, rows), own
-        return best[1], best[0]
+        return fitted(height, width, self.side, (self.least, most), self.LONGEST)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         rows, columns = self.grid(*picture.shape[:2])
@@ -83,6 +73,23 @@ class FittedTiles(TowerSight):
         if len(tiles) > 1:
             tiles.append(resized(picture, side, side, self.resample))
         return [self.scale(each) for each in tiles]
+
+
+def fitted(height: int, width: int, side: int, counts: tuple[int, int], longest: int) -> tuple[int, int]:
+    """Rows and columns of tiles of this side: as of `FittedTiles.grid`, of shapes with so many tiles at least and at most, and so many in
+    a row or a column at most."""
+    least, most = counts
+    if most == 1:
+        return 1, 1
+    longest = min(most, longest)
+    shapes = sorted(((columns, rows) for columns in range(1, longest + 1) for rows in range(1, min(longest, most // columns) + 1)
+                     if columns * rows >= least), key=lambda shape: shape[0] * shape[1])
+    best, off = (1, 1), float("inf")
+    for columns, rows in shapes:
+        own = abs(width / height - columns / rows)
+        if own < off or own == off and height * width > 0.5 * side**2 * columns * rows:
+            best, off = (columns, rows), own
+    return best[1], best[0]
 
 
 class InternVl(FittedTiles):

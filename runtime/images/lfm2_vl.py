@@ -4,6 +4,7 @@ made small; places learned for a square are made to a picture's; squares of patc
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -166,10 +167,10 @@ def squares(x: np.ndarray, columns: int, factor: int) -> np.ndarray:
     return np.ascontiguousarray(cut).reshape(len(x) // factor**2, -1)
 
 
-def placed(table: np.ndarray, rows: int, columns: int) -> np.ndarray:
+def placed(table: np.ndarray, rows: int, columns: int, weigh: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [rows * columns, D]: in proportion where there are more, means where there
-    are fewer."""
-    down, across = (weighed(len(table), count) for count in (rows, columns))
+    are fewer. `weigh`: as `weighed`, which it is by default."""
+    down, across = ((weigh or weighed)(len(table), count) for count in (rows, columns))
     return np.einsum("rs,scd->rcd", down, np.einsum("ct,std->scd", across, table)).reshape(rows * columns, -1)
 
 

@@ -106,11 +106,6 @@ class Lfm3Vl(QwenPatches):
         stored = weights.numbers(name + patches, width, 3 * self.frames * self.patch**2)
         embedding = Matrix(self.once(stored), None)
 
-        def shared(matrix: Matrix) -> Matrix:
-            """One matrix row a head, of keys or values that several heads have."""
-            own = matrix.stored.reshape(groups, depth, width)
-            return Matrix(np.repeat(own, self.heads // groups, axis=0).reshape(width, width), None)
-
         def layer(number: int, kind: str) -> Block | ConvLayer:
             own = f"{name}layers.{number}."
             norms = weights.rms_norm(f"{own}operator_norm", width, eps), weights.rms_norm(f"{own}ffn_norm", width, eps)
@@ -122,7 +117,8 @@ class Lfm3Vl(QwenPatches):
                                  np.ascontiguousarray(near.transpose(1, 2, 0)),
                                  weights.matrix(f"{own}conv.out_proj", width, width, bias=False), gate, up, down)
             norms_of = next((each for each in HEAD_NORMS if weights.has(f"{own}self_attn.q_{each}.weight")), HEAD_NORMS[0])
-            pair = [shared(weights.matrix(f"{own}self_attn.{which}_proj", groups * depth, width, bias=False)) for which in "kv"]
+            pair = [weights.matrix(f"{own}self_attn.{which}_proj", groups * depth, width, bias=False).shared(groups, self.heads)
+                    for which in "kv"]
             return Block(norms, weights.matrix(f"{own}self_attn.q_proj", width, width, bias=False), *pair,
                          weights.matrix(f"{own}self_attn.out_proj", width, width, bias=False), up, down, silu, self.heads, gate=gate,
                          own_norms=tuple(weights.rms_norm(f"{own}self_attn.{which}_{norms_of}", depth, eps) for which in "qk"))

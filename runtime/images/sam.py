@@ -2,15 +2,18 @@
 of distances in rows and another in columns, and two convolutions behind them.
 
 Windows that reach beyond the picture have nothing there, and what a matrix with a bias makes of nothing is seen too, as it was trained.
+Pictures of another size than the tower was trained for are at learned places between those that it has, and at distances between them.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from .lfm2_vl import placed
 from .tower_parts import CURVES, QUERIES, SHORT, Crew, Curve, Matrix, Norm, patches_of, product, two_layers
 from .tower_sight import TowerSight
 from .tower_weights import Weights
@@ -25,8 +28,8 @@ NECK_EPS = 1e-6
 
 @dataclass(frozen=True)
 class SamLayer:
-    """`side`: of its windows in patches. `far`: what queries are multiplied with by the distance in rows, and in columns, to a key, float32
-    [side, side, depth] each, or None."""
+    """`side`: of its windows in patches, None where a patch sees all. `tables`: what queries are multiplied with by the distance in rows,
+    and in columns, to a key, from the farthest before it to the farthest behind, float32 [2 * side - 1, depth] each, or None."""
 
     norms: tuple[Norm, Norm]
     qkv: Matrix
@@ -35,47 +38,27 @@ class SamLayer:
     down: Matrix
     curve: Curve
     heads: int
-    side: int
-    far: tuple[np.ndarray, np.ndarray] | None
+    side: int | None
+    tables: tuple[np.ndarray, np.ndarray] | None
 
     def run(self, x: np.ndarray, crew: Crew) -> np.ndarray:
         """Of patches float32 [rows, columns, D]."""
         rows, columns, width = x.shape
-        windows = _windows(self.norms[0](x), self.side)
-        made = product(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), self.side**2, 3, self.heads, -1)
-        seen = np.empty((len(windows), self.side**2, self.heads, width // self.heads), np.float32)
+        side = self.side or rows
+        windows = _windows(self.norms[0](x), side)
+        made = product(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), side**2, 3, self.heads, -1)
+        seen = np.empty((len(windows), side**2, self.heads, width // self.heads), np.float32)
         queries, keys, values = made.transpose(2, 0, 3, 1, 4)  # [windows, heads, patches, depth]
-        is_short = self.side**2 <= SHORT
-        few = self.side if is_short else max(1, QUERIES // self.side)
-        lines = [slice(first, min(first + few, self.side)) for first in range(0, self.side, few)]
+        is_short = side**2 <= SHORT
+        few = side if is_short else max(1, QUERIES // side)
+        lines = [slice(first, min(first + few, side)) for first in range(0, side, few)]
         heads = [slice(0, self.heads)] if is_short else [slice(head, head + 1) for head in range(self.heads)]
-        crew.all([self._look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some)
+        far = None if self.tables is None else tuple(_distances(table, side) for table in self.tables)
+        crew.all([_look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some, far)
                   for window in range(len(windows)) for which in heads for some in lines])
         x = x + _whole(product(seen.reshape(-1, width), self.out, crew).reshape(windows.shape), rows, columns)
         crew.work.done += 1
         return x + two_layers(self.norms[1](x), self.up, self.down, self.curve, crew)
-
-    def _look(self, queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, lines: slice) -> Callable[[], None]:
-        """What some lines of a window see of it: queries, keys and values [heads, patches, depth] -> `out` [patches, heads, depth]."""
-        def look() -> None:
-            which, side = slice(lines.start * self.side, lines.stop * self.side), self.side
-            own = queries[:, which]
-            scores = (own @ keys.swapaxes(1, 2)) * np.float32(own.shape[-1] ** -0.5)
-            if self.far is not None:
-                grid = own.reshape(len(own), -1, side, own.shape[-1])
-                down = grid @ self.far[0][lines].swapaxes(1, 2)
-                across = (grid.swapaxes(1, 2) @ self.far[1].swapaxes(1, 2)).swapaxes(1, 2)
-                scores = scores.reshape(len(own), -1, side, side, side)
-                scores += down[..., None]
-                scores += across[..., None, :]
-                scores = scores.reshape(len(own), -1, side * side)
-            scores -= scores.max(-1, keepdims=True)
-            np.exp(scores, out=scores)
-            mixed = scores @ values
-            mixed /= scores.sum(-1, keepdims=True)
-            out[which] = mixed.swapaxes(0, 1)
-
-        return look
 
 
 @dataclass(frozen=True)
@@ -93,7 +76,7 @@ class Sam:
         rows = values.shape[0] // self.patch
         x = product(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
         if self.places is not None:
-            x += self.places
+            x += self.places if len(self.places) == rows else placed(self.places, rows, rows, cubic).reshape(x.shape)
         for block in self.blocks:
             x = block.run(x, crew)
         narrow, first, near, second = self.neck
@@ -110,6 +93,52 @@ def convolved(x: np.ndarray, matrix: Matrix, stride: int, crew: Crew) -> np.ndar
     return made.reshape(*near[0].shape[:2], -1)
 
 
+def _look(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, lines: slice,
+          far: tuple[np.ndarray, ...] | None) -> Callable[[], None]:
+    """What some lines of a window see of it: queries, keys and values [heads, patches, depth] -> `out` [patches, heads, depth]. `far`: as
+    of `_distances`, in rows and in columns."""
+    def look() -> None:
+        side = math.isqrt(keys.shape[1])
+        which = slice(lines.start * side, lines.stop * side)
+        own = queries[:, which]
+        scores = (own @ keys.swapaxes(1, 2)) * np.float32(own.shape[-1] ** -0.5)
+        if far is not None:
+            grid = own.reshape(len(own), -1, side, own.shape[-1])
+            down = grid @ far[0][lines].swapaxes(1, 2)
+            across = (grid.swapaxes(1, 2) @ far[1].swapaxes(1, 2)).swapaxes(1, 2)
+            scores = scores.reshape(len(own), -1, side, side, side)
+            scores += down[..., None]
+            scores += across[..., None, :]
+            scores = scores.reshape(len(own), -1, side * side)
+        scores -= scores.max(-1, keepdims=True)
+        np.exp(scores, out=scores)
+        mixed = scores @ values
+        mixed /= scores.sum(-1, keepdims=True)
+        out[which] = mixed.swapaxes(0, 1)
+
+    return look
+
+
+def _distances(table: np.ndarray, side: int) -> np.ndarray:
+    """Of queries at each of `side` places, what their table has for keys at each: float32 [side, side, depth]."""
+    count = 2 * side - 1
+    if len(table) != count:
+        at = ((np.arange(count, dtype=np.float32) + np.float32(0.5)) * np.float32(len(table) / count) - np.float32(0.5)).clip(0)
+        low = at.astype(np.int64)
+        share = (at - low.astype(np.float32))[:, None]
+        table = table[low] * (1 - share) + table[np.minimum(low + 1, len(table) - 1)] * share
+    return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
+
+
+def cubic(side: int, count: int) -> np.ndarray:
+    """As `lfm2_vl.weighed`, by a cubic (Keys 1981, with -1/2) that is twice as wide."""
+    step = side / count
+    far = np.abs(np.arange(side)[None] + 0.5 - (np.arange(count)[:, None] + 0.5) * step) / max(1.0, step)
+    near, beyond = 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2
+    weights = np.where(far < 1, near, np.where(far < 2, beyond, 0))
+    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
+
+
 def load_sam(weights: Weights, sight: TowerSight, name: str) -> Sam:
     keys, width, across = sight.vision, sight.width, sight.side // sight.patch
     eps, inner, channels = keys.number("layer_norm_eps"), keys.integer("mlp_dim"), keys.integer("output_channels")
@@ -117,18 +146,16 @@ def load_sam(weights: Weights, sight: TowerSight, name: str) -> Sam:
     count = layer_count(sight)
     whole, window = keys.layers("global_attn_indexes", count), keys.integer("window_size", low=0, high=1 << 10)
 
-    def far(name: str, side: int) -> np.ndarray:
-        table = weights.numbers(name, 2 * side - 1, width // sight.heads)
-        return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
-
     def block(number: int) -> SamLayer:
-        own, side = f"{name}layers.{number}.", across if number in whole or not window else window
+        own, side = f"{name}layers.{number}.", None if number in whole or not window else window
+        apart = 2 * (side or across) - 1
         return SamLayer(
             (weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
             weights.matrix(f"{own}attn.qkv", 3 * width, width, bias=keys.flag("qkv_bias")),
             weights.matrix(f"{own}attn.proj", width, width, bias=True), weights.matrix(f"{own}mlp.lin1", inner, width, bias=True),
             weights.matrix(f"{own}mlp.lin2", width, inner, bias=True), curve, sight.heads, side,
-            (far(f"{own}attn.rel_pos_h", side), far(f"{own}attn.rel_pos_w", side)) if keys.flag("use_rel_pos") else None)
+            tuple(weights.numbers(f"{own}attn.rel_pos_{axis}", apart, width // sight.heads) for axis in "hw")
+            if keys.flag("use_rel_pos") else None)
 
     return Sam(weights.matrix(f"{name}patch_embed.projection", width, 3 * sight.patch**2),
                weights.numbers(f"{name}pos_embed", 1, across, across, width)[0] if keys.flag("use_abs_pos") else None,

@@ -97,6 +97,13 @@ class Matrix:
         biases = [None] * count if self.bias is None else np.split(self.bias, count)
         return [Matrix(stored, bias) for stored, bias in zip(np.split(self.stored, count), biases, strict=True)]
 
+    def shared(self, groups: int, heads: int) -> Matrix:
+        """Of keys or values that several heads have, for each head those of its group."""
+        def spread(rows: np.ndarray) -> np.ndarray:
+            return np.repeat(rows.reshape(groups, -1, *rows.shape[1:]), heads // groups, axis=0).reshape(-1, *rows.shape[1:])
+
+        return Matrix(spread(self.stored), None if self.bias is None else spread(self.bias))
+
 
 @dataclass(frozen=True)
 class Wide:
@@ -217,8 +224,10 @@ class Block:
     own_norms: tuple[Norm, ...] = ()
     after: tuple[Norm, Norm] | None = None
 
-    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None, seen: Sequence[Span] = ()) -> None:
-        """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it."""
+    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None, seen: Sequence[Span] = (),
+            causal: Sequence[bool] = ()) -> None:
+        """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it; where a span is `causal`, none
+        that come after them."""
         tokens, width = len(x), self.queries.stored.shape[0]
         made = [np.empty((self.heads, tokens, width // self.heads), np.float32) for _ in range(3)]
         products = [each.wide() for each in (self.queries, self.keys, self.values)]
@@ -236,7 +245,7 @@ class Block:
 
         crew.each(project, tokens)
         found = np.empty((tokens, width), np.float32)
-        attend(*made, found, spans, crew, seen)
+        attend(*made, found, spans, crew, seen, causal)
         out, up, down, gate = self.out.wide(), self.up.wide(), self.down.wide(), self.gate and self.gate.wide()
 
         def rest(rows: slice) -> None:
@@ -255,14 +264,17 @@ class Block:
 
 
 def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew,
-           seen: Sequence[Span] = ()) -> None:
-    """Attention both ways within each span, or to what is `seen` by each: queries, keys, values [H, T, d] -> `out` [T, H * d]."""
+           seen: Sequence[Span] = (), causal: Sequence[bool] = ()) -> None:
+    """Attention both ways within each span, or to what is `seen` by each, where it is `causal` not to what comes after: queries, keys,
+    values [H, T, d] -> `out` [T, H * d]."""
     heads, _, depth = queries.shape
     scale = np.float32(depth**-0.5)
 
-    def look(which: slice, rows: slice, seen: slice) -> None:
+    def look(which: slice, rows: slice, seen: slice, ahead: bool) -> None:
         scores = queries[which, rows] @ keys[which, seen].swapaxes(1, 2)
         scores *= scale
+        if not ahead:
+            scores[:, np.arange(seen.start, seen.stop) > np.arange(rows.start, rows.stop)[:, None]] = -np.inf
         scores -= scores.max(-1, keepdims=True)
         np.exp(scores, out=scores)
         mixed = scores @ values[which, seen]
@@ -270,14 +282,15 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
         out[rows].reshape(-1, heads, depth)[:, which] = mixed.swapaxes(0, 1)
 
     work: list[Callable[[], None]] = []
-    for (begin, end), others in zip(spans, seen or spans, strict=True):
+    for (begin, end), others, hidden in zip(spans, seen or spans, causal or [False] * len(spans), strict=True):
         if max(end - begin, others[1] - others[0]) <= SHORT:
-            work.append(lambda span=slice(begin, end), others=slice(*others): look(slice(None), span, others))
+            work.append(lambda span=slice(begin, end), others=slice(*others), ahead=not hidden: look(slice(None), span, others, ahead))
             continue
         for head in range(heads):
-            def of_head(head: int = head, begin: int = begin, end: int = end, others: slice = slice(*others)) -> None:
+            def of_head(head: int = head, begin: int = begin, end: int = end, others: slice = slice(*others),
+                        ahead: bool = not hidden) -> None:
                 for first in range(begin, end, QUERIES):
-                    look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), others)
+                    look(slice(head, head + 1), slice(first, min(first + QUERIES, end)), others, ahead)
 
             work.append(of_head)
     crew.all(work)
