@@ -9,12 +9,13 @@ from effllm.runtime.stores.parted_rows import joins, places, stacks
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}
 LLAMA = {"model_type": "llama", **SMALL}
-# What of four layers attends, of families of which it has to be said, and their heads.
+# What of four layers attends, of families of which it has to be said, their heads, and how some choose experts.
 PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "num_experts": 16}, "mamba2": {"num_heads": 3, "n_groups": 1},
           "cohere_compass_text": {"rope_parameters": {"full_attention": {"rope_theta": 10_000.0}}},
           "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4}, "jamba": {"attn_layer_offset": 1},
           "kimi_linear": {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}, "num_key_value_heads": 6},
           "codegen": {"n_head": 4, "rotary_dim": 8}, "gptj": {"rotary_dim": 8}, "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+          "deepseek_ocr2_text": {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
           "longcat_flash": {"num_key_value_heads": 6},
           "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
 

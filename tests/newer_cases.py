@@ -35,6 +35,9 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "deepseek_ocr2": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+                                           "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},
+                            "encoder_config": {key: value for key, value in SIGHT.items() if key not in ("image_size", "patch_size")}},
           "minimax_m3_vl": {**SIGHT, "patch_size": 14, "image_size": 28},
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,

@@ -62,6 +62,12 @@ RELATED = {
         "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False, "layer_norm_epsilon": 1e-3,
         "eos_token_id": 7, "bos_token_id": 7}, dtype="bfloat16"),
     "kimi_k25, bfloat16": Case("deepseek_v3", {**LATENT, "n_group": 1, "topk_group": 1}, dtype="bfloat16", inside="kimi_k25"),
+    "deepseek_ocr2_text": Case("deepseek_ocr2_text", {
+        **GLM_EXPERTS, "mlp_layer_types": ["dense", "sparse", "sparse"], "vocab_size": 301, "attention_bias": True}, shard="100KB",
+        inside="deepseek_ocr2"),
+    "deepseek_ocr2, groups, other layers, bfloat16": Case("deepseek_ocr2_text", {
+        **GLM_EXPERTS, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_group": 4, "topk_group": 2, "num_key_value_heads": 4,
+        "topk_method": "group_limited_greedy", **rope("linear", factor=4.0)}, dtype="bfloat16", inside="deepseek_ocr2"),
     "mllama_text_model": Case("mllama_text_model", {"vocab_size": 301, "cross_attention_layers": [1]}, shard="60KB", inside="mllama"),
     "mllama, bfloat16": Case("mllama_text_model", {
         "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(

@@ -1,6 +1,7 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
 from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, UnifiedReady
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -19,10 +20,21 @@ AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f
 ROWS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
 QWEN = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "out_hidden_size": 48, "patch_size": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
+# Of patches of two points, as many as learned rows read.
+SAM = {"hidden_size": 24, "mlp_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 128, "patch_size": 2,
+       "window_size": 5, "global_attn_indexes": [1], "output_channels": 12}
 PATCHES = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})
 # Granite and Cohere scale logits, which classes of transformers that see leave out: by 1 they are the same.
 # family -> text part, tower, words, what else its config says, and preprocessor
 CASES = {
+    "deepseek_ocr2": ({"model_type": "deepseek_ocr2_text", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                       "num_key_value_heads": 2, "mlp_layer_types": ["dense", "sparse"], "routed_scaling_factor": 1.5,
+                       "max_position_embeddings": 1024},
+                      {"sam_config": {**SAM, "downsample_channels": [16, 24]}, "encoder_config": {
+                          "hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+                          "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}, ["<image>"],
+                      {"image_token_id": FIRST},
+                      DeepseekOcr2ImageProcessorPil(size={"height": 128, "width": 128}, tile_size=96, max_patches=2)),
     "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 40},
                {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
                ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],

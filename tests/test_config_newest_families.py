@@ -57,6 +57,43 @@ DBRX = {
     "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True, "vocab_size": 100_352}
 
 
+# As transformers writes it, but for what sees.
+OCR = {
+    "architectures": ["DeepseekOcr2ForConditionalGeneration"], "image_token_id": 128_815, "model_type": "deepseek_ocr2",
+    "tie_word_embeddings": False, "vision_config": {"model_type": "deepseek_ocr2_vision"}, "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 0, "eos_token_id": 1, "head_dim": 128, "hidden_act": "silu",
+        "hidden_size": 1280, "initializer_range": 0.02, "intermediate_size": 6848, "max_position_embeddings": 8192, "mlp_bias": False,
+        "mlp_layer_types": ["dense", *["sparse"] * 11], "model_type": "deepseek_ocr2_text", "moe_intermediate_size": 896, "n_group": 1,
+        "n_routed_experts": 64, "n_shared_experts": 2, "num_attention_heads": 10, "num_experts_per_tok": 6, "num_hidden_layers": 12,
+        "num_key_value_heads": 10, "output_router_logits": False, "pad_token_id": None, "pretraining_tp": 1, "rms_norm_eps": 1e-6,
+        "rope_parameters": {"rope_theta": 10_000.0, "rope_type": "default"}, "routed_scaling_factor": 1.0, "tie_word_embeddings": False,
+        "topk_group": 1, "topk_method": "greedy", "use_cache": True, "vocab_size": 129_280}}
+
+
+def test_deepseek_ocr_2() -> None:
+    made = parse_config(OCR, strict=True)
+    own = made.mixture
+    assert made.family == "deepseek_ocr2_text" and (made.head_dim, made.num_key_value_heads, made.latent) == (128, 10, None)
+    assert (own.experts, own.per_token, own.width, own.shared_width, own.layers) == (64, 6, 896, 1792, frozenset(range(1, 12)))
+    assert not (own.renormalise or own.sigmoid or own.corrected or made.tie_word_embeddings) and made.eos_token_ids == (1,)
+
+
+def test_the_first_layer_has_no_experts_where_deepseek_ocr_2_lists_none() -> None:
+    text = {key: value for key, value in OCR["text_config"].items() if key != "mlp_layer_types"}
+    assert parse_config({**OCR, "text_config": text}, strict=True) == parse_config(OCR, strict=True)
+
+
+def inside(key: str, value: object) -> dict[str, object]:
+    return {**OCR, "text_config": {**OCR["text_config"], key: value}}
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("use_mla", True), ("scoring_func", "sigmoid"), ("norm_topk_prob", True), ("mlp_bias", True), ("topk_method", "noaux_tc"),
+    ("mlp_layer_types", ["dense", *["moe"] * 11]), ("sliding_window", 128), ("num_experts_per_tok", 65)])
+def test_what_deepseek_ocr_2_may_not_have_is_named(key: str, value: object) -> None:
+    refused(inside(key, value), key)
+
+
 def test_dbrx() -> None:
     made, own = parse_config(DBRX, strict=True), parse_config(DBRX, strict=True).mixture
     assert (made.hidden_size, made.num_hidden_layers, made.num_key_value_heads, made.head_dim) == (6144, 40, 8, 128)

@@ -269,6 +269,8 @@ PECULIAR = {
     "nemotron": [{"norm_kind": "layer"}, {"hidden_act": "relu"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "stablelm": [{"norm_kind": "rms"}, {"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
     "stablelm, side by side": [{"norm_eps": 1e-1}, {"ropes": {"partial_rotary_factor": 1.0}}],
+    "deepseek_ocr2_text": [{"mixture": each} for each in ({"renormalise": True}, {"sigmoid": True}, {"factor": 1.0},
+                                                          {"shared_width": None}, {"per_token": 2})] + [{"norm_eps": 1e-1}],
     "opt": [{"position_offset": 0}, {"position_offset": 1}, {"hidden_act": "gelu"}, {"norm_eps": 1e-1}],
 }
 
@@ -320,7 +322,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "flint", "kolibri1", "laguna", "laguna, gates of channels, other layers, bfloat16",
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
-                                  "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon"])
+                                  "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
+                                  "deepseek_ocr2_text"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

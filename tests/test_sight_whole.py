@@ -1,5 +1,7 @@
 """A picture from its points to the logits behind it, by our tower and our text part, against transformers' processor and model."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -27,7 +29,7 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     model = made(family.split(",")[0], tmp_path, text, tower, words, **more)
     processor.save_pretrained(tmp_path)
     points = [PICTURES[name] for name in shown]
-    engine = list(open_engine(tmp_path, OPTIONS))[-1]
+    engine = list(open_engine(tmp_path, replace(OPTIONS, ctx=text.get("max_position_embeddings", OPTIONS.ctx))))[-1]
     try:
         engine.album = album_of(tmp_path, engine.config)
         pictures = [engine.album.take(each) for each in points]

@@ -6,11 +6,12 @@ from collections.abc import Mapping
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
+from ..mixture import Mixture
 from . import deepseek_v3
 from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, outer_tensors, refuse_other_code
 from .glm4_moe import shared_mixture
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "by_method", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"} | {"topk_method"}
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
@@ -24,10 +25,13 @@ GREEDY, LIMITED = "greedy", "group_limited_greedy"
 def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=2048, sizes=SIZES, bos=1, eos=(2,))
-    own = shared_mixture(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2)
+    own = by_method(keys, shared_mixture(keys, base.size(keys, "num_hidden_layers"), 64, REQUIRED, 0, False, 1407, 2))
+    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, mixture=own)
+
+
+def by_method(keys: Keys, own: Mixture) -> Mixture:
+    """The mixture with groups of experts, where the config chooses experts by them. Raises ConfigError."""
     method = keys.text("topk_method", GREEDY)
     if method not in (GREEDY, LIMITED):
         raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")
-    if method == LIMITED:
-        own = grouped(keys, own, 1, 1)
-    return latent_config(keys, base, deepseek_v3.WIDTHS, deepseek_v3.QUERY_RANK, True, mixture=own)
+    return grouped(keys, own, 1, 1) if method == LIMITED else own

@@ -24,9 +24,16 @@ from .tower_parts import Matrix, Norm, widened
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.", "projector.", "merger.",
-         "layerwise_projectors.", "spatial_projectors.")
-# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL.
-RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector."}
+         "layerwise_projectors.", "spatial_projectors.", "view_separator")
+# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2.
+RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
+           "sam_model.": "vision_tower.sam_encoder.", "qwen2_model.model.model.": "vision_tower.vision_encoder.",
+           "qwen2_model.query_768.": "vision_tower.query_768_resolution.", "view_seperator": "view_separator",  # so it is written
+           "qwen2_model.query_1024.": "vision_tower.query_1024_resolution.", "projector.layers.": "multi_modal_projector."}
+OF_SAM = "vision_tower.sam_encoder."
+INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.": "patch_embed.projection.",
+              "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.", "neck.3.": "neck.layer_norm2.",
+              "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}
 HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
 
 
@@ -35,7 +42,12 @@ def own_name(name: str) -> str:
     name = name.removeprefix("thinker.").removeprefix("model.")
     for theirs, ours in RENAMED.items():
         if name.startswith(theirs):
-            return ours + name.removeprefix(theirs)
+            name = ours + name.removeprefix(theirs)
+            break
+    if name.startswith(OF_SAM):
+        for theirs, ours in INSIDE_SAM.items():
+            name = name.replace(theirs, ours)
+        return name
     return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 

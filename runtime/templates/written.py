@@ -28,4 +28,12 @@ PAGES = """{%- if messages[0]['role'] != 'system' -%}
 {{ (' ' if pages else '') + '<|im_end|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
-WRITTEN: Mapping[str | None, str] = {"got_ocr2": PAGES, "paligemma": PREFIX}  # by model type
+# DeepSeek-OCR 2: the word that begins a text, each page on a line of its own, and what is asked (Free OCR.); no words for turns.
+LINES = """{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
+{%- if loop.first -%}{{ bos_token }}{%- endif -%}
+""" + _PARTS + """
+{%- for part in parts -%}{{ '<image>\\n' if part['type'] == 'image' else part['text'] }}{%- endfor -%}
+{%- if message['role'] == 'assistant' -%}{{ eos_token }}{%- endif -%}
+{%- endfor -%}"""
+WRITTEN: Mapping[str | None, str] = {"deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX}  # by model type

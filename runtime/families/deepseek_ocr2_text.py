@@ -1,0 +1,44 @@
+"""DeepSeek-OCR 2's text part: the Llama block with DeepSeek V2's mixture in all layers that say so, a softmax of all logits, whose shares
+are not made to add up to one, beside experts that every token visits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import REQUIRED, Keys
+from . import TensorRule
+from .deepseek_v2 import by_method
+from .glm4_moe import shared_mixture
+from .glm4_moe_lite import sparse_behind
+from .llama import block, outer_tensors
+from .mixtral import expert_tensors
+from .qwen3_moe import NAMES
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "n_group",
+                       "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_local_experts", "routed_scaling_factor",
+                       "topk_group", "topk_method"})
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "seq_aux"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False,
+                                        "scoring_func": "softmax", "sliding_window": None, "use_mla": False}
+SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
+
+
+def config(keys: Keys) -> ModelConfig:
+    return with_mixture(keys, Defaults(max_position_embeddings=2048, bos=1, eos=(2,), sizes=SIZES), REQUIRED, 1407)
+
+
+def with_mixture(keys: Keys, base: Defaults, per_token: object, width: int, **features: object) -> ModelConfig:
+    """`per_token` and the `width` inside an expert are defaults; `features` are what the family decides besides."""
+    layers = base.size(keys, "num_hidden_layers")
+    own = shared_mixture(keys, layers, 64, per_token, 0, False, width, 2)
+    own = replace(by_method(keys, own), layers=sparse_behind(keys, layers, 1))
+    bias = keys.flag("attention_bias", False)
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mixture=own, **features)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return expert_tensors(config, layer, "mlp", NAMES)

@@ -1,0 +1,236 @@
+"""DeepSeek-OCR 2: a page in tiles in the shape that is nearest to its own, and once whole on gray; SAM's tower, behind whose patches stand
+learned rows that see all of them and the rows before, as a text does, and in whose place the model reads what became of those rows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import ConfigError, Keys
+from . import PLACE
+from .internvl import fitted
+from .preprocessor import BICUBIC, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, Scale, filter_of, resized, square, squared
+from .sam import USUAL, convolved, load_sam
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product
+from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import TOGETHER, layer_count
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+TWICE = 2  # that a convolution makes one of two in a row and in a column
+READERS = {144: "query_768_resolution", 256: "query_1024_resolution"}  # patches -> rows behind them, of which there are as many
+ENCODER = {"hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu",
+           "rms_norm_eps": 1e-6}
+THETA = 10_000.0
+FULL = "full_attention"
+
+
+class TiledPages(TowerSight):
+    """Pages that are larger than a tile in `least` to `most` tiles, and all of them whole, in the middle of a gray square; a row that
+    separates views stands behind. `grid` says how many rows and columns of tiles, (0, 0) where there are none."""
+
+    TILE, MOST, WIDTHS = 768, 6, [512, 896]  # of files that do not say
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys = self.processor
+        given = self.vision.section("sam_config") or {}
+        ratio = Keys(given, "config.json: vision_config: sam_config").number("mlp_ratio", 4.0)
+        width = given.get("hidden_size", USUAL["hidden_size"])
+        own = {key: value for key, value in given.items() if value is not None}
+        self.encoder = Keys(self.vision.section("encoder_config") or {}, "config.json: vision_config: encoder_config")
+        self.vision = Keys({**USUAL, "mlp_dim": int(width * ratio) if type(width) is int else 0, **own},
+                           "config.json: vision_config: sam_config")
+        self.scale, self.resample = Scale(keys, IMAGENET_MEAN, IMAGENET_STD), filter_of(keys, BICUBIC)
+        high, wide = square(keys, "size", {"height": 1024, "width": 1024})
+        if high != wide:
+            raise keys.fail("size", "as high as it is wide")
+        self.whole, self.tile = high, keys.integer("tile_size", self.TILE, high=MOST_SIDE)
+        self.least, self.most = keys.integer("min_patches", 2, high=256), keys.integer("max_patches", self.MOST, high=256)
+        if not keys.flag("crop_to_patches", True):
+            raise keys.fail("crop_to_patches", "true")
+        colour = keys.raw.get("background_color", [127, 127, 127])
+        if not isinstance(colour, list) or len(colour) != 3 or not all(type(each) is int and 0 <= each <= 255 for each in colour):
+            raise keys.fail("background_color", "three numbers from 0 to 255")
+        self.colour = colour
+        for name, side in (("tile_size", self.tile), ("size", self.whole)):
+            if side % self.patch:
+                raise keys.fail(name, f"a multiple of {self.patch}, the side of a patch")
+
+    @cached_property
+    def widths(self) -> list[int]:
+        """Of what the two convolutions behind SAM make."""
+        found = self.vision.raw.get("downsample_channels", self.WIDTHS)
+        if not isinstance(found, list) or len(found) != TWICE or not all(type(each) is int and 0 < each <= MOST_WIDTH for each in found):
+            raise self.vision.fail("downsample_channels", "two widths")
+        return found
+
+    def across(self, side: int) -> int:
+        """Rows that stand for a line of a square of this side."""
+        patches = side // self.patch
+        for _ in range(TWICE):
+            patches = -(-patches // 2)
+        return patches
+
+    @property
+    def most_patches(self) -> int:
+        return (max(self.whole, self.tile) // self.patch) ** 2
+
+    @property
+    def whole_patches(self) -> int:
+        return (self.whole // self.patch) ** 2 + self.most * (self.tile // self.patch) ** 2
+
+    def bytes_needed(self) -> int:
+        """Of what comes behind SAM too: its largest matrices in float32, and six rows for each of so many that go through it at once."""
+        keys = Keys({**ENCODER, **self.encoder.raw}, self.encoder.where)
+        width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
+        return super().bytes_needed() + 4 * (4 * width**2 + 3 * width * inner + 6 * max(TOGETHER, 2 * self.across(self.whole) ** 2) * width)
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        demand_shape(height, width)
+        if max(height, width) <= self.tile:
+            return 0, 0
+        return fitted(height, width, self.tile, (self.least, self.most), self.most)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        """All tiles, row by row, then the whole page."""
+        height, width = picture.shape[:2]
+        (rows, columns), side = self.grid(height, width), self.tile
+        parts = []
+        if rows:
+            cut = resized(picture, rows * side, columns * side, self.resample)
+            parts = [cut[row * side : (row + 1) * side, column * side : (column + 1) * side] for row in range(rows) for column in
+                     range(columns)]
+        factor = self.whole / max(height, width)
+        small = resized(picture, round(height * factor), round(width * factor), self.resample)
+        return [self.scale(each) for each in (*parts, squared(small, self.colour))]
+
+
+class DeepseekOcr2(TiledPages):
+    VISION = {"deepseek_ocr2_vision": {}}
+    PROCESSORS = ("DeepseekOcr2ImageProcessor",)
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        for name, side in (("tile_size", self.tile), ("size", self.whole)):
+            if self.across(side) ** 2 not in READERS:
+                raise self.processor.fail(name, " or ".join(f"{4 * self.patch * round(count**0.5)}" for count in READERS))
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        rows, columns = self.grid(height, width)
+        return (PLACE,) * (rows * columns * self.across(self.tile) ** 2 + self.across(self.whole) ** 2 + 1)
+
+    def load(self, weights: Weights) -> Rows:
+        tower, reading = load_pages(weights, self), Reading.of(weights, self)
+        project = weights.matrix("multi_modal_projector", self.config.hidden_size, reading.width, bias=True)
+        separator = weights.numbers("view_separator", self.config.hidden_size)
+        count = layer_count(self)
+
+        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+            tiles, whole = parts[:-1], parts[-1:]
+            few = max(1, TOGETHER // (2 * self.across(self.tile) ** 2))
+            groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
+            crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            made = [reading.read([tower(part, crew).reshape(-1, reading.width) for part in group], crew) for group in groups]
+            return np.concatenate([product(np.concatenate(made), project, crew), separator[None]])
+
+        return rows
+
+    @cached_property
+    def theta(self) -> float:
+        section = self.encoder.section("rope_parameters") or {}
+        if section.get("rope_type", "default") != "default":
+            raise self.encoder.fail("rope_parameters", 'rotary positions of the type "default"')
+        return Keys({**self.encoder.raw, **section}, self.encoder.where).number("rope_theta", THETA)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Layers of Qwen 2 over patches, which see each other, and the rows behind them, of which there are as many. `queries`: number of
+    patches -> those rows, float32 [n, D]."""
+
+    blocks: Sequence[Block]
+    queries: dict[int, np.ndarray]
+    norm: Norm
+    theta: float
+
+    @property
+    def width(self) -> int:
+        return len(self.norm.weight)
+
+    @classmethod
+    def of(cls, weights: Weights, sight: DeepseekOcr2) -> Reading:
+        stated = {key: value for key, value in sight.encoder.raw.items() if value is not None}
+        keys, name = Keys({**ENCODER, **stated}, sight.encoder.where), "vision_tower.vision_encoder."
+        width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
+        count, heads = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024)
+        groups, eps = keys.integer("num_key_value_heads", heads, high=1024), keys.number("rms_norm_eps")
+        if width != sight.widths[-1]:
+            raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels")
+        if width % (2 * heads) or heads % groups:
+            raise keys.fail("num_attention_heads", f"an even part of {width}, and a multiple of num_key_value_heads")
+        if set(keys.words("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
+            raise ConfigError(f"{keys.where}: a layer has a window, which is not known of this model")
+        curve, depth = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")], width // heads
+
+        def block(number: int) -> Block:
+            own = f"{name}layers.{number}."
+            pair = [weights.matrix(f"{own}self_attn.{which}_proj", groups * depth, width, bias=True).shared(groups, heads)
+                    for which in "kv"]
+            return Block((weights.rms_norm(f"{own}input_layernorm", width, eps),
+                          weights.rms_norm(f"{own}post_attention_layernorm", width, eps)),
+                         weights.matrix(f"{own}self_attn.q_proj", width, width, bias=True), *pair,
+                         weights.matrix(f"{own}self_attn.o_proj", width, width, bias=False),
+                         weights.matrix(f"{own}mlp.up_proj", inner, width, bias=False),
+                         weights.matrix(f"{own}mlp.down_proj", width, inner, bias=False), curve, heads,
+                         gate=weights.matrix(f"{own}mlp.gate_proj", inner, width, bias=False))
+
+        return cls([block(number) for number in range(count)],
+                   {own: weights.numbers(f"vision_tower.{stored}.weight", own, width) for own, stored in READERS.items()},
+                   weights.rms_norm(f"{name}norm", width, eps), sight.theta)
+
+    def read(self, parts: Sequence[np.ndarray], crew: Crew) -> np.ndarray:
+        """Patches [n, D] of some parts, as many of each -> what became of the rows behind them, [parts * n, D]."""
+        count, width = parts[0].shape
+        x = np.concatenate([row for part in parts for row in (part, self.queries[count])])
+        begins = range(0, len(x), 2 * count)
+        spans = [span for at in begins for span in ((at, at + count), (at + count, at + 2 * count))]
+        seen = [span for at in begins for span in ((at, at + count), (at, at + 2 * count))]
+        rope = turning(2 * count, len(parts), self.theta, width // self.blocks[0].heads)
+        for block in self.blocks:
+            block.run(x, spans, crew, rope, seen, [False, True] * len(parts))
+        return self.norm(x.reshape(len(parts), 2, count, width)[:, 1].reshape(-1, width))
+
+
+def turning(count: int, times: int, theta: float, depth: int) -> Rope:
+    """By the places of so many tokens in order, several times."""
+    angles = np.outer(np.arange(count, dtype=np.float32), 1 / theta ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth)))
+    angles = np.tile(angles, (times, 2))
+    return Rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+
+
+def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, Crew], np.ndarray]:
+    """SAM's tower and the two convolutions behind it, of a square [side, side, 3] -> [rows, rows, channels]."""
+    name, widths = "vision_tower.sam_encoder.", [sight.vision.integer("output_channels"), *sight.widths]
+    tower = load_sam(weights, sight, name)
+    steps: list[Matrix] = [weights.matrix(f"{name}proj.conv{number + 1}", widths[number + 1], 9 * widths[number], bias=False)
+                           for number in range(TWICE)]
+
+    def seen(part: np.ndarray, crew: Crew) -> np.ndarray:
+        x = tower.seen(part, crew)
+        for step in steps:
+            x = convolved(x, step, 2, crew)
+        return x
+
+    return seen
+
+
+def sight(source: TowerSource, config: ModelConfig) -> DeepseekOcr2:
+    return DeepseekOcr2(source, config)

@@ -1,0 +1,128 @@
+"""DeepSeek-OCR 2: tiles and whole pages, the tower at two sizes, rows that read patches in order, and its prompt are transformers'."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from sight_cases import CASES
+from sight_models import PICTURES, config_changed, held_against, opened, seeing
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
+
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.images.tower_weights import is_of_tower, own_name
+from effllm.runtime.source import open_store
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+TEXT = ("model.layers.", "model.embed_tokens.", "model.norm.", "lm_head.")  # how names of the text part begin
+
+
+@pytest.fixture(scope="module")
+def pages(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("pages")
+    text, tower, words, more, _ = CASES["deepseek_ocr2"]
+    processor = DeepseekOcr2ImageProcessorPil(size={"height": 128, "width": 128}, tile_size=96)
+    model = seeing(folder, "deepseek_ocr2", (text, tower, words, more, processor))
+    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    return folder, model, processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_values_and_tokens(pages, name):
+    folder, _, processor = pages
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    values = [part.transpose(2, 0, 1) for part in sight.values(picture)]
+    assert np.array_equal(values[-1], ready["pixel_values"][0]) and len(values) - 1 == ready["num_local_patches"][0]
+    assert all(np.array_equal(own, theirs) for own, theirs in zip(values[:-1], ready.get("pixel_values_local", ()), strict=True))
+    counted = SimpleNamespace(image_processor=processor, patch_size=sight.patch, downsample_ratio=4, image_token="i")
+    told = DeepseekOcr2Processor.replace_image_token(counted, ready, 0)
+    assert sight.tokens(*picture.shape[:2]) == (PLACE,) * len(told)
+
+
+@pytest.mark.parametrize("name", [pytest.param("wide", marks=pytest.mark.slow), "tiny"])
+def test_rows(pages, name):
+    """Of tiles, whose side is not the one that the tower was made for, and of a page alone."""
+    folder, model, processor = pages
+    ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+    held_against(opened(folder), PICTURES[name], model, ready)
+
+
+def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
+    """Published folders have the names that the model's own code gave; others may have those of its class, experts in one tensor among
+    them."""
+    folder, model, _ = pages
+    for each in folder.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: tensor.numpy() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    published = load_file(folder / "model.safetensors")
+    assert any("sam_model.blocks." in name for name in published) and not any("sam_model" in name for name in model.state_dict())
+    assert {own_name(name) for name in published if is_of_tower(name, "deepseek_ocr2")} == {
+        own_name(name) for name in model.state_dict() if is_of_tower(name, "deepseek_ocr2")}
+    assert all(is_of_tower(name, "deepseek_ocr2") != name.startswith(TEXT) for name in published)
+    seen, wanted = (opened(each).see(PICTURES["tiny"], Work()).rows for each in (tmp_path, folder))
+    assert np.array_equal(seen, wanted)
+    with open_store(tmp_path) as ours, open_store(folder) as theirs:
+        text = {name for name in theirs.tensors if name.startswith(TEXT)}
+        assert len(text) > 30 and all(np.array_equal(ours.read(ours.tensors[name]), theirs.read(theirs.tensors[name])) for name in text)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
+    folder, *_ = pages
+    config = read_config(folder)
+    album = album_of(folder, config)
+    words = Tokenizer.load(folder, config)
+    prompts, shown = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("tiny", "gray")[:count]]
+    list(album.see(shown))
+    asked = "".join(mark(each.digest) for each in shown) + "Free OCR."
+    text = prompts.rendered([{"role": "user", "content": asked}], None)
+    begin = words.special_tokens.get("bos_token", "")
+    assert text == begin + "".join(f"{mark(each.digest)}\n" for each in shown) + "Free OCR."
+    assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.seen.rows) for each in shown)
+
+
+@pytest.mark.parametrize(("name", "changes", "said"), [
+    ("preprocessor_config.json", {"tile_size": 80}, "tile_size is 80, expected 96 or 128"),
+    ("preprocessor_config.json", {"size": {"height": 112, "width": 112}}, "expected 96 or 128"),
+    ("preprocessor_config.json", {"size": {"height": 128, "width": 96}}, "as high as it is wide"),
+    ("preprocessor_config.json", {"tile_size": 97}, "tile_size"),
+    ("preprocessor_config.json", {"crop_to_patches": False}, "crop_to_patches"),
+    ("preprocessor_config.json", {"background_color": [1, 2, 256]}, "background_color"),
+    ("sam_config", {"downsample_channels": [16]}, "downsample_channels"),
+    ("encoder_config", {"hidden_size": 20}, "hidden_size is 20, expected the 24 of downsample_channels"),
+    ("encoder_config", {"num_key_value_heads": 3}, "num_attention_heads"),
+    ("encoder_config", {"use_sliding_window": True, "layer_types": ["full_attention", "sliding_attention"]}, "a layer has a window"),
+    ("encoder_config", {"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "rope_parameters")])
+def test_what_is_not_known_is_refused(pages, name, changes, said):
+    folder = pages[0]
+    outer = "config.json" if name.endswith("_config") else name
+    before = (folder / outer).read_text()
+    vision = pages[1].config.vision_config.to_dict()
+    config_changed(folder, outer, **({"vision_config": {**vision, name: {**vision[name], **changes}}} if outer != name else changes))
+    try:
+        with pytest.raises(ConfigError, match=said):
+            sight = opened(folder)
+            with sight.source.weights() as weights:
+                sight.load(weights)
+    finally:
+        (folder / outer).write_text(before)
+
+
+def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
+    folder, *_ = pages
+    for each in folder.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "model.safetensors").unlink()
+    tensors = load_file(folder / "model.safetensors")
+    save_file({name: tensor for name, tensor in tensors.items() if "view_seperator" not in name}, tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match="view_separator"):
+        opened(tmp_path).see(PICTURES["tiny"], Work())
