@@ -344,6 +344,7 @@ NEWER = {
     "llava_next, mistral": Case("mistral", {"sliding_window": None, "head_dim": 32}, inside="llava_next"),
     "llava_onevision, bfloat16": Case("qwen2", dtype="bfloat16", inside="llava_onevision"),
     "minicpmv4_6": Case("qwen3_5_text", DELTA, inside="minicpmv4_6"),
+    "minicpm_ocr": Case("qwen3_5_text", {**DELTA, "tie_word_embeddings": True}, inside="minicpm_ocr"),
     "minicpmv4_7, bfloat16": Case("qwen3_5_text", DELTA, dtype="bfloat16", inside="minicpmv4_7"),
     "lfm3_vl": Case("lfm3", {"num_hidden_layers": 5, "head_dim": 16, "sliding_window": 40, "initializer_range": 0.15, "eos_token_id": 7,
                              "bos_token_id": 1, "tie_word_embeddings": True}, inside="lfm3_vl"),

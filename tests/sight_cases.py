@@ -1,6 +1,6 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, UnifiedReady
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -105,6 +105,12 @@ CASES = {
                     ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
                     {"image_token_id": FIRST, "insert_layer_id": 1},
                     MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8, max_slice_nums=5)),
+    "minicpm_ocr": ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "eos_token_id": 4},
+                    {**TOWER, "image_size": 56},
+                    ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+                    {"image_token_id": FIRST, "insert_layer_id": 1},
+                    MiniCpmOcrReady("never", scale_resolution=64, patch_size=8, max_slice_nums=2)),
     "cohere2_vision": ({"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 40,
                         "layer_types": ["sliding_attention", "full_attention"]},
                        {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},

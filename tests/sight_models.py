@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
 import effllm
 from effllm.runtime.config import read_config
@@ -144,6 +145,23 @@ class Cohere2Ready(GotOcr2ImageProcessorPil):
     def save_pretrained(self, folder: Path) -> None:
         super().save_pretrained(folder)
         config_changed(folder, "preprocessor_config.json", image_processor_type="Cohere2VisionImageProcessorFast")
+
+
+class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):
+    """MiniCPM-OCR's, whose module asks for torchvision: MiniCPM-V's, of which it was made. `upsize`: what it does with small pictures."""
+
+    def __init__(self, upsize: str = "always", **says: object) -> None:
+        super().__init__(downsample_mode="4x", **says)
+        self.upsize = upsize
+
+    def find_best_resize(self, image_size: tuple, *args: object, allow_upscale: bool = False, **options: object) -> tuple[int, int]:
+        small = self.upsize == "never" and all(type(side) is int for side in image_size)  # slices are parts of a picture
+        return super().find_best_resize(image_size, *args, allow_upscale=allow_upscale and not small, **options)
+
+    def save_pretrained(self, folder: Path) -> None:
+        super().save_pretrained(folder)
+        config_changed(folder, "preprocessor_config.json", image_processor_type="MiniCPMOcrImageProcessor", upsize=None,
+                       small_image_upsize=self.upsize)
 
 
 def _shape_of_cohere2() -> Callable[..., tuple[int, int]]:

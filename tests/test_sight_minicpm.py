@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
@@ -80,3 +80,27 @@ def test_what_is_not_known_is_refused(sliced):
                     sight.load(weights)
         finally:
             (folder / name).write_text(before[name])
+
+
+@pytest.mark.parametrize("upsize", [pytest.param("always", marks=pytest.mark.slow), "never"])
+def test_pages_of_minicpm_ocr(tmp_path, upsize):
+    """Rows of half of its patches' rows and columns, and small pages as small as they are where it is asked for."""
+    text, tower, words, more, _ = CASES["minicpm_ocr"]
+    processor = MiniCpmOcrReady(upsize, scale_resolution=64, patch_size=8, max_slice_nums=5)
+    model = seeing(tmp_path, "minicpm_ocr", (text, tower, words, more, processor))
+    sight, sizes = opened(tmp_path), {}
+    for name in ("photo", "tiny", "gray"):
+        ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+        ours = [np.concatenate(part.reshape(len(part) // 8, 8, -1, 3), axis=1).transpose(2, 0, 1) for part in sight.values(PICTURES[name])]
+        assert np.array_equal(np.concatenate(ours, axis=-1), ready["pixel_values"][0])
+        seen = held_against(sight, PICTURES[name], model, {key: ready[key] for key in ("pixel_values", "target_sizes")})
+        sizes[name] = len(seen.rows)
+        assert seen.numbered is not None and 4 * len(seen.rows) == ready["target_sizes"].prod(-1).sum()
+    assert (sizes["tiny"] == 1) == (upsize == "never") and sizes["photo"] > 5 * 12
+
+
+def test_pages_whose_letters_are_measured_are_refused(tmp_path):
+    text, tower, words, more, _ = CASES["minicpm_ocr"]
+    seeing(tmp_path, "minicpm_ocr", (text, tower, words, more, MiniCpmOcrReady("adaptive", scale_resolution=64, patch_size=8)))
+    with pytest.raises(ConfigError, match="small_image_upsize is 'adaptive', expected \"always\" or \"never\""):
+        opened(tmp_path)

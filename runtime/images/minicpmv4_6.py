@@ -1,5 +1,6 @@
 """MiniCPM-V 4.6: a picture made small and, of one with many points, slices of it in the shape that is nearest; SigLIP, in whose middle
-windows of four patches become one row, and squares of those one for the text. A word in front says which of the pictures it is."""
+windows of four patches become one row, and squares of those one for the text. A word in front says which of the pictures it is.
+MiniCPM-OCR has four times as many rows, and may leave small pages as small as they are."""
 
 from __future__ import annotations
 
@@ -33,6 +34,8 @@ Grid = tuple[int, int]
 class MiniCpmV(TowerSight):
     VISION = {"minicpmv4_6_vision": USUAL}
     PROCESSORS = ("MiniCPMV4_6ImageProcessor",)
+    MODE = "16x"  # where nothing is said
+    grows = True  # a picture that is small for a slice
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
@@ -41,7 +44,7 @@ class MiniCpmV(TowerSight):
         self.most, self.resolution = keys.integer("max_slice_nums", 9, high=256), keys.integer("scale_resolution", 448, high=4096)
         self.slices, self.with_numbers = keys.flag("slice_mode", True), keys.flag("use_image_id", True)
         modes = {"16x": "16x", "4x": "4x"}
-        mode = self.outer.choice("downsample_mode", modes, "16x")
+        mode = self.outer.choice("downsample_mode", modes, self.MODE)
         if keys.choice("downsample_mode", modes, mode) != mode or keys.integer("patch_size", self.patch) != self.patch:
             raise keys.fail("downsample_mode and patch_size", f"{mode!r} and {self.patch}, as config.json says")
         if not keys.flag("do_resize", True):
@@ -100,7 +103,7 @@ class MiniCpmV(TowerSight):
     def sizes(self, height: int, width: int) -> list[Grid]:
         """Of all parts: the picture made small, then its slices row by row."""
         grid = self.grid(height, width)
-        small = self.fitted(height, width, grid is None)
+        small = self.fitted(height, width, grid is None and self.grows)
         if grid is None:
             return [small]
         rows, columns = grid
@@ -176,6 +179,19 @@ class MiniCpmV(TowerSight):
         return rows
 
 
+class MiniCpmOcr(MiniCpmV):
+    VISION = {"minicpm_ocr_vision": USUAL}
+    PROCESSORS = ("MiniCPMOcrImageProcessor",)
+    MODE = "4x"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        upsize = self.processor.text("small_image_upsize", "always")
+        if upsize not in ("always", "never"):  # the other way measures letters
+            raise self.processor.fail("small_image_upsize", '"always" or "never"')
+        self.grows = upsize == "always"
+
+
 class Merger:
     """Windows of patches see each other, and become one row: [n, D] -> [n / 4, D]."""
 
@@ -231,4 +247,4 @@ def _near(length: float, unit: int) -> int:
 
 
 def sight(source: TowerSource, config: ModelConfig) -> MiniCpmV:
-    return MiniCpmV(source, config)
+    return (MiniCpmOcr if source.config["model_type"] == "minicpm_ocr" else MiniCpmV)(source, config)
