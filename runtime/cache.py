@@ -77,7 +77,7 @@ class KVCache(CacheBytes):
 
     def clear(self) -> None:
         """Forget the text; memory stays allocated."""
-        self.n = 0
+        self.n = self.read_until = 0  # the second: behind the last prompt
         if self.states is not None:
             self.states.clear()
         self.sealed = 0  # pages sealed so far: they are sealed in order
@@ -103,10 +103,14 @@ class KVCache(CacheBytes):
 
     def begin(self, tokens: int, prompt: bool = False) -> Step:
         """Make room for `tokens` more. They count as held after `commit`. `prompt`: they are of one, for which no pages are picked, however
-        few it has left. Raises ValueError beyond the context."""
+        few it has left. Raises ValueError beyond the context, and for a prompt that does not go on from what is `lasting`."""
         if self.n + tokens > self.shape.ctx:
             raise ValueError(f"{self.n} + {tokens} tokens in a cache for {self.shape.ctx}")
         self.chosen = None
+        if prompt or tokens > 1:  # a text that is not read as an answer is written
+            if self.lasting < self.n:
+                raise ValueError(f"a prompt behind {self.n} tokens, of which {self.lasting} last")
+            self.read_until = self.n + tokens
         if self.states is not None:
             self.states.begin(self.n, tokens, prompt, self._way_back(self.n + tokens))
         if self.pool is not None and self.pool.stream is not None:
@@ -114,18 +118,33 @@ class KVCache(CacheBytes):
                 self._steps.clear()
         if self._begin_again(tokens):
             return self.step
-        positions = np.arange(self.n, self.n + tokens, dtype=np.int64)
-        last = self._page(self.n + tokens - 1)
-        for page in range(max(0, self._page(self.n)), last + 1):
+        positions, first, end = np.arange(self.n, self.n + tokens, dtype=np.int64), self._place(self.n), self._end(self.n + tokens)
+        places, last = positions + (first - self.n), self._page(first + tokens - 1)
+        for page in range(max(0, self._page(first)), last + 1):
             if page not in self._slot_of:
                 self._slot_of[page] = self._free.pop()
-        for page in (*([-1] if self.shape.sinks else ()), *range(max(0, self._page(self.n)), last + 1)):
-            self._use(page, self.n + tokens)
-        pages = np.where(positions < self.shape.sinks, -1, (positions - self.shape.sinks) // PAGE)
+        for page in (*([-1] if self.shape.sinks else ()), *range(max(0, self._page(first)), last + 1)):
+            self._use(page, end)
+        pages = np.where(places < self.shape.sinks, -1, (places - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
         slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
-        self.step = self._steps[tokens] = Step(self.n, positions, slots, positions - starts, self._blocks(self.n + tokens))
+        self.step = self._steps[tokens] = Step(self.n, positions, slots, places - starts, self._blocks(end))
         return self.step
+
+    def _place(self, position: int) -> int:
+        """Where the token at a position lies: of those that were written behind a prompt the latest take the places of the oldest, once as
+        many are held as may be. Attention sees them in whatever order, each as it was turned by its position."""
+        written = position - self.read_until
+        return position if self.shape.written is None or written < 0 else self.read_until + written % self.shape.written
+
+    def _end(self, n: int) -> int:
+        """How many places `n` tokens take."""
+        return n if self.shape.written is None else min(n, self.read_until + self.shape.written)
+
+    @property
+    def lasting(self) -> int:
+        """The first tokens that a prompt can go on from: all, unless of those that were written some are held no more."""
+        return self.n if self._end(self.n) == self.n else self.read_until
 
     def _way_back(self, end: int) -> int:
         """Where the states of a prompt are worth keeping, of which a pass ends at `end`: where `truncate` goes back to from behind it."""
@@ -143,13 +162,15 @@ class KVCache(CacheBytes):
     def _begin_again(self, tokens: int) -> bool:
         """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place,
         which jobs that were recorded over them read; who has a copy of them has to look."""
-        last, page = self._steps.get(tokens), self._page(self.n)
-        if last is None or any(self._page(each) != page for each in (last.position, last.positions[-1], self.n + tokens - 1)):
+        last, first, end = self._steps.get(tokens), self._place(self.n), self._end(self.n + tokens)
+        page = self._page(first)
+        if last is None or any(self._page(each) != page for each in (*map(self._place, (last.position, last.positions[-1])),
+                                                                     first + tokens - 1)):
             return False
         positions = np.arange(self.n, self.n + tokens)
-        last.rows[:] = positions - self._start(page)
-        last.blocks[-1, 3] = last.rows[-1] + 1
-        self._use(page, self.n + tokens)
+        last.rows[:] = positions + (first - self.n - self._start(page))
+        last.blocks[-1, 3] = end - self._start(self._page(end - 1))
+        self._use(page, end)
         self.step = self._steps[tokens] = Step(self.n, positions, last.slots, last.rows, last.blocks)
         return True
 
@@ -176,6 +197,8 @@ class KVCache(CacheBytes):
     def ahead(self) -> int:
         """Tokens that one pass may take so that each sees what it would in a pass of its own and those that are not committed leave no
         trace: no page is sealed before the last of them, and all lie in the open page of the first."""
+        if self.shape.written is not None:  # the next may take the place of one that this one sees
+            return 1
         return min(self._start(self._page(self.n) + 1), self._start(self.sealed + 1) + self.shape.window) - self.n
 
     def commit(self, tokens: int | None = None, seal: bool = True) -> None:
@@ -189,7 +212,7 @@ class KVCache(CacheBytes):
             raise ValueError(f"{tokens} tokens to commit, the step has {left}")
         before = self.n
         self.n += left if tokens is None else tokens
-        while seal and self.sealed < self.sealed_at(self.n):
+        while seal and self.sealed < self.sealed_at(self._end(self.n)):
             page, slot = self.sealed, self._slot_of[self.sealed]
             kind = self._kind(page)
             try:
@@ -257,6 +280,7 @@ class KVCache(CacheBytes):
 
     def _way_to(self, n: int) -> tuple[int, int]:
         """The most tokens, at most `n`, that can be all that is held, and how many of their pages are then sealed."""
+        n = min(n, self.lasting)
         sealed = min(self.sealed, self.sealed_at(n))
         if self.is_packed and sealed < self.sealed:
             n = min(n, self._start(sealed))
@@ -275,7 +299,7 @@ class KVCache(CacheBytes):
             self.sealed = sealed
             del self._kinds[sealed:]
         self._release_behind(n)
-        self.n = n
+        self.n, self.read_until = n, min(self.read_until, n)
         return n
 
     def _open_again(self, first: int, n: int) -> int:
@@ -299,9 +323,10 @@ class KVCache(CacheBytes):
 
     def exact_blocks(self) -> list[tuple[int, int]]:
         """(page, tokens held) of what is exact, in position order; -1 are the sinks."""
-        last = self._page(self.n - 1) if self.n else -1
-        pages = [*([-1] if self.n and self.shape.sinks else []), *range(self.sealed, last + 1)]
-        return [(page, min(self.n - self._start(page), PAGE if page >= 0 else self.shape.sinks)) for page in pages]
+        end = self._end(self.n)
+        last = self._page(end - 1) if end else -1
+        pages = [*([-1] if end and self.shape.sinks else []), *range(self.sealed, last + 1)]
+        return [(page, min(end - self._start(page), PAGE if page >= 0 else self.shape.sinks)) for page in pages]
 
     def read(self, page: int) -> list[np.ndarray]:
         """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot; then of its tokens what `indexes` keep."""
@@ -338,7 +363,7 @@ class KVCache(CacheBytes):
             self._forget(slot)
         self.clear()
         self._used.clear()
-        self.n, self.sealed, self._kinds = n, sealed, [1] * sealed
+        self.n, self.read_until, self.sealed, self._kinds = n, n, sealed, [1] * sealed
         for page, _ in self.exact_blocks():
             if page >= 0:
                 self._slot_of[page] = self._free.pop()

@@ -19,7 +19,7 @@ from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .images import taken_too
 from .model_config import ModelConfig
-from .stores.composite import text_alone, unknown_outside
+from .stores.composite import INNER, text_alone, unknown_outside
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
@@ -88,7 +88,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
     vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)
     ranks_lists = architectures == [LISTWISE] and made.get("model_type") == "qwen3"
-    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()))
+    first = (GENERATOR,) if raw.get("model_type") in INNER else ()  # as their own code called them
+    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()), *first)
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:

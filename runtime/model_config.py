@@ -58,7 +58,8 @@ class ModelConfig:
     pictures all tokens see each other, those of the answer what is before them. `cross_layers`: those that attend to pictures alone;
     `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written. `vector_width`: of what a matrix
     makes of a state that is pooled, 0 where there is none; `vector_inner`: how many numbers another makes before it, 0 for none.
-    `ranks_lists`: such vectors are made of documents and a query in one text, to be compared.
+    `ranks_lists`: such vectors are made of documents and a query in one text, to be compared. `written_window`: a token of an answer sees
+    the whole prompt and so many of those that were written, itself among them; None for all.
     """
 
     family: str
@@ -151,6 +152,7 @@ class ModelConfig:
     vector_width: int = 0
     vector_inner: int = 0
     ranks_lists: bool = False
+    written_window: int | None = None
     warnings: tuple[str, ...] = ()
 
     @property

@@ -105,7 +105,7 @@ def goes_on_from(cache: KVCache, held: Sequence[int], ids: Sequence[int], anew: 
     tokens are left of a longer chunk, which would go to another kernel, if the cache can go back so far. That kernel rounds otherwise,
     and of low-bit weights so much that a prompt had another answer when it came again. Few tokens with which a chunk begins are read
     again where it is not known to which kernel they went, or where all of it has few."""
-    known, sinks = min(common_prefix(held, ids), len(ids) - 1), cache.shape.sinks
+    known, sinks = min(common_prefix(held, ids), len(ids) - 1, cache.lasting), cache.shape.sinks
     begin, end = _begin(known, sinks, chunk), known + next(cut(known, len(ids), sinks, chunk))
     if known <= anew and end - begin > FEW:
         back = min(known, max(begin, end - FEW - 1))

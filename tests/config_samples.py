@@ -15,7 +15,8 @@ PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "n
           "bamba": {"attn_layer_indices": [1], "mamba_n_heads": 4}, "jamba": {"attn_layer_offset": 1},
           "kimi_linear": {"linear_attn_config": {"full_attn_layers": [2], "kda_layers": [1, 3, 4]}, "num_key_value_heads": 6},
           "codegen": {"n_head": 4, "rotary_dim": 8}, "gptj": {"rotary_dim": 8}, "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
-          "deepseek_ocr2_text": {"topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2},
+          **dict.fromkeys(("deepseek_ocr2_text", "unlimited_ocr_text"), {
+              "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "layer_types": ["full_attention"] * 4}),
           "longcat_flash": {"num_key_value_heads": 6},
           "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
 

@@ -1,6 +1,6 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -35,6 +35,12 @@ CASES = {
                           "num_key_value_heads": 1, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}}, ["<image>"],
                       {"image_token_id": FIRST},
                       DeepseekOcr2ImageProcessorPil(size={"height": 128, "width": 128}, tile_size=96, max_patches=2)),
+    "unlimited_ocr": ({"model_type": "unlimited_ocr_text", "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+                       "num_key_value_heads": 2, "sliding_window": 40},
+                      {"sam_config": {**SAM, "image_size": 64, "patch_size": 4, "window_size": 5, "downsample_channels": [16, 24]},
+                       "encoder_config": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
+                                          "image_size": 32, "patch_size": 8}}, ["<image>"], {"image_token_id": FIRST},
+                      UnlimitedOcrReady(size={"height": 64, "width": 64}, tile_size=48, max_patches=6)),
     "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 40},
                {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
                ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],

@@ -12,7 +12,8 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForImageTextToText, PreTrainedModel, PreTrainedTokenizerFast
+from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil, get_optimal_tiled_canvas
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
@@ -85,7 +86,8 @@ def opened(folder: Path) -> Sight:
 def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
     """Rows of ours, which are those of transformers' tower of what its processor made `ready`."""
     with torch.inference_mode():
-        found = model.model.get_image_features(**{key: torch.as_tensor(np.asarray(value)) for key, value in ready.items()})
+        found = model.model.get_image_features(**{key: value if isinstance(value, list) else torch.as_tensor(np.asarray(value))
+                                                  for key, value in ready.items()})
     wanted = found.pooler_output
     wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
     seen = sight.see(picture, Work())
@@ -145,6 +147,22 @@ class Cohere2Ready(GotOcr2ImageProcessorPil):
     def save_pretrained(self, folder: Path) -> None:
         super().save_pretrained(folder)
         config_changed(folder, "preprocessor_config.json", image_processor_type="Cohere2VisionImageProcessorFast")
+
+
+class UnlimitedOcrReady(DeepseekOcr2ImageProcessorPil):
+    """Unlimited OCR's, whose module asks for torchvision: DeepSeek-OCR 2's, of which it was made, and which tiles there are."""
+
+    def __call__(self, pictures: object, **options: object) -> BatchFeature:
+        ready, lone = super().__call__(pictures, **options), isinstance(pictures, np.ndarray)
+        grids = [get_optimal_tiled_canvas(each.shape[:2], (self.tile_size,) * 2, self.min_patches, self.max_patches)
+                 for each in ([pictures] if lone else pictures)]
+        ready["num_local_patches"] = [int(count) for count in ready["num_local_patches"]]
+        ready["patches_grid"] = [list(grid) if count else [1, 1] for grid, count in zip(grids, ready["num_local_patches"], strict=True)]
+        return ready
+
+    def save_pretrained(self, folder: Path) -> None:
+        super().save_pretrained(folder)
+        config_changed(folder, "preprocessor_config.json", image_processor_type="UnlimitedOcrImageProcessor")
 
 
 class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):

@@ -83,6 +83,37 @@ def test_the_first_layer_has_no_experts_where_deepseek_ocr_2_lists_none() -> Non
     assert parse_config({**OCR, "text_config": text}, strict=True) == parse_config(OCR, strict=True)
 
 
+# As the first config of Unlimited OCR is laid out: with the text part under another name, its window beside it, and code of its own.
+UNLIMITED = {
+    "architectures": ["UnlimitedOCRForCausalLM"], "auto_map": {"AutoModel": "modeling_unlimitedocr.UnlimitedOCRForCausalLM"},
+    "candidate_resolutions": [[1024, 1024]], "global_view_pos": "head", "model_type": "unlimited_ocr", "projector_config": {},
+    "sliding_window": 128, "tile_tag": "2D", "torch_dtype": "bfloat16", "vision_config": {"model_type": "vision"},
+    "bos_token_id": 0, "eos_token_id": 1, "language_config": {
+        "architectures": ["DeepseekV2ForCausalLM"], "auto_map": {"AutoModel": "modeling_deepseekv2.DeepseekV2Model"}, "bos_token_id": 0,
+        "eos_token_id": 1, "first_k_dense_replace": 1, "hidden_size": 1280, "intermediate_size": 6848, "kv_lora_rank": None,
+        "lm_head": True, "max_position_embeddings": 32_768, "moe_intermediate_size": 896, "n_group": 1, "n_routed_experts": 64,
+        "n_shared_experts": 2, "num_attention_heads": 10, "num_experts_per_tok": 6, "num_hidden_layers": 12, "num_key_value_heads": 10,
+        "q_lora_rank": None, "qk_nope_head_dim": 0, "qk_rope_head_dim": 0, "rm_head": False, "topk_group": 1, "topk_method": "greedy",
+        "torch_dtype": "bfloat16", "use_mla": False, "v_head_dim": 0, "vocab_size": 129_280}}
+
+
+def test_unlimited_ocr() -> None:
+    older = parse_config(UNLIMITED, strict=True)
+    newer = parse_config({"model_type": "unlimited_ocr", "text_config": {"model_type": "unlimited_ocr_text", "dtype": "bfloat16"}},
+                         strict=True)
+    assert older == newer and older.written_window == 128 and older.windows == (None,) * 12 and not older.tie_word_embeddings
+    assert older.mixture == parse_config(OCR, strict=True).mixture and older.max_position_embeddings == 32_768
+    wide = {**UNLIMITED, "sliding_window": 64}
+    assert parse_config(wide, strict=True).written_window == 64
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("layer_types", ["reference_sliding_attention", "full_attention"] * 6), ("layer_types", ["sliding_attention"] * 12),
+    ("sliding_window", 0), ("use_mla", True), ("mlp_bias", True)])
+def test_what_unlimited_ocr_may_not_have_is_named(key: str, value: object) -> None:
+    refused({"model_type": "unlimited_ocr", "text_config": {"model_type": "unlimited_ocr_text", key: value}}, key)
+
+
 def inside(key: str, value: object) -> dict[str, object]:
     return {**OCR, "text_config": {**OCR["text_config"], key: value}}
 

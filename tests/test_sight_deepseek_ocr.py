@@ -1,4 +1,4 @@
-"""DeepSeek-OCR 2: tiles and whole pages, the tower at two sizes, rows that read patches in order, and its prompt are transformers'."""
+"""DeepSeek-OCR 2 and Unlimited OCR: tiles and whole pages, the tower at two sizes, what reads patches, and prompts are transformers'."""
 
 from types import SimpleNamespace
 
@@ -9,6 +9,7 @@ from sight_cases import CASES
 from sight_models import PICTURES, config_changed, held_against, opened, seeing
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
+from transformers.models.unlimited_ocr.processing_unlimited_ocr import UnlimitedOcrProcessor
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
@@ -16,6 +17,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import mark
+from effllm.runtime.images.preprocessor import resized
 from effllm.runtime.images.tower_weights import is_of_tower, own_name
 from effllm.runtime.source import open_store
 from effllm.runtime.templates.prompting import Prompts
@@ -88,6 +90,83 @@ def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
     begin = words.special_tokens.get("bos_token", "")
     assert text == begin + "".join(f"{mark(each.digest)}\n" for each in shown) + "Free OCR."
     assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.seen.rows) for each in shown)
+
+
+@pytest.fixture(scope="module")
+def unlimited(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("unlimited")
+    model = seeing(folder, "unlimited_ocr", CASES["unlimited_ocr"])
+    config_changed(folder, "tokenizer_config.json", chat_template=None)
+    return folder, model, CASES["unlimited_ocr"][-1]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_pages_of_unlimited_ocr(unlimited, name):
+    """Values, rows and tokens: lines of tiles that are joined, and places between those that CLIP learned."""
+    folder, model, processor = unlimited
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    parts, _ = sight.values(picture)
+    values = [part.transpose(2, 0, 1) for part in parts]
+    assert np.array_equal(values[-1], ready["pixel_values"][0])
+    assert all(np.array_equal(own, theirs) for own, theirs in zip(values[:-1], ready.get("pixel_values_local", ()), strict=True))
+    counted = SimpleNamespace(image_processor=processor, patch_size=sight.patch, downsample_ratio=4, image_token="i")
+    told = UnlimitedOcrProcessor.replace_image_token(counted, ready, 0)
+    seen = held_against(sight, picture, model, ready)
+    assert seen.tokens == (PLACE,) * len(told)
+
+
+def test_unlimited_ocr_may_squeeze_whole_pages(unlimited, tmp_path):
+    """Where a preprocessor cuts no tiles, into a square up to a bound, and beyond it onto gray."""
+    for each in unlimited[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    config_changed(tmp_path, "preprocessor_config.json", crop_to_patches=False, maximum_pad_value=63)
+    padded = opened(tmp_path).values(PICTURES["wide"])
+    config_changed(tmp_path, "preprocessor_config.json", maximum_pad_value=64)
+    sight = opened(tmp_path)
+    squeezed = sight.values(PICTURES["wide"])
+    assert padded[1] == squeezed[1] == (0, 0) and len(padded[0]) == len(squeezed[0]) == 1
+    gray = opened(unlimited[0]).values(PICTURES["wide"])[0][-1]
+    assert np.array_equal(padded[0][0], gray) and padded[0][0].shape == squeezed[0][0].shape
+    assert np.array_equal(squeezed[0][0], sight.scale(resized(PICTURES["wide"], 64, 64, 3))) and not np.array_equal(squeezed[0][0], gray)
+    assert len(sight.see(PICTURES["wide"], Work()).rows) == 4 * 5 + 1
+
+
+def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, tmp_path):
+    """Queries, keys and values of CLIP's layers lie in one matrix where they are published."""
+    folder, model, _ = unlimited
+    for each in folder.iterdir():
+        (tmp_path / each.name).symlink_to(each)
+    (tmp_path / "model.safetensors").unlink()
+    save_file({name: tensor.numpy() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
+    published = load_file(folder / "model.safetensors")
+    assert any("qkv_proj" in name for name in published) and not any("qkv_proj" in name for name in model.state_dict())
+    for names in (published, model.state_dict()):
+        text = (*TEXT, *(name.replace("model.", "model.language_model.", 1) for name in TEXT))
+        assert all(is_of_tower(name, "unlimited_ocr") != name.startswith(text) for name in names)
+    seen, wanted = (opened(each).see(PICTURES["tiny"], Work()).rows for each in (tmp_path, folder))
+    assert np.array_equal(seen, wanted)
+
+
+def test_a_prompt_of_unlimited_ocr(unlimited):
+    folder, *_ = unlimited
+    config = read_config(folder)
+    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    shown = [album.take(PICTURES[name]) for name in ("tiny", "gray")]
+    asked = "".join(mark(each.digest) for each in shown) + "Multi page parsing."
+    text = Prompts(words, album=album).rendered([{"role": "user", "content": asked}], None)
+    assert text == words.special_tokens.get("bos_token", "") + asked
+
+
+def test_what_unlimited_ocr_may_not_have_is_refused(unlimited):
+    folder, model, _ = unlimited
+    before, vision = (folder / "config.json").read_text(), model.config.vision_config.to_dict()
+    config_changed(folder, "config.json", vision_config={**vision, "encoder_config": {**vision["encoder_config"], "hidden_size": 20}})
+    try:
+        with pytest.raises(ConfigError, match="hidden_size is 20, expected the 24 of downsample_channels"):
+            opened(folder).see(PICTURES["tiny"], Work())
+    finally:
+        (folder / "config.json").write_text(before)
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [

@@ -67,12 +67,13 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
             "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-            "step3p5", "vaultgemma", "youtu", "zamba2")
+            "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),
     "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
+    "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
     "granite4_vision": ("granite4_vision_text", "granite"),
@@ -89,7 +90,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-             "deepseek_ocr2", "minicpm_ocr",
+             "deepseek_ocr2", "minicpm_ocr", "unlimited_ocr",
              "got_ocr2", "granite4_vision", "granite_docling",
              "granite_speech", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
              "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "paddleocr_vl", "paligemma",

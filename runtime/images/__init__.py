@@ -40,7 +40,7 @@ SIGHTS: dict[str, str] = {
     "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",
-    "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3"}
+    "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
 UNSEEN = ("gemma3n",)  # model types of HEARING that take pictures too, which are not read
 
 

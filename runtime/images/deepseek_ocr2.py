@@ -36,7 +36,8 @@ class TiledPages(TowerSight):
     """Pages that are larger than a tile in `least` to `most` tiles, and all of them whole, in the middle of a gray square; a row that
     separates views stands behind. `grid` says how many rows and columns of tiles, (0, 0) where there are none."""
 
-    TILE, MOST, WIDTHS = 768, 6, [512, 896]  # of files that do not say
+    TILE, MOST, WIDTHS, ENCODER = 768, 6, [512, 896], ENCODER  # of files that do not say
+    crops_always = True  # None but such preprocessors are known
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
@@ -54,7 +55,8 @@ class TiledPages(TowerSight):
             raise keys.fail("size", "as high as it is wide")
         self.whole, self.tile = high, keys.integer("tile_size", self.TILE, high=MOST_SIDE)
         self.least, self.most = keys.integer("min_patches", 2, high=256), keys.integer("max_patches", self.MOST, high=256)
-        if not keys.flag("crop_to_patches", True):
+        self.crops = keys.flag("crop_to_patches", True)
+        if self.crops_always and not self.crops:
             raise keys.fail("crop_to_patches", "true")
         colour = keys.raw.get("background_color", [127, 127, 127])
         if not isinstance(colour, list) or len(colour) != 3 or not all(type(each) is int and 0 <= each <= 255 for each in colour):
@@ -89,28 +91,30 @@ class TiledPages(TowerSight):
 
     def bytes_needed(self) -> int:
         """Of what comes behind SAM too: its largest matrices in float32, and six rows for each of so many that go through it at once."""
-        keys = Keys({**ENCODER, **self.encoder.raw}, self.encoder.where)
+        keys = Keys({**self.ENCODER, **self.encoder.raw}, self.encoder.where)
         width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
         return super().bytes_needed() + 4 * (4 * width**2 + 3 * width * inner + 6 * max(TOGETHER, 2 * self.across(self.whole) ** 2) * width)
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         demand_shape(height, width)
-        if max(height, width) <= self.tile:
+        if not self.crops or max(height, width) <= self.tile:
             return 0, 0
         return fitted(height, width, self.tile, (self.least, self.most), self.most)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         """All tiles, row by row, then the whole page."""
-        height, width = picture.shape[:2]
-        (rows, columns), side = self.grid(height, width), self.tile
+        (rows, columns), side = self.grid(*picture.shape[:2]), self.tile
         parts = []
         if rows:
             cut = resized(picture, rows * side, columns * side, self.resample)
             parts = [cut[row * side : (row + 1) * side, column * side : (column + 1) * side] for row in range(rows) for column in
                      range(columns)]
-        factor = self.whole / max(height, width)
-        small = resized(picture, round(height * factor), round(width * factor), self.resample)
-        return [self.scale(each) for each in (*parts, squared(small, self.colour))]
+        return [self.scale(each) for each in (*parts, self.made_small(picture))]
+
+    def made_small(self, picture: np.ndarray) -> np.ndarray:
+        """The whole page in the middle of a gray square."""
+        factor = self.whole / max(picture.shape[:2])
+        return squared(resized(picture, *(round(side * factor) for side in picture.shape[:2]), self.resample), self.colour)
 
 
 class DeepseekOcr2(TiledPages):

@@ -86,12 +86,14 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 
 @dataclass(frozen=True)
 class CacheShape:
-    """How many tokens the cache is for: context, sinks, exact window, longest chunk."""
+    """How many tokens the cache is for: context, sinks, exact window, longest chunk. `written`: how many are held of those that were
+    written behind a prompt, at most as many as the exact window has; None for all."""
 
     ctx: int
     sink: int = 64
     window: int = 128
     chunk: int = 512
+    written: int | None = None
 
     @property
     def sinks(self) -> int:

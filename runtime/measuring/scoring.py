@@ -56,7 +56,7 @@ class Scoring:
         demand_writing(self.model.config)
         if not 0 < len(ids) <= self.n_ctx:
             raise ContextOverflow(f"{len(ids)} tokens to score in a context of {self.n_ctx}")
-        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known)) if known else 0
+        held = self.cache.truncate(min(common_prefix(self.tokens, ids), known, self.cache.lasting)) if known else 0
         if held:
             self.hold(ids[:held], min(self.anew, held))
         else:

@@ -54,7 +54,7 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 class CacheForm:
     """How the cache is made, whatever the context will be: `kv` as it was asked for, a codec for each layer that has pages, tokens that
     stay exact. `states`: bytes of each layer's state, 0 for one that has none; `paged`: the layers that have pages; `index`: bytes of
-    what each chooses by, of a page of tokens."""
+    what each chooses by, of a page of tokens. `written`: as of `CacheShape`."""
 
     kv: RawCodec | PackedCodec
     codecs: tuple[RawCodec | PackedCodec, ...]
@@ -64,6 +64,7 @@ class CacheForm:
     states: tuple[int, ...]
     paged: tuple[int, ...]
     index: tuple[int, ...]
+    written: int | None = None
 
     def by_layer(self, shape: CacheShape) -> tuple[tuple[int, ...], tuple[int, ...]]:
         """(bytes that are taken whatever the context, bytes of a page of the grid) of every layer; without what a policy adds."""
@@ -75,7 +76,8 @@ class CacheForm:
 
     def shape(self, ctx: int, tokens: int) -> CacheShape:
         """The cache of a context, for passes of so many tokens."""
-        return CacheShape(ctx, self.sinks, min(self.window, ctx), min(tokens, -(-ctx // PAGE) * PAGE))
+        return CacheShape(ctx, self.sinks, min(self.window, ctx), min(tokens, -(-ctx // PAGE) * PAGE),
+                          None if self.written is None else min(self.written, ctx))
 
     def unpacked(self, shape: CacheShape, ctx: int) -> str:
         """What to say of a packed cache that will hold no packed page; empty for others."""
@@ -107,9 +109,10 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
+    window = max(window, config.written_window or 0)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
     return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
-                              config.attention_layers, index_nbytes(config, kv))
+                              config.attention_layers, index_nbytes(config, kv), config.written_window)
 
 
 def ends_of(options: EngineOptions, profile: Profile | None = None, say: Callable[[str], None] = str) -> tuple[int, int]:

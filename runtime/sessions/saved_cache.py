@@ -59,10 +59,9 @@ LATER_UNLESS_USED = {  # at their default
     "curves", "cuts", "embedding_normed", "factors", "gate_bounds", "gates_apart", "gates_softplus", "gates_whole", "head_act",
     "head_bias", "head_in_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "last_norm",
     "latent", "layer_ffn", "layer_heads", "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_biased",
-    "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "ranks_lists",
-    "shared_blocks", "side_by_side", "slopes",
-    "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed", "vector_inner", "vector_width",
-    "without_mlp", "words_beside"}
+    "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "ranks_lists", "shared_blocks", "side_by_side",
+    "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed", "vector_inner", "vector_width", "without_mlp",
+    "words_beside", "written_window"}
 LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
 LATER_OF_MIXTURES = (", handed=0", ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None", ", of_inputs=False",
                      ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
@@ -173,7 +172,7 @@ def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], s
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
     OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
     cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
-    if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
+    if not tokens or cache.n != len(tokens) or cache.better or cache.lasting < cache.n:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.kept_nbytes, []

@@ -24,6 +24,7 @@ ON_GPU = "no speculation: on the GPU the numbers of a token depend on how many a
 PICKED = "no speculation: --kv-read sparse picks pages for one token at a time"
 MIXTURE = "no speculation: from the disk, every token of a draft would read experts of its own"
 NO_DRAFT = "--draft changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
+REPLACED = "no speculation: a token of this model's answers takes the place of one that the token before it sees"
 NEURONS = "no speculation: from the disk, every token of a draft would read neurons of its own"
 BESIDE_GPU = "--spec mtp changes nothing beside a GPU that may take layers: drafts come from the text alone (--device cpu)"
 NO_ROOM = "the model's own layer for drafts leaves too little memory: drafts come from the text alone (more --ram, a shorter -c)"
@@ -76,7 +77,7 @@ def decide(options: EngineOptions, config: ModelConfig, placement: Placement, dr
     asked = options.spec in ("lookup", "mtp") or options.draft is not None
     away = placement.residency or placement.expert_slots
     refused = (ON_GPU if "cuda" in placement.devices else MIXTURE if config.mixture is not None and away
-               else NEURONS if placement.slots
+               else NEURONS if placement.slots else REPLACED if config.written_window is not None
                else PICKED if placement.kv_pages is not None and options.kv_read == "sparse" else "")
     if refused and draft is not None:
         draft.store.close()

@@ -20,6 +20,7 @@ OUTER_HARMLESS = frozenset({
     "do_image_splitting", "downsample_factor", "downsample_mode",
     "downsample_rate", "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_config",
     "encoder_patch_size", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index", "has_lora_adapter", "ignore_index",
+    "candidate_resolutions", "global_view_pos", "language_config", "tile_tag",
     "ignored_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id", "image_grid_pinpoints",
     "image_seq_length", "image_size", "image_start_id", "image_start_token_id", "image_token_id", "image_token_index",
     "img_token_compression_config", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens", "max_num_patches",
@@ -35,16 +36,17 @@ OUTER_HARMLESS = frozenset({
     "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id", "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
-UNTIED = ("deepseek_ocr2", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe")
+UNTIED = ("deepseek_ocr2", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
              "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
-KNOWN_CODE = ("paddleocr_vl",)  # whose checkpoints bring code that became part of transformers
+KNOWN_CODE = ("paddleocr_vl", "unlimited_ocr")  # whose checkpoints bring code that became part of transformers
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {"paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
+INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
 FLAT = ("paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
@@ -99,6 +101,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     """What is said of the text part, its rotary positions as those of text."""
     kind = raw["model_type"]
     inner = Keys(Keys(raw).section(THINKER) or raw).section("text_config")
+    if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:  # whose window the outer object says
+        inner = {"sliding_window": raw.get("sliding_window"), **older, "model_type": families.COMPOSITE[kind][0]}
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}

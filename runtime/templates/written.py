@@ -36,4 +36,7 @@ LINES = """{%- for message in messages -%}
 {%- for part in parts -%}{{ '<image>\\n' if part['type'] == 'image' else part['text'] }}{%- endfor -%}
 {%- if message['role'] == 'assistant' -%}{{ eos_token }}{%- endif -%}
 {%- endfor -%}"""
-WRITTEN: Mapping[str | None, str] = {"deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX}  # by model type
+# Unlimited OCR: the same with pages one behind the other, and what is asked (document parsing., Multi page parsing.) behind them.
+BESIDE = LINES.replace("'<image>\\n'", "'<image>'")
+WRITTEN: Mapping[str | None, str] = {"deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX,
+                                     "unlimited_ocr": BESIDE}  # by model type

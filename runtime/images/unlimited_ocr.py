@@ -1,0 +1,126 @@
+"""Unlimited OCR: a page in tiles in the shape that is nearest to its own, and once whole on gray; SAM's tower, whose patches a CLIP reads,
+what both made side by side; lines of tiles are joined, and a row ends each."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config_reader import Keys
+from . import PLACE
+from .deepseek_ocr2 import TiledPages, load_pages
+from .lfm2_vl import placed
+from .preprocessor import resized
+from .sam import cubic
+from .tower_parts import CURVES, Block, Crew, Matrix, product
+from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
+from .tower_weights import Weights
+from .vision_transformer import CLIP, TOGETHER, layer_count
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+NAMES = ("vision_tower.vision_encoder.", "encoder.layers"), ("vision_model.", "transformer.layers")  # the second as it was published
+LARGE = {**CLIP, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14}
+
+
+class UnlimitedOcr(TiledPages):
+    VISION = {"unlimited_ocr_vision": {}, "vision": {}}
+    PROCESSORS = ("UnlimitedOcrImageProcessor",)
+    TILE, MOST, WIDTHS, ENCODER, crops_always = 640, 32, [512, 1024], LARGE, False
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        self.squeezed = self.processor.integer("maximum_pad_value", 640, high=1 << 14)
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        (rows, columns), tile, whole = self.grid(height, width), self.across(self.tile), self.across(self.whole)
+        return (PLACE,) * (rows * tile * (columns * tile + 1) + whole * (whole + 1) + 1)
+
+    def made_small(self, picture: np.ndarray) -> np.ndarray:
+        if not self.crops and self.whole <= self.squeezed:
+            return resized(picture, self.whole, self.whole, self.resample)
+        return super().made_small(picture)
+
+    def load(self, weights: Weights) -> Rows:
+        tower, reading, hidden = load_pages(weights, self), Clip(weights, self), self.config.hidden_size
+        project = weights.matrix("multi_modal_projector", hidden, reading.width + self.widths[-1], bias=True)
+        newline, separator = (weights.numbers(name, hidden) for name in ("image_newline", "view_separator"))
+        count = layer_count(self)
+
+        def lined(made: np.ndarray) -> np.ndarray:
+            """A grid [lines, columns, hidden] as rows."""
+            return np.concatenate([made, np.broadcast_to(newline, (len(made), 1, hidden))], axis=1).reshape(-1, hidden)
+
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: Crew) -> np.ndarray:
+            parts, (down, across) = values
+            tiles, whole = parts[:-1], parts[-1:]
+            few = max(1, TOGETHER // (self.across(self.tile) ** 2 + 1))
+            groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
+            crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
+            made = [product(reading.read([tower(part, crew) for part in group], crew), project, crew) for group in groups]
+            side = self.across(self.whole)
+            found = [lined(made.pop().reshape(side, side, hidden)), separator[None]]
+            if tiles:
+                side = self.across(self.tile)
+                grid = np.concatenate(made).reshape(down, across, side, side, hidden).swapaxes(1, 2)
+                found.insert(0, lined(grid.reshape(down * side, across * side, hidden)))
+            return np.concatenate(found)
+
+        return rows
+
+    def values(self, picture: np.ndarray) -> tuple[list[np.ndarray], tuple[int, int]]:
+        """As of `TiledPages`, and the rows and columns of tiles."""
+        return super().values(picture), self.grid(*picture.shape[:2])
+
+
+class Clip:
+    """CLIP's layers over what SAM made of patches, behind a row of their own."""
+
+    def __init__(self, weights: Weights, sight: UnlimitedOcr) -> None:
+        stated = {key: value for key, value in sight.encoder.raw.items() if value is not None}
+        keys = Keys({**LARGE, **stated}, sight.encoder.where)
+        name, layers = next((each for each in NAMES if weights.has(f"{each[0]}pre_layrnorm.weight")), NAMES[0])
+        self.width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
+        count, heads, eps = keys.integer("num_hidden_layers", high=MOST_LAYERS), keys.integer("num_attention_heads", high=1024), \
+            keys.number("layer_norm_eps")
+        if self.width != sight.widths[-1] or self.width % heads:
+            raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels, and a multiple of {heads} heads")
+        self.side = keys.integer("image_size", high=1 << 14) // keys.integer("patch_size", high=1 << 10)
+        curve, width = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "quick_gelu")], self.width
+
+        def looked(own: str) -> list[Matrix]:
+            if weights.has(f"{own}qkv_proj.weight"):
+                return weights.matrix(f"{own}qkv_proj", 3 * width, width, bias=True).parts(3)
+            return [weights.matrix(f"{own}{which}_proj", width, width, bias=True) for which in "qkv"]
+
+        def block(number: int) -> Block:
+            own = f"{name}{layers}.{number}."
+            return Block((weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
+                         *looked(f"{own}self_attn."), weights.matrix(f"{own}self_attn.out_proj", width, width, bias=True),
+                         weights.matrix(f"{own}mlp.fc1", inner, width, bias=True), weights.matrix(f"{own}mlp.fc2", width, inner, bias=True),
+                         curve, heads)
+
+        self.blocks = [block(number) for number in range(count)]
+        self.first = weights.numbers(f"{name}embeddings.class_embedding", width)
+        self.places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.side**2 + 1, width)
+        self.before = weights.layer_norm(f"{name}pre_layrnorm", width, eps)  # so it is written
+
+    def read(self, parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+        """What SAM made of some parts, [rows, rows, D] each -> what both made, [parts * rows², 2 * D]."""
+        rows, count = len(parts[0]), len(parts[0]) ** 2 + 1
+        table = self.places[1:].reshape(self.side, self.side, -1)
+        spread = self.places[1:] if rows == self.side else placed(table, rows, rows, cubic)
+        given = np.stack(parts).reshape(len(parts), count - 1, self.width)
+        x = np.concatenate([np.broadcast_to(self.first, (len(parts), 1, self.width)), given], axis=1)
+        x += np.concatenate([self.places[:1], spread])
+        x = self.before(x.reshape(-1, self.width))
+        for block in self.blocks:
+            block.run(x, [(at, at + count) for at in range(0, len(x), count)], crew)
+        return np.concatenate([x.reshape(len(parts), count, -1)[:, 1:], given], axis=-1).reshape(-1, 2 * self.width)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> UnlimitedOcr:
+    return UnlimitedOcr(source, config)

@@ -1,0 +1,148 @@
+"""Unlimited OCR's attention: an answer sees the whole prompt and a window of itself. Logits of prompts, of tokens that are written behind
+them, and of what goes on from an answer are those of transformers' cache for such models."""
+
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from transformers import DynamicCache
+
+from effllm.runtime.config import parse_config
+from effllm.runtime.config_reader import read_json
+from effllm.runtime.engine import open_engine
+from effllm.runtime.kv.cache_shape import CacheShape
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sampler import Sampler, SamplerSettings
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, written
+
+WINDOW, STEPS = 20, 50
+PROMPTS = (3, 60, 64, 150, 185)  # among them such that the window lies over the sinks' end, over that of a page, and in one page
+
+
+@pytest.fixture(scope="module", params=[WINDOW, pytest.param(150, marks=pytest.mark.slow)])
+def model(request, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("written")
+    case = CASES["unlimited_ocr_text"]
+    made = written(Case(case.family, {**case.changes, "sliding_window": request.param}, inside=case.inside), folder)
+    return folder, made, request.param
+
+
+@pytest.fixture(scope="module")
+def engine(model):
+    *_, engine = open_engine(model[0], EngineOptions(kv="32bit", device="cpu", ctx=CONTEXT, chunk=128))
+    yield engine
+    engine.close()
+
+
+def stepped(model, prompt: list[int], answer: list[int]) -> np.ndarray:
+    """Logits behind a prompt and behind each token of an answer but the last, by transformers' own cache."""
+    cache, found = DynamicCache(config=model.config.get_text_config()), []
+    with torch.inference_mode():
+        for ids in (prompt, *([token] for token in answer[:-1])):
+            found.append(model(input_ids=torch.tensor([ids]), past_key_values=cache, use_cache=True).logits[0, -1].numpy())
+    return np.stack(found)
+
+
+@pytest.mark.parametrize("length", PROMPTS)
+def test_an_answer_sees_the_prompt_and_its_own_last_tokens(model, engine, length):
+    _, theirs, window = model
+    ids = text(theirs, length + window + STEPS)
+    prompt, answer = ids[:length], ids[length:]
+    wanted = stepped(theirs, prompt, answer)
+    engine.reset()
+    list(engine.prefill(prompt))
+    ours = [engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in answer[:-1])]
+    assert_close(np.stack(ours), wanted)
+    everything = oracle(theirs, ids)[length - 1 : -1]
+    apart = np.abs(everything - wanted).max(-1) > 1e-3 * np.abs(everything).max()
+    assert not apart[: window + 1].any() and apart[window + 2 :].any()  # a window that is not there shows
+    assert engine.cache.n == len(ids) - 1 and engine.cache.lasting == length
+
+
+def test_greedy_tokens_and_what_goes_on_from_them(model, engine):
+    """The answer is no more than its window when the next prompt comes: it is read again, and sees all of itself."""
+    _, theirs, window = model
+    prompt = text(theirs, 90)
+    engine.reset()
+    list(engine.prefill(prompt))
+    steps = list(engine.generate(Sampler(SamplerSettings(temperature=0), engine.config.vocab_size), window + 30, frozenset()))
+    answer = [step.token for step in steps]
+    assert stepped(theirs, prompt, answer).argmax(-1).tolist() == answer
+    on = prompt + answer + text(theirs, 25)
+    list(engine.prefill(on))
+    assert engine.reused == len(prompt) and engine.cache.lasting == len(on)
+    assert_close(engine._logits[None], oracle(theirs, on)[-1:])
+    few = on + answer[: window - 1]
+    list(engine.prefill(on))
+    for token in answer[: window - 1]:
+        engine.forward_logits([token])
+    list(engine.prefill([*few, 7]))  # an answer shorter than the window is held whole
+    assert engine.reused >= len(few) - 8
+    assert_close(engine._logits[None], oracle(theirs, [*few, 7])[-1:])
+
+
+def test_two_sequences_side_by_side(model, engine):
+    """In one pass, each with its own prompt's end."""
+    from effllm.runtime.kv.joint_cache import JointCache
+
+    _, theirs, window = model
+    prompts, answer = [text(theirs, 40), text(theirs, 130)], text(theirs, window + 30)
+    wanted = [stepped(theirs, prompt, answer)[1:] for prompt in prompts]
+    other = engine.another()
+    try:
+        for each, prompt in zip((engine, other), prompts, strict=True):
+            each.reset()
+            list(each.prefill(prompt))
+        joint = JointCache([engine.cache, other.cache], engine.backends["cpu"], {})
+        found = []
+        for token in answer[:-1]:
+            x = engine.model.forward(np.array([token, token], np.int64), joint)
+            found.append(engine.model.logits(x).copy())
+        for place in range(2):
+            assert_close(np.stack(found)[:, place], wanted[place])
+    finally:
+        other.cache.close()
+
+
+def test_packed_pages_are_the_prompts_alone(model, engine):
+    folder, theirs, window = model
+    ids = text(theirs, 470)
+    *_, packed = open_engine(folder, EngineOptions(kv="8bit", device="cpu", ctx=CONTEXT, chunk=128, force=True))
+    try:
+        found = []
+        for each in (engine, packed):
+            each.reset()
+            list(each.prefill(ids[:400]))
+            found.append(np.stack([each.forward_logits([token])[0].copy() for token in ids[400:]]))
+        assert packed.cache.sealed >= 1 and packed.cache.shape.sinks + 128 * packed.cache.sealed <= 400
+        assert np.abs(found[0] - found[1]).mean() < 0.01 * np.abs(found[0]).max()
+    finally:
+        packed.close()
+
+
+def test_drafts_are_not_verified_over_places_that_are_taken(model, engine):
+    engine.reset()
+    list(engine.prefill(text(model[1], 30)))
+    assert engine.cache.ahead == 1
+
+
+def test_a_prompt_cannot_go_on_from_what_is_gone(model, engine):
+    _, theirs, window = model
+    engine.reset()
+    list(engine.prefill(text(theirs, 30)))
+    for token in text(theirs, window + 5):
+        engine.forward_logits([token])
+    with pytest.raises(ValueError, match="of which 30 last"):
+        engine.cache.begin(4, prompt=True)
+    assert engine.cache.truncate(40) == 30
+
+
+def test_the_exact_window_holds_what_is_written(model):
+    raw = read_json(model[0] / "config.json")
+    assert parse_config(raw).written_window == model[2]
+    assert parse_config({**raw, "text_config": {**raw["text_config"], "layer_types": ["full_attention"] * 3}}).written_window is None
+    assert CacheShape(512).written is None
