@@ -70,8 +70,8 @@ RELATED = {
         "topk_method": "group_limited_greedy", **rope("linear", factor=4.0)}, dtype="bfloat16", inside="deepseek_ocr2"),
     "unlimited_ocr_text": Case("unlimited_ocr_text", {**GLM_EXPERTS, "vocab_size": 301, "num_key_value_heads": 4}, inside="unlimited_ocr"),
     "unlimited_ocr, full attention, bfloat16": Case("unlimited_ocr_text", {
-        **GLM_EXPERTS, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "dense"]}, dtype="bfloat16",
-        inside="unlimited_ocr"),
+        **GLM_EXPERTS, "layer_types": ["full_attention"] * 3, "mlp_layer_types": ["dense", "sparse", "dense"], "num_key_value_heads": 4},
+        dtype="bfloat16", inside="unlimited_ocr"),
     "mllama_text_model": Case("mllama_text_model", {"vocab_size": 301, "cross_attention_layers": [1]}, shard="60KB", inside="mllama"),
     "mllama, bfloat16": Case("mllama_text_model", {
         "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(
