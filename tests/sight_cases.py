@@ -2,6 +2,9 @@
 
 from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from fastvit_torch import ARGS
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, UnifiedReady
+from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -41,6 +44,11 @@ CASES = {
                        "encoder_config": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
                                           "image_size": 32, "patch_size": 8}}, ["<image>"], {"image_token_id": FIRST},
                       UnlimitedOcrReady(size={"height": 64, "width": 64}, tile_size=48, max_patches=6)),
+    "fast_vlm": ({"model_type": "qwen2"},
+                 {"model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 128, "model_args": ARGS}, ["<image>"],
+                 {"image_token_index": FIRST},
+                 CLIPImageProcessorPil(size={"shortest_edge": 192}, crop_size={"height": 192, "width": 192}, image_mean=[0.0] * 3,
+                                       image_std=[1.0] * 3)),
     "gemma3": ({"model_type": "gemma3_text", "query_pre_attn_scalar": 24, "sliding_window": 40},
                {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},
                ["<image_soft_token>", "<start_of_image>", "<end_of_image>"],

@@ -12,6 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import transformers
+from fastvit_torch import wrapped
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil, get_optimal_tiled_canvas
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
@@ -47,6 +48,7 @@ def pictures() -> dict[str, np.ndarray]:
 PICTURES = pictures()
 
 
+@wrapped()
 def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[str, object], words: list[str] = (),
          **more: object) -> PreTrainedModel:
     """A random model saved in `folder` with the packaged tokenizer, to which `words` are added; as transformers reads it."""
@@ -56,6 +58,9 @@ def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[s
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+        for name, buffer in model.named_buffers():
+            if "running" in name:
+                buffer.add_(torch.rand_like(buffer) * 0.3)
     model.save_pretrained(folder)
     for name in ("tokenizer_config.json", "generation_config.json"):
         shutil.copy(FABLE / name, folder / name)

@@ -72,7 +72,7 @@ MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatev
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),
-    "exaone4_5": ("exaone4", "exaone4_5_text"), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
+    "exaone4_5": ("exaone4", "exaone4_5_text"), "fast_vlm": ("qwen2",), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
     "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
@@ -89,9 +89,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
-BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "exaone4_5", "glm46v", "glm4v", "glm4v_moe", "glm_ocr",
-             "deepseek_ocr2", "minicpm_ocr", "unlimited_ocr",
-             "got_ocr2", "granite4_vision", "granite_docling",
+BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
+             "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "minicpm_ocr", "unlimited_ocr",
              "granite_speech", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next",
              "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "paddleocr_vl", "paligemma",
              "qwen2_5_omni",

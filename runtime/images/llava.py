@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 MOST_SQUARE = 1 << 27  # points of a picture with a border that makes it a square
 
 
-class Llava(TowerSight):
-    VISION = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
+class OfOneSize(TowerSight):
+    """Pictures that all become a square of one size: their middle, or with a border."""
+
     PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
-    LAYER, STRATEGY = -2, "default"
     CROPS = True  # cuts the middle out where its preprocessor does not say; SigLIP's do not
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
@@ -41,15 +41,42 @@ class Llava(TowerSight):
         if not keys.flag("do_resize", True) or not ({"height", "width"} <= size.keys() or "shortest_edge" in size and self.crop):
             raise keys.fail("size", "a size that all pictures have then")
         self.size = size
-        final = square(keys, "crop_size", 224) if self.crop else square(keys, "size", size)
-        if final != (self.side, self.side):
-            raise ConfigError(f"{keys.where}: pictures become {final[0]} × {final[1]}, but the tower takes {self.side} × {self.side}")
+        self.final = square(keys, "crop_size", 224) if self.crop else square(keys, "size", size)
+        self.placeholder = self.around.text("image_token", "<image>")
+
+    def made_ready(self, picture: np.ndarray) -> np.ndarray:
+        """One tile: uint8 [height, width, 3] -> float32 of the final size."""
+        height, width = picture.shape[:2]
+        if "shortest_edge" in self.size:
+            height, width = shorter_to(height, width, self.size["shortest_edge"])
+        else:
+            height, width = self.size["height"], self.size["width"]
+        picture = resized(picture, height, width, self.resample)
+        return self.scale(cropped(picture, *self.final) if self.crop else picture)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        demand_shape(*picture.shape[:2])
+        if self.processor.flag("do_pad", False):
+            if max(picture.shape[:2]) ** 2 > MOST_SQUARE:
+                raise UsageError(f"a picture of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
+            picture = squared(picture, [int(255 * each) for each in self.scale.mean])
+        return [self.made_ready(picture)]
+
+
+class Llava(OfOneSize):
+    VISION = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
+    LAYER, STRATEGY = -2, "default"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        if self.final != (self.side, self.side):
+            raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes "
+                              f"{self.side} × {self.side}")
         if self.side % self.patch and self.side < self.patch:
             raise ConfigError(f"config.json: vision_config: patch_size {self.patch} is more than image_size {self.side}")
         self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
                                              self.STRATEGY) == "default"
         self.wanted = wanted_layers(self, self.LAYER)
-        self.placeholder = self.around.text("image_token", "<image>")
 
     @property
     def patches(self) -> int:
@@ -62,24 +89,6 @@ class Llava(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return (PLACE,) * (self.patches - self.drops_first)
-
-    def made_ready(self, picture: np.ndarray) -> np.ndarray:
-        """One tile: uint8 [height, width, 3] -> float32 [side, side, 3]."""
-        height, width = picture.shape[:2]
-        if "shortest_edge" in self.size:
-            height, width = shorter_to(height, width, self.size["shortest_edge"])
-        else:
-            height, width = self.size["height"], self.size["width"]
-        picture = resized(picture, height, width, self.resample)
-        return self.scale(cropped(picture, self.side, self.side) if self.crop else picture)
-
-    def values(self, picture: np.ndarray) -> list[np.ndarray]:
-        demand_shape(*picture.shape[:2])
-        if self.processor.flag("do_pad", False):
-            if max(picture.shape[:2]) ** 2 > MOST_SQUARE:
-                raise UsageError(f"a picture of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
-            picture = squared(picture, [int(255 * each) for each in self.scale.mean])
-        return [self.made_ready(picture)]
 
     def load(self, weights: Weights) -> Rows:
         project = self.projector(weights)

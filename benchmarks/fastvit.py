@@ -1,0 +1,95 @@
+#!/usr/bin/env python3
+"""How long FastVLM's tower takes for a picture of 1,024 points a side, and whether it sees what timm's does, which is transformers' too.
+
+The tower has its published sizes (125 million weights) and random weights in float32; the other side is timm's module in torch. Both look
+at the same values by turns with as many threads. Figures are medians of the rounds.
+
+    pip install --no-deps timm torchvision      # of torch's version; into a folder of their own on PYTHONPATH, say
+    python benchmarks/fastvit.py [--rounds 3] [--no-results]
+
+Needs 3 GB of memory, torch and safetensors (`make setup`), and a minute.
+"""
+
+import argparse
+import tempfile
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import numpy as np
+import torch
+from safetensors.torch import save_file
+
+from effllm.offload.checkpoint import TensorStore
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.images import Work
+from effllm.runtime.images.fast_vlm import ARCHITECTURES
+from effllm.runtime.images.fastvit import FastVit, load_fastvit
+from effllm.runtime.images.tower_parts import Crew
+from effllm.runtime.images.tower_weights import Weights
+from report import Figure, publish
+
+NAME, SIDE, PREFIX = "fastvit_mci3", 1024, "vision_tower.timm_model."
+# Operators of torchvision that it describes when it is imported and nothing here calls: beside a torch for CPUs its own are not loaded.
+UNUSED = ("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward",
+          "ps_roi_pool", "_ps_roi_pool_backward", "qroi_align", "deform_conv2d", "_deform_conv2d_backward")
+INTRO = ("FastViTHD of 125 million random weights in float32, a picture of 1,024 points a side: {threads} threads, both sides by turns, "
+         "medians of {rounds} behind one that is not counted. Rows differ by {worst:.1g} of the largest.")
+
+
+def made() -> torch.nn.Module:
+    described = torch.library.Library("torchvision", "FRAGMENT")
+    for name in UNUSED:
+        described.define(f"{name}(Tensor x) -> Tensor")
+    import timm
+
+    torch.manual_seed(0)
+    model = timm.create_model(NAME, num_classes=0, inference_mode=True).eval()
+    with torch.no_grad():
+        for each in [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.ndim)]:
+            each.add_(torch.rand_like(each) * 0.02)
+    return model
+
+
+def read(model: torch.nn.Module) -> FastVit:
+    with tempfile.TemporaryDirectory() as place:
+        save_file({PREFIX + name: each.contiguous() for name, each in model.state_dict().items()}, Path(place) / "model.safetensors")
+        with Weights(TensorStore.open(Path(place)), "the module") as weights:
+            return load_fastvit(weights, PREFIX, *ARCHITECTURES[NAME])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    threads = cpu_threads()
+    torch.set_num_threads(threads)
+    model = made()
+    tower, values = read(model), np.random.default_rng(0).random((SIDE, SIDE, 3), np.float32)
+
+    def ours() -> np.ndarray:
+        with Crew(threads, Work()) as crew:
+            return tower.seen(values, crew)
+
+    def theirs() -> np.ndarray:
+        with torch.inference_mode():
+            return model.forward_features(torch.from_numpy(values).permute(2, 0, 1)[None]).flatten(2)[0].T.numpy()
+
+    sides, took, rows = {"ours": ours, "torch": theirs}, {"ours": [], "torch": []}, {}
+    for _ in range(1 + options.rounds):
+        for name, look in sides.items():
+            started = perf_counter()
+            rows[name] = look()
+            took[name].append(perf_counter() - started)
+    worst = np.abs(rows["ours"] - rows["torch"]).max() / np.abs(rows["torch"]).max()
+    assert worst < 1e-4, f"the sides see something else: {worst:.2g} of the largest"
+    found = {name: median(each[1:]) for name, each in took.items()}
+    publish("fastvit", "FastVLM's tower", INTRO.format(threads=threads, rounds=options.rounds, worst=worst),
+            [Figure("ratio", "torch's time by ours", "1,024 points a side", found["torch"] / found["ours"], "x"),
+             Figure("ours", "ours", "1,024 points a side", found["ours"], "s"),
+             Figure("torch", "timm's module in torch", "1,024 points a side", found["torch"], "s")], not options.no_results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,102 @@
+"""FastVLM: a large picture of one size through FastViTHD, two layers to the model's width, and a row for 64 points of it each way."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.hardware import cpu_threads
+from ..config_reader import ConfigError, Keys, show
+from . import PLACE
+from .fastvit import ATTENDING, HEAD, PIECE, SCALE, WIDER, load_fastvit
+from .llava import OfOneSize
+from .tower_parts import CURVES, ROWS, Crew, two_layers
+from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight
+from .tower_weights import Weights
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+STAGES = 5
+# Towers by their names in timm: layers and width of each stage.
+ARCHITECTURES = {"fastvit_mci3": ((2, 12, 24, 4, 2), (96, 192, 384, 768, 1536))}
+ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # what else is said of one
+
+
+class FastVlm(OfOneSize):
+    VISION = {"timm_wrapper": {"architecture": "fastvit_mci3", "hidden_size": 3072}}
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        named = self.vision.text("architecture")
+        if named not in ARCHITECTURES:
+            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+                             f"known: {', '.join(ARCHITECTURES)}; text alone works")
+        said = Keys(self.vision.section("model_args") or {}, "config.json: vision_config: model_args")
+        unknown = sorted(said.raw.keys() - set(ARGUMENTS))
+        if unknown:
+            raise ConfigError(f"{said.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
+                              f"known: {', '.join(ARGUMENTS)}; text alone works")
+        if not said.flag("inference_mode", False):
+            raise UsageError("its tower holds the branches that it was trained with, which are not read",
+                             "take the model as published, whose branches are one (inference_mode: true); text alone works")
+        self.layers, self.widths = (_stages(said, name, usual, high) for name, usual, high in
+                                    zip(("layers", "embed_dims"), ARCHITECTURES[named], (MOST_LAYERS, MOST_WIDTH), strict=True))
+        if any(self.widths[stage] % HEAD for stage in ATTENDING) or any(wide % slim for slim, wide in zip(self.widths, self.widths[1:],
+                                                                                                        strict=False)):
+            raise said.fail("embed_dims", f"widths of which each is a multiple of the one before, the last two of {HEAD}")
+        if self.width != 2 * self.widths[-1]:
+            raise ConfigError(f"config.json: vision_config: hidden_size is {self.width}, but the tower makes {2 * self.widths[-1]} of "
+                              "a picture's points")
+        if any(side % SCALE for side in self.final) or self.final[0] != self.final[1]:
+            raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes squares of "
+                              f"a multiple of {SCALE}")
+        self.outer.choice("vision_feature_select_strategy", {"full": "full"}, "full")
+        if self.outer.raw.get("vision_feature_layer", -1) != -1:
+            raise self.outer.fail("vision_feature_layer", "-1")
+
+    @property
+    def most_patches(self) -> int:
+        return (self.final[0] // SCALE) ** 2
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        return (PLACE,) * self.most_patches
+
+    def bytes_needed(self) -> int:
+        """Weights, a layer's matrices in float32, what the first convolution reads and makes, which is more than any other map, and the
+        pieces that threads have in hand."""
+        with self.source.saying(), self.source.weights() as weights:
+            matrices, points = 2 * WIDER * self.widths[-1] ** 2, self.final[0] ** 2
+            maps = 3 * points + (27 + self.widths[0]) * points // 4
+            pieces = (6 * PIECE + points + 8 * self.widths[-1] * ROWS) * (self.threads or cpu_threads())
+            return weights.nbytes + 4 * (matrices + maps + pieces)
+
+    def load(self, weights: Weights) -> Rows:
+        tower = load_fastvit(weights, "vision_tower.timm_model.", self.layers, self.widths)
+        width = self.config.hidden_size
+        bias = self.outer.flag("multimodal_projector_bias", True)
+        first = weights.matrix("multi_modal_projector.linear_1", width, self.width, bias)
+        second = weights.matrix("multi_modal_projector.linear_2", width, width, bias)
+        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+
+        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            return two_layers(tower.seen(tiles[0], crew), first, second, curve, crew)
+
+        return rows
+
+
+def _stages(said: Keys, name: str, usual: tuple[int, ...], high: int) -> tuple[int, ...]:
+    """A number for each stage."""
+    value = said.raw.get(name)
+    if value is None:
+        return usual
+    if not isinstance(value, list) or len(value) != STAGES or any(type(each) is not int or not 1 <= each <= high for each in value):
+        raise said.fail(name, f"{STAGES} whole numbers from 1 to {high}")
+    return tuple(value)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+    return FastVlm(source, config)
