@@ -24,7 +24,7 @@ ROPE_KEYS: Mapping[str, frozenset[str]] = {
     "proportional": frozenset({"factor"}),
 }
 # max_position_embeddings repeats what stands beside the section; mrope says which channels turn by which of a picture's positions
-ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section"})
+ROPE_HARMLESS = frozenset({"finetuned", "max_position_embeddings", "mrope_interleaved", "mrope_section", "xdrope_section"})
 TURNED = "partial_rotary_factor"  # of a proportional table: the share of the pairs of channels that turn
 GROWTH = "llama_4_scaling_beta"  # how much queries grow with their position, of families that read it
 NO_ALIASES: Mapping[str, str] = MappingProxyType({})

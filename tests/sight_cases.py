@@ -10,6 +10,7 @@ from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImagePr
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
+from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
@@ -20,6 +21,7 @@ from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLIm
 SQUARE = {"height": 32, "width": 32}
 PINPOINTS = [[32, 64], [64, 32], [64, 64]]
 AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 5))]
+HUNYUAN = [f"<｜hy_place▁holder▁no▁{number}｜>" for number in (102, 100, 101)]
 ROWS = [f"<row_{row}_col_{column}>" for row in (1, 2, 3) for column in (1, 2, 3)]
 QWEN = {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "out_hidden_size": 48, "patch_size": 8}
 ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4]}
@@ -86,6 +88,10 @@ CASES = {
                         ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                         {"image_token_id": FIRST, "pad_token_id": 0, "density_router_hidden_size": 16},
                         GraniteDoclingImageProcessorPil(size=SQUARE, max_patches=4)),
+    "hunyuan_vl": ({"model_type": "hunyuan_vl_text", "rope_parameters": {
+                       "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0, "mrope_section": [3, 4, 3, 2]}},
+                   {**TOWER, "max_image_size": 48, "image_size": None}, HUNYUAN, {"image_token_id": FIRST},
+                   HunYuanVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),

@@ -68,7 +68,21 @@ def made(outer: str, folder: Path, text: Mapping[str, object], vision: Mapping[s
     like = vocabulary["added_tokens"][-1]
     vocabulary["added_tokens"] += [{**like, "id": FIRST + number, "content": word, "special": True} for number, word in enumerate(words)]
     (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
-    return AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    model = AutoModelForImageTextToText.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
+    if outer == "hunyuan_vl":
+        turned_in_pairs(model.model.language_model.rotary_emb)
+    return model
+
+
+def turned_in_pairs(rope: torch.nn.Module) -> None:
+    """HunyuanVL's code as published gives both channels of a pair the same number of a token; transformers cuts channels otherwise, so that
+    what turns with one another has different ones."""
+
+    def shared_out(angles: torch.Tensor) -> torch.Tensor:
+        half = torch.cat([each[axis] for axis, each in enumerate(angles.split(rope.mrope_section, dim=-1))], dim=-1)
+        return torch.cat([half, half], dim=-1)
+
+    rope.recomposition_frequencies = shared_out
 
 
 def seeing(folder: Path, family: str, case: tuple, **tower: object) -> PreTrainedModel:

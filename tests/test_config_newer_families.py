@@ -259,13 +259,6 @@ SEEING = {
                    "pad_token_id": 4, "rms_norm_eps": 1e-05, "rope_scaling": {
                        "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
                        "rope_type": "llama3"}, "rope_theta": 500000.0, "tie_word_embeddings": False, "use_cache": True}},
-    "fast_vlm": {"architectures": ["FastVlmForConditionalGeneration"], "image_seq_length": 256, "image_token_index": 151646,
-                 "multimodal_projector_bias": True, "projector_hidden_act": "gelu", "torch_dtype": "bfloat16",
-                 "vision_feature_layer": -1, "vision_feature_select_strategy": "full", "vision_config": {"model_type": "timm_wrapper"},
-                 "text_config": {**SMALL, "model_type": "qwen2", "attention_dropout": 0.0, "hidden_act": "silu", "initializer_range": 0.02,
-                                 "layer_types": ["full_attention"] * 4, "max_position_embeddings": 32768, "max_window_layers": 28,
-                                 "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0, "sliding_window": None,
-                                 "tie_word_embeddings": True, "use_cache": True, "use_sliding_window": False}},
     "glm_ocr": {"architectures": ["GlmOcrForConditionalGeneration"], "image_token_id": 59280, "image_start_token_id": 59256,
                 "vision_config": {"model_type": "glm_ocr_vision"}, "text_config": {
                     **SMALL, "model_type": "glm_ocr_text", "attention_bias": False, "num_nextn_predict_layers": 1, "head_dim": 128,

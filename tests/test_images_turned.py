@@ -6,6 +6,7 @@ import torch
 from family_models import assert_close
 from family_sizes import Case
 from pictured_models import IMAGE_ID, picture, written_with_words
+from sight_models import turned_in_pairs
 
 from effllm import UsageError
 from effllm.runtime.answers.replies import Replies, Wish
@@ -25,6 +26,8 @@ PLACED = {"rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "m
 CASES = {
     "qwen2_5_vl": Case("qwen2_5_vl_text", {**WORDS, **PLACED}, inside="qwen2_5_vl"),
     "qwen3_vl": Case("qwen3_vl_text", {**WORDS, **PLACED, "head_dim": 16}, inside="qwen3_vl"),
+    "hunyuan_vl": Case("hunyuan_vl_text", {**WORDS, "head_dim": 32, "rope_parameters": {
+        "rope_type": "xdrope", "alpha": 50.0, "factor": 1.0, "rope_theta": 10_000.0, "mrope_section": [5, 4, 4, 3]}}, inside="hunyuan_vl"),
     "qwen3_5": Case("qwen3_5_text", {
         **WORDS, "head_dim": 32, "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
         "linear_value_head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5,
@@ -39,7 +42,7 @@ class GridSight:
     def __init__(self, model) -> None:
         self.model = model
         self.vision = model.config.vision_config
-        self.joined = self.vision.spatial_merge_size
+        self.joined, self.framed = self.vision.spatial_merge_size, int(model.config.model_type == "hunyuan_vl")
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return height // 20, width // 20
@@ -57,11 +60,12 @@ class GridSight:
         deep = getattr(found, "deepstack_features", None)
         deep = np.stack([torch.cat(list(each)).numpy() for each in deep]) if deep else None
         rows = torch.cat(list(found.pooler_output)).numpy()
-        return Seen(rows, (PLACE,) * len(rows), self.grid(*points.shape[:2]), deep=deep)
+        lines, columns = self.grid(*points.shape[:2])
+        return Seen(rows, (PLACE,) * len(rows), (lines, columns + self.framed), deep=deep, framed=self.framed)
 
     def places(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
-        return rows * columns
+        return rows * (columns + self.framed) + 2 * self.framed
 
     def bytes_needed(self) -> int:
         return 0
@@ -71,6 +75,8 @@ class GridSight:
 def made(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp(request.param)
     model = written_with_words(CASES[request.param], folder)
+    if request.param == "hunyuan_vl":
+        turned_in_pairs(model.model.language_model.rotary_emb)
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, exact=True)))[-1]
     yield folder, model, engine
     engine.close()
@@ -121,7 +127,7 @@ def test_answers_go_on_where_the_picture_ends(made, session):
     points = picture(4, 81, 61)
     list(session.ask("What is it?", [session.picture(points)]))
     ids = engine.tokens[: -len(session.stats.token_ids) + 1]
-    assert sum(token >= PICTURED for token in ids) == 12
+    assert sum(token >= PICTURED for token in ids) == engine.album.sights[PICTURES].places(81, 61) >= 12
     with torch.inference_mode():
         wanted = model.generate(**told(engine.album.sights[PICTURES], ids, [points]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()

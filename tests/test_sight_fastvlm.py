@@ -17,6 +17,7 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from effllm import EffllmError
+from effllm.runtime.config import parse_config
 from effllm.runtime.convert import convert
 from effllm.runtime.images import Work
 from effllm.runtime.images.fastvit import ByChannel
@@ -63,6 +64,19 @@ def test_maps_larger_than_a_piece_are_those_of_small_ones(fast, monkeypatch):
     rows = sight.see(PICTURES["photo"], Work()).rows
     monkeypatch.setattr("effllm.runtime.images.fastvit.PIECE", 1)
     assert np.array_equal(opened(fast[0]).see(PICTURES["photo"], Work()).rows, rows)
+
+
+def test_a_published_config_is_known_to_the_last_key():
+    text = {"attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 896, "initializer_range": 0.02, "intermediate_size": 4864,
+            "layer_types": ["full_attention"] * 24, "max_position_embeddings": 32_768, "max_window_layers": 24, "model_type": "qwen2",
+            "num_attention_heads": 14, "num_hidden_layers": 24, "num_key_value_heads": 2, "rms_norm_eps": 1e-6, "rope_scaling": None,
+            "rope_theta": 1e6, "sliding_window": None, "use_cache": True, "use_sliding_window": False, "vocab_size": 151_936}
+    config = parse_config({
+        "architectures": ["FastVlmForConditionalGeneration"], "dtype": "bfloat16", "image_seq_length": 256, "image_token_index": 151_646,
+        "model_type": "fast_vlm", "multimodal_projector_bias": True, "projector_hidden_act": "gelu", "text_config": text,
+        "tie_word_embeddings": True, "vision_config": {"model_type": "timm_wrapper"}, "vision_feature_layer": -1,
+        "vision_feature_select_strategy": "full"}, strict=True)
+    assert (config.family, config.hidden_size, config.tie_word_embeddings) == ("qwen2", 896, True)
 
 
 def test_what_is_done_of_a_picture_is_said(fast):

@@ -19,7 +19,7 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-SEVERAL = ("glm_ocr", "lighton_ocr", "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
+SEVERAL = ("glm_ocr", "hunyuan_vl", "lighton_ocr", "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
 
 
 @pytest.mark.parametrize(("family", "shown"), [*((family, ("photo",)) for family in CASES),
@@ -46,7 +46,7 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("qwen", "glm", "gemma4", "paddle")):
+    elif family.startswith(("qwen", "glm", "gemma4", "hunyuan", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     if family == "gemma4_unified":  # by the masks of its generation: without them a pass sees behind itself in layers without a window too
         ready["attention_mask"] = model.create_masks_for_generate(

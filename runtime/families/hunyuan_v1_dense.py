@@ -27,11 +27,12 @@ KEYS_USED = frozenset({"attention_bias"})
 KEYS_HARMLESS = frozenset({
     "add_classification_head", "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "attention_head_dim",
     "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
-    "mask_init_id", "num_media_embeds", "org_vocab_size", "pad_id", "pool_type", "sep_id", "skip_cls_token", "text_end_id",
+    "mask_init_id", "num_media_embeds", "org_vocab_size", "pad_id", "pool_type",
+    "routed_scaling_factor", "sep_id", "sep_token_id", "skip_cls_token", "text_end_id",
     "text_start_id", "video_end_id", "video_start_id", "vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type",
     "vit_norm_type", "vit_patch", "vit_path", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm", "xdrope_section"})
 REFUSED_UNLESS: Mapping[str, object] = {
-    "kv_lora_rank": None, "layer_types": None, "mlp_bias": False, "norm_type": "rms", "position_embedding_xdrope": False,
+    "kv_lora_rank": None, "layer_types": None, "mlp_bias": False, "norm_type": "rms", "num_experts": 1, "position_embedding_xdrope": False,
     "q_lora_rank": None, "sliding_window": None, "use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True}
 STRETCH = "alpha"  # what the base is multiplied by, to a power
 BESIDE = frozenset({"beta_fast", "beta_slow", "factor", "mscale", "mscale_all_dim"})  # which say nothing where it is given

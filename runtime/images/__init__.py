@@ -33,7 +33,8 @@ SIGHTS: dict[str, str] = {
     "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite4_vision": "granite4_vision",
-    "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
+    "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
+    "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "minicpm_ocr": "minicpmv4_6",
@@ -48,11 +49,12 @@ UNSEEN = ("gemma3n",)  # model types of HEARING that take pictures too, which ar
 class Seen:
     """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
-    rotary positions go by place, else None. `both_ways`: tokens of one picture see each other, also those behind them; `in_windows`: in
-    layers with a window alone. `deep`: float32 [layers, n, hidden], of which the k-th is added to the rows' hidden states behind layer k of
-    the text part (Qwen 3 VL), or behind layer `behind`[k], else None. `by_adapter`: rows are read by the LoRA adapter that the model was
-    published with. `numbered`: tokens that stand before a picture, by how many are before it in a conversation, else None. `word`: of
-    families whose layers attend to the rows, what their one place is in the vocabulary; else None."""
+    rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `both_ways`: tokens of one
+    picture see each other, also those behind them; `in_windows`: in layers with a window alone. `deep`: float32 [layers, n, hidden], of
+    which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
+    `by_adapter`: rows are read by the LoRA adapter that the model was published with. `numbered`: tokens that stand before a picture, by
+    how many are before it in a conversation, else None. `word`: of families whose layers attend to the rows, what their one place is in the
+    vocabulary; else None."""
 
     rows: np.ndarray
     tokens: tuple[int, ...]
@@ -64,6 +66,7 @@ class Seen:
     behind: tuple[int, ...] | None = None
     numbered: Callable[[int], tuple[int, ...]] | None = None
     word: int | None = None
+    framed: int = 0
 
 
 class Work:

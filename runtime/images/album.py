@@ -76,9 +76,10 @@ class Picture:
     def ids(self, before: int = 0) -> list[int]:
         """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own."""
         row, ids, columns = 0, list(self.seen.numbered(before) if self.seen.numbered else ()), self.seen.grid[1] if self.seen.grid else 0
+        placed = range(self.seen.framed, len(self.seen.rows) - self.seen.framed)
         for token in self.seen.tokens:
             if token == PLACE:
-                token, row = id_of(self.number, columns, row), row + 1
+                token, row = id_of(self.number, columns if row in placed else 0, row), row + 1
             ids.append(token)
         return ids
 

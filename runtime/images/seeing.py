@@ -14,7 +14,7 @@ from ...offload.direct import Interrupted
 from ...quant.kv import codec
 from ..kv.picture_keys import Look, PictureKeys, Watched
 from .marks import PictureGone
-from .turning import PICTURED, Followed, parts_of
+from .turning import PICTURED, Followed, followed, parts_of
 
 if TYPE_CHECKING:
     from ...offload.placement import Placement
@@ -68,7 +68,7 @@ class Seeing:
         if self.album is None or self.album.axes is None:
             return None
         if self._followed is None or self._followed.tokens is not self.tokens:
-            self._followed = Followed(self.tokens)
+            self._followed = followed(self.tokens, self.album.axes)
         return self._followed.behind(ids, self.album.axes)
 
     def reads_whole(self, ids: Sequence[int]) -> bool:

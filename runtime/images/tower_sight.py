@@ -39,6 +39,7 @@ class TowerSight(Tower):
     placeholder = "<image>"
     both_ways = in_windows = False
     behind: tuple[int, ...] | None = None  # as of `Seen`
+    framed = 0
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config, "vision_config", self.VISION)
@@ -50,7 +51,7 @@ class TowerSight(Tower):
         height, width = picture.shape[:2]
         rows, tokens, deep = self.computed(picture, work)
         return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, behind=self.behind,
-                    word=self.stands_for)
+                    word=self.stands_for, framed=self.framed)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""

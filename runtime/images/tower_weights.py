@@ -25,7 +25,8 @@ STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.", "projector.", "merger.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator")
-# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2.
+# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2; and HunyuanOCR's, with what its parts are
+# called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
            "sam_model.": "vision_tower.sam_encoder.", "qwen2_model.model.model.": "vision_tower.vision_encoder.",
            "qwen2_model.query_768.": "vision_tower.query_768_resolution.", "view_seperator": "view_separator",  # so it is written
@@ -34,6 +35,9 @@ OF_SAM = "vision_tower.sam_encoder."
 INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.": "patch_embed.projection.",
               "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.", "neck.3.": "neck.layer_norm2.",
               "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}
+VIT, OF_VIT = "vit.", {"perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.",
+                       "perceive.": "patch_merger.", "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.",
+                       ".input_layernorm.": ".layer_norm1.", ".post_attention_layernorm.": ".layer_norm2."}
 HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
 
 
@@ -48,6 +52,10 @@ def own_name(name: str) -> str:
         for theirs, ours in INSIDE_SAM.items():
             name = name.replace(theirs, ours)
         return name
+    if name.startswith(VIT):
+        name = f"vision_tower.{name.removeprefix(VIT)}"
+        for theirs, ours in OF_VIT.items():
+            name = name.replace(theirs, ours)
     return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
 
 

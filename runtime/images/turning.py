@@ -3,6 +3,9 @@
 A word has three alike, so a text is turned as ever. Behind a picture of h rows and w columns text goes on max(h, w) positions further, not
 as many as the picture has tokens. Both follow from the tokens alone, whose ids say the column count, also where a picture is no longer at
 hand. Some families share out the channels in sections, the newer ones in turns.
+
+In Hunyuan's every token has a number for its order, and text goes on behind a picture as behind words. Besides, a picture's tokens have
+numbers for their column, their line and which picture of the text this is.
 """
 
 from __future__ import annotations
@@ -26,7 +29,10 @@ SECTIONS = {"glm46v": ((8, 12, 12), False), "glm4v": ((8, 12, 12), False), "glm4
             "glm_ocr": ((8, 12, 12), False), "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False),
             "qwen2_5_vl": ((16, 24, 24), False), "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True),
             "qwen3_vl": ((24, 20, 20), True), "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True),
-            "qwen3_5_moe": ((11, 11, 10), True)}
+            "qwen3_5_moe": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
+IN_ORDER = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
+ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
+NAMED = ("mrope_section", "xdrope_section")  # what sections are stated by
 PICTURED = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
 
@@ -43,14 +49,16 @@ def parts_of(token: int) -> tuple[int, int, int]:
 
 
 def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
-    """Which of the three numbers turns each pair of channels, int64 [pairs]; None for a family that has one. Raises UsageError."""
+    """Which of a token's numbers turns each pair of channels, int64 [pairs], counted from ORDER where it is IN_ORDER; None for a family
+    that has one number. Raises UsageError."""
     raw = json.loads(read_whole(folder / "config.json", JSON_NBYTES)) if (folder / "config.json").is_file() else {}
     if raw.get("model_type") not in SECTIONS:
         return None
     inner = raw.get("thinker_config") or raw
     inner = inner.get("text_config") or inner
-    stated = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}.get("mrope_section")
-    return shared_out(raw["model_type"], stated, config, "config.json: mrope_section")
+    section = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
+    name = next((name for name in NAMED if section.get(name) is not None), NAMED[0])
+    return shared_out(raw["model_type"], section.get(name), config, f"config.json: {name}")
 
 
 def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
@@ -61,9 +69,13 @@ def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np
     stated = usual if stated is None else stated
     turned = next(each for each in config.ropes if each is not None)
     pairs = int(config.head_dim * turned.partial_rotary_factor) // 2
-    if not isinstance(stated, list | tuple) or len(stated) != 3 or not all(type(each) is int for each in stated) or sum(stated) != pairs:
+    counts = (3, 4) if kind in IN_ORDER else (3,)
+    if not isinstance(stated, list | tuple) or len(stated) not in counts or not all(type(each) is int for each in stated) \
+            or min(stated) < 0 or sum(stated) != pairs:
         raise UsageError(f"{where} is {stated!r:.60}, which shares out no {pairs} pairs of channels",
                          "fetch the model's files again; text alone works")
+    if kind in IN_ORDER:  # of three there is none for their order
+        return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
     if not in_turns:
         return np.repeat(np.arange(3), stated)
     axes = np.zeros(pairs, np.int64)
@@ -81,6 +93,7 @@ class Followed:
     known: int = 0
     following: int = 0
     run: tuple[int, int, int] | None = None
+    FIRST = 0  # of axes, which number is the first of a place
 
     def place(self, token: int) -> tuple[int, int, int]:
         """The three numbers of the next token."""
@@ -103,5 +116,29 @@ class Followed:
         there = replace(self)
         places = np.array([there.place(token) for token in ids], np.int64)
         if any(token >= PICTURED for token in ids):
-            return places[:, axes]
+            return places[:, axes - self.FIRST]
         return None if self.following == self.known else places[:, 0]
+
+
+@dataclass
+class FollowedInOrder(Followed):
+    """Of a family that is IN_ORDER. `pictures`: how many have begun. A picture's first and last row are placed as words are, so the tokens
+    of these say no columns; the lines between begin with the second row."""
+
+    pictures: int = 0
+    FIRST = ORDER
+
+    def place(self, token: int) -> tuple[int, int, int, int]:
+        """The four numbers of the next token: its order, column, line and picture."""
+        _, columns, row = parts_of(token) if token >= PICTURED else (0, 0, 1)
+        here, self.following = self.following, self.following + 1
+        self.pictures += not row
+        if not columns:
+            return (here,) * 4
+        line, column = divmod(row - 1, columns)
+        return here, column, line, self.pictures - 1
+
+
+def followed(tokens: list[int], axes: np.ndarray) -> Followed:
+    """What follows the tokens of a sequence of a family that has these axes."""
+    return (FollowedInOrder if axes.min() >= ORDER else Followed)(tokens)

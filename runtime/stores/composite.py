@@ -20,8 +20,9 @@ OUTER_HARMLESS = frozenset({
     "do_image_splitting", "downsample_factor", "downsample_mode",
     "downsample_rate", "downsample_ratio", "drop_vision_last_layer", "enable_audio_output", "enable_talker", "encoder_config",
     "encoder_patch_size", "eoa_token_id", "eoa_token_index", "eoi_token_id", "eoi_token_index", "has_lora_adapter", "ignore_index",
-    "candidate_resolutions", "global_view_pos", "language_config", "tile_tag",
-    "ignored_index", "im_end_token_id", "im_start_token_id", "image_end_id", "image_end_token_id", "image_grid_pinpoints",
+    "candidate_resolutions", "global_view_pos", "ignored_index", "im_end_id", "im_end_token_id", "im_newline_id", "im_start_id",
+    "im_start_token_id", "image_end_id", "image_end_token_id", "image_grid_pinpoints", "image_newline_token_id", "language_config",
+    "tile_tag",
     "image_seq_length", "image_size", "image_start_id", "image_start_token_id", "image_token_id", "image_token_index",
     "img_token_compression_config", "initializer_range", "insert_layer_id", "language_model_only", "max_image_tokens", "max_num_patches",
     "max_pixels_tolerance", "max_sequence_length", "max_tiles", "media_placeholder_token_id", "merge_kernel_size", "merged_hidden_size",
@@ -47,7 +48,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {"paligemma": frozenset({"_vocab_size", "
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
-FLAT = ("paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+FLAT = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",
@@ -59,12 +60,14 @@ _EXAONE, _LARGE = (102_400, 4096, 16_384, 32, 32, 32), (152_064, 8192, 29_568, 8
 SIZES: Mapping[str, tuple[int, ...]] = {
     "exaone4": _EXAONE, "exaone4_5_text": _EXAONE, "glm4v_text": (151_552, 4096, 13_696, 40, 32, 2),
     "glm_ocr_text": (59_392, 1024, 4096, 16, 16, 8), "granite_docling_text": (133_800, 1024, 2048, 28, 16, 4),
+    "hunyuan_vl_text": (290_943, 4096, 11_008, 32, 32, 32),
     "llama": (32_000, 4096, 11_008, 32, 32),
     "ministral3": (131_072, 4096, 14_336, 34, 32, 8), "paddleocr_vl_text": (103_424, 1024, 3072, 18, 16, 2),
     "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
-BY_PLACE = "mrope"  # rotary positions of three numbers, of which those of a token of text are one
+# Rotary positions of several numbers, of which those of a token of text are one -> what they are then.
+BY_PLACE = {"mrope": "default", "xdrope": "dynamic"}
 
 
 def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
@@ -112,6 +115,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
         inner |= {"attention_bias": biased, "mlp_bias": biased}
     for name in ("rope_scaling", "rope_parameters"):
         section = inner.get(name)
-        if isinstance(section, dict) and BY_PLACE in (section.get("rope_type"), section.get("type")):
-            inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": "default"}
+        said = (section.get("rope_type"), section.get("type")) if isinstance(section, dict) else ()
+        for placed, meant in BY_PLACE.items():
+            if placed in said:
+                inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": meant}
     return inner

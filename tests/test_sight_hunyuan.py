@@ -1,0 +1,150 @@
+"""HunyuanVL: values, rows and tokens are those of transformers, from folders of both layouts; places follow from the tokens alone."""
+
+import json
+
+import numpy as np
+import pytest
+from conversions import options
+from safetensors.numpy import load_file, save_file
+from sight_cases import CASES, HUNYUAN
+from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
+from transformers import PreTrainedTokenizerFast
+from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
+
+from effllm import EffllmError
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.convert import convert
+from effllm.runtime.images import Work
+from effllm.runtime.images.turning import ORDER, axes_of, followed, id_of
+
+ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "xdrope",
+        "xdrope_section": [2, 4, 4, 2]}
+
+
+@pytest.fixture(scope="module")
+def hunyuan(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("hunyuan")
+    return folder, seeing(folder, "hunyuan_vl", CASES["hunyuan_vl"]), CASES["hunyuan_vl"][-1]
+
+
+def copied(folder, to):
+    for each in folder.iterdir():
+        (to / each.name).write_bytes(each.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(hunyuan, name):
+    folder, model, processor = hunyuan
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="np")
+    patches, grid = sight.values(picture)
+    assert np.array_equal(patches, ready["pixel_values"]) and [1, *grid] == ready["image_grid_thw"][0].tolist()
+    seen = held_against(sight, picture, model, ready)
+    image, begin, end = HUNYUAN
+    words = PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"), pad_token="<pad>", extra_special_tokens={
+        "image_token": image, "image_start_token": begin, "image_end_token": end})
+    counted = HunYuanVLProcessor(processor, words)(images=picture, text=f"{begin}{image}{end}")["input_ids"][0]
+    assert counted.count(FIRST) == len(seen.tokens) and sight.written == f"{begin}{image}{end}"
+
+
+def test_the_filter_that_files_state_is_none(hunyuan, tmp_path):
+    folder, _, _ = hunyuan
+    config_changed(copied(folder, tmp_path), "preprocessor_config.json", resample=1, size=None, min_pixels=1600, max_pixels=8100)
+    assert np.array_equal(opened(tmp_path).values(PICTURES["photo"])[0], opened(folder).values(PICTURES["photo"])[0])
+
+
+def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
+    folder, _, _ = hunyuan
+    names = {"vit.perceive.proj.0.": "model.vision_tower.patch_merger.proj_conv.",
+             "vit.perceive.proj.2.": "model.vision_tower.patch_merger.proj_out.",
+             "vit.perceive.": "model.vision_tower.patch_merger.", "vit.": "model.vision_tower.", "mlp.dense_h_to_4h": "mlp.fc1",
+             "mlp.dense_4h_to_h": "mlp.fc2"}
+    made = {}
+    for name, each in load_file(folder / "model.safetensors").items():
+        if name.startswith("vit."):
+            for older, newer in (*names.items(), ("input_layernorm", "layer_norm1"), ("post_attention_layernorm", "layer_norm2")):
+                name = name.replace(older, newer)
+        else:
+            name = name.replace("model.", "model.language_model.", 1)
+        made[name] = each
+    assert not any("vit." in name or "perceive" in name for name in made)
+    save_file(made, copied(folder, tmp_path) / "model.safetensors")
+    older, newer = (opened(each).see(PICTURES["odd"], Work()).rows for each in (folder, tmp_path))
+    assert np.array_equal(older, newer)
+
+
+def test_positions_are_known_by_both_names(hunyuan, tmp_path):
+    """A folder may say of the text part all in the outer object, as HunyuanOCR does, or in one of its own."""
+    raw = json.loads((hunyuan[0] / "config.json").read_text())
+    inner = {key: value for key, value in raw.pop("text_config").items() if key not in ("model_type", "rope_parameters")}
+    for said in ({**raw, **inner, "rope_theta": 10_000.0, "rope_scaling": ROPE},
+                 {**raw, "text_config": {**inner, "model_type": "hunyuan_vl_text", "rope_parameters": {**ROPE, "rope_theta": 10_000.0}}}):
+        (tmp_path / "config.json").write_text(json.dumps(said))
+        config = read_config(tmp_path, strict=True)
+        assert config.family == "hunyuan_v1_dense" and config.tie_word_embeddings
+        assert config.ropes[0].kind == "default" and config.ropes[0].theta == pytest.approx(10_000 * 1000 ** (24 / 22))
+        assert (axes_of(tmp_path, config) - ORDER).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+    wrong = {**said, "text_config": {**said["text_config"], "rope_parameters": {**ROPE, "xdrope_section": [2, 4, 4, 3]}}}
+    (tmp_path / "config.json").write_text(json.dumps(wrong))
+    with pytest.raises(EffllmError, match="xdrope_section is .2, 4, 4, 3., which shares out no 12 pairs"):
+        axes_of(tmp_path, config)
+
+
+def test_a_published_config_is_known_to_the_last_key():
+    raw = {"architectures": ["HunYuanVLForConditionalGeneration"], "attention_bias": False, "attention_dropout": 0.0,
+           "attention_head_dim": 128, "bos_token_id": 120_000, "dtype": "bfloat16", "eod_token_id": 120_020, "eos_token_id": 120_007,
+           "head_dim": 128, "hidden_act": "silu", "hidden_size": 1024, "image_end_token_id": 120_119, "image_newline_token_id": 120_121,
+           "image_start_token_id": 120_118, "image_token_id": 120_120, "initializer_range": 0.02, "intermediate_size": 3584,
+           "max_position_embeddings": 32_768, "mlp_bias": False, "model_type": "hunyuan_vl", "norm_type": "rms",
+           "num_attention_heads": 16, "num_experts": 1, "num_hidden_layers": 24, "num_key_value_heads": 8, "org_vocab_size": 120_818,
+           "pad_id": 120_002, "pad_token_id": -1, "pretraining_tp": 1, "rms_norm_eps": 1e-5, "rope_scaling": {
+               **ROPE, "xdrope_section": [16] * 4}, "rope_theta": 10_000.0, "routed_scaling_factor": 1.0, "sep_token_id": 0,
+           "text_end_id": 7, "text_start_id": 6, "tie_word_embeddings": True, "use_cache": True, "use_cla": False, "use_qk_norm": True,
+           "vision_config": {"model_type": "hunyuan_vl"}, "vocab_size": 120_818}
+    config = parse_config(raw, strict=True)
+    assert (config.family, config.head_dim, config.ropes[0].kind, config.eos_token_ids) == ("hunyuan_v1_dense", 128, "default", (120_007,))
+    with pytest.raises(EffllmError, match="num_experts = 8 is not supported"):
+        parse_config({**raw, "num_experts": 8})
+
+
+def test_three_numbers_leave_the_order_out(hunyuan, tmp_path):
+    raw = json.loads((hunyuan[0] / "config.json").read_text())
+    raw["text_config"]["rope_parameters"] |= {"mrope_section": [4, 4, 4]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert (axes_of(tmp_path, read_config(tmp_path)) - ORDER).tolist() == [1] * 4 + [2] * 4 + [3] * 4
+
+
+def test_places_follow_from_the_tokens_alone():
+    axes = np.array([0, 1, 2, 3]) + ORDER
+    one, other = ([id_of(number, columns if 0 < row <= lines * columns else 0, row) for row in range(lines * columns + 2)]
+                  for number, lines, columns in ((5, 2, 3), (6, 2, 2)))
+    held = followed([9, 9], axes)
+    places = held.behind([*one, 9, *other, 9], axes)
+    assert places[:, 0].tolist() == list(range(2, 18))
+    assert places[:, 1].tolist() == [2, 0, 1, 2, 0, 1, 2, 9, 10, 11, 0, 1, 0, 1, 16, 17]
+    assert places[:, 2].tolist() == [2, 0, 0, 0, 1, 1, 1, 9, 10, 11, 0, 0, 1, 1, 16, 17]
+    assert places[:, 3].tolist() == [2, 0, 0, 0, 0, 0, 0, 9, 10, 11, 1, 1, 1, 1, 16, 17]
+    held.tokens.extend([*one[:5]])
+    assert held.behind(one[5:], axes).tolist() == [[7, 1, 1, 0], [8, 2, 1, 0], [9] * 4], "a chunk may begin inside a picture"
+    held.tokens.extend([*one[5:], *one])
+    assert held.behind([9], axes) is None, "a word is turned by its order"
+    assert held.behind(other[:2], axes)[1].tolist() == [19, 0, 0, 2], "the same picture twice counts twice"
+
+
+@pytest.mark.parametrize(("changes", "said"), [({"interpolate_mode": "bicubic"}, "interpolate_mode .bicubic. is not supported"),
+                                               ({"temporal_patch_size": 2}, "temporal_patch_size is 2, expected 1")])
+def test_a_tower_of_another_make_is_refused_by_name(hunyuan, changes, said, tmp_path):
+    vision = json.loads((hunyuan[0] / "config.json").read_text())["vision_config"]
+    config_changed(copied(hunyuan[0], tmp_path), "config.json", vision_config={**vision, **changes})
+    with pytest.raises(EffllmError, match=said):
+        opened(tmp_path)
+
+
+def test_a_quantized_model_sees_the_same(tmp_path):
+    text, *rest = CASES["hunyuan_vl"]
+    seeing(tmp_path / "whole", "hunyuan_vl", ({**text, "hidden_size": 64, "intermediate_size": 96}, *rest))
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
+    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
+    assert first.bytes_needed() == second.bytes_needed()
