@@ -14,8 +14,11 @@ from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProces
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.convert import convert
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice
 from effllm.runtime.images import Work
 from effllm.runtime.images.turning import ORDER, axes_of, followed, id_of
+from effllm.runtime.prepare import EngineOptions
 
 ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "xdrope",
         "xdrope_section": [2, 4, 4, 2]}
@@ -139,6 +142,12 @@ def test_a_tower_of_another_make_is_refused_by_name(hunyuan, changes, said, tmp_
     config_changed(copied(hunyuan[0], tmp_path), "config.json", vision_config={**vision, **changes})
     with pytest.raises(EffllmError, match=said):
         opened(tmp_path)
+
+
+def test_nothing_of_the_tower_is_taken_for_more_of_the_text_part(hunyuan):
+    *said, engine = open_engine(hunyuan[0], EngineOptions(device="cpu", ctx=128))
+    engine.close()
+    assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):
