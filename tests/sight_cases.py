@@ -14,6 +14,7 @@ from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYu
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -139,6 +140,11 @@ CASES = {
                        Cohere2Ready(size=SQUARE, max_patches=4, crop_to_patches=True)),
     "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
                  {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
+    "ovis2": ({"model_type": "qwen2"}, {**TOWER, "image_size": 48, "vocab_size": 90, "hidden_stride": 2, "qkv_bias": True},
+              ["<IMG_ATOM>", "<image>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
+              {"image_token_id": FIRST, "visual_indicator_token_ids": list(range(FIRST + 2, FIRST + 7)), "hidden_size": 48,
+               "vocab_size": 4200},
+              Ovis2ImageProcessorPil(size={"height": 48, "width": 48}, max_patches=5, crop_to_patches=True)),
     "internvl": ({"model_type": "qwen2"}, {**TOWER, "image_size": [32, 32], "patch_size": [8, 8]}, ["<IMG_CONTEXT>", "<img>", "</img>"],
                  {"image_token_id": FIRST}, GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True)),
     "glm4v": ({"model_type": "glm4v_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}},

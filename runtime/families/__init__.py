@@ -84,7 +84,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
     "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
     "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"), "mllama": ("mllama_text_model",),
-    "muse_glimmer": ("muse_glimmer_text",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
+    "muse_glimmer": ("muse_glimmer_text",), "ovis2": ("qwen2",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
     "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
@@ -92,9 +92,9 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
              "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics3",
-             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "minicpm_ocr", "unlimited_ocr",
-             "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "paddleocr_vl", "paligemma",
-             "qwen2_5_omni",
+             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+             "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma",
+             "qwen2_5_omni", "unlimited_ocr",
              "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.

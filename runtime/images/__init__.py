@@ -37,8 +37,8 @@ SIGHTS: dict[str, str] = {
     "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
-    "minicpm_ocr": "minicpmv4_6",
-    "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
+    "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama", "ovis2": "ovis2",
+    "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}

@@ -44,7 +44,9 @@ AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
 KNOWN_CODE = ("paddleocr_vl", "unlimited_ocr")  # whose checkpoints bring code that became part of transformers
 # What outer objects of some say of all parts together.
-OF_ALL: Mapping[str, frozenset[str]] = {"paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
+OF_ALL: Mapping[str, frozenset[str]] = {
+    "ovis2": frozenset({"hidden_size", "visual_indicator_token_ids", "vocab_size"}),
+    "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
