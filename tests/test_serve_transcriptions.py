@@ -97,7 +97,8 @@ def test_a_model_that_does_not_hear_says_so() -> None:
 
 
 def test_each_family_is_asked_in_its_own_words() -> None:
-    plain, by_token = SimpleNamespace(asks_to_transcribe="Write.", transcribes=""), SimpleNamespace(transcribes=Voxtral.transcribes)
+    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="")
+    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="")
     assert conversation(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
     added = {"[TRANSCRIBE]": 34}
     assert conversation(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},

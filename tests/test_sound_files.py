@@ -14,7 +14,7 @@ from transformers import WhisperFeatureExtractor
 from effllm import UsageError
 from effllm.runtime.images.senses import RATE
 from effllm.runtime.sounds import resampling, sound_file
-from effllm.runtime.sounds.log_mel import LogMel, read_log_mel
+from effllm.runtime.sounds.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
 from effllm.runtime.sounds.resampling import resampled
 from effllm.runtime.sounds.sound_file import LEAST_SAMPLES, decode_sound, read_sound
 from effllm.runtime.sounds.wav import PIECE, read_wav
@@ -169,14 +169,14 @@ def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
 
 def test_a_folder_says_how_sounds_are_made_ready(tmp_path):
     with pytest.raises(UsageError, match="has no preprocessor_config.json"):
-        read_log_mel(tmp_path)
+        log_mel_of(read_extractor(tmp_path, WHISPER))
     WhisperFeatureExtractor(feature_size=128).save_pretrained(tmp_path)
-    assert read_log_mel(tmp_path) == LogMel(128, 400, 160, 480_000)
+    assert log_mel_of(read_extractor(tmp_path, WHISPER)) == LogMel(128, 400, 160, 480_000)
     for says, said in (('{"feature_extractor_type": "Other"}', "made ready by 'Other'"), ('{"sampling_rate": 8000}', "sampling_rate"),
                        ('{"hop_length": 161}', "hop_length"), ('{"dither": 0.1}', "dither")):
         (tmp_path / "preprocessor_config.json").write_text(says)
         with pytest.raises(Exception, match=said) as raised:
-            read_log_mel(tmp_path)
+            log_mel_of(read_extractor(tmp_path, WHISPER))
         assert type(raised.value).__name__ in ("UsageError", "ConfigError")
 
 

@@ -13,13 +13,14 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
+from ... import UsageError
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.senses import RATE, SOUNDS
 from ...runtime.sounds.sound_file import MOST_SECONDS
-from ...runtime.sounds.transcription import conversation
+from ...runtime.sounds.transcription import Said, conversation
 from .fields import Asked, ChatAsked
 from .form_data import form_of
-from .problems import Problem
+from .problems import Problem, problem_of
 from .shapes import Shape
 
 if TYPE_CHECKING:
@@ -42,26 +43,33 @@ class Heard(Asked):
 
 
 class TranscriptShape(Shape):
-    """`task`, `language` and `seconds` are told again of an answer in full."""
+    """`task`, `language` and `seconds` are told again of an answer in full; `heads` as of `Said`."""
 
-    def __init__(self, task: str, language: str | None = None, seconds: float = 0.0, format: str = JSON) -> None:
+    def __init__(self, task: str, language: str | None = None, seconds: float = 0.0, format: str = JSON, heads: str = "") -> None:
         self._task, self._language, self._seconds, self._format = task, language, seconds, format
         self._texts: list[str] = []
+        self._said = Said(heads)
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if not isinstance(event, TextDelta) or event.kind != "answer":
             return []
-        text = event.text if self._texts else event.text.lstrip()  # what was written down begins with no blank
+        return self._told(self._said.add(event.text))
+
+    def _told(self, text: str) -> list[dict[str, object]]:
+        text = text if self._texts else text.lstrip()  # what was written down begins with no blank
         if text:
             self._texts.append(text)
         return [{"type": "transcript.text.delta", "delta": text}] if text else []
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        return [{"type": "transcript.text.done", "text": self.text, "usage": usage(stats)}]
+        held = self._told(self._said.rest())
+        return [*held, {"type": "transcript.text.done", "text": self.text, "usage": usage(stats)}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
+        self._told(self._said.rest())
         if self._format == VERBOSE:
-            return {"task": self._task, "language": self._language or "", "duration": self._seconds, "text": self.text}
+            language = self._language or self._said.language
+            return {"task": self._task, "language": language, "duration": self._seconds, "text": self.text}
         return {"text": self.text, "usage": usage(stats)}
 
     @property
@@ -91,10 +99,14 @@ class Transcribing:
             raise Problem(400, f"{FILE}: the sound is longer than {MOST_SECONDS // 60} minutes: cut it", param=FILE)
         replies = self._service.replies
         hearing, words = replies.demand_hearing().sights[SOUNDS], replies.tokenizer.added
-        messages = conversation(hearing, words, sound.mark, asked.language, asked.prompt, translates)
+        try:
+            messages = conversation(hearing, words, sound.mark, asked.language, asked.prompt, translates)
+        except UsageError as error:
+            raise problem_of(error, "model" if translates else "language") from error
         wanted = await self._service.wanted(chat_of(asked), messages, pictures=(sound,))
         wanted = replace(wanted, wish=replace(wanted.wish, think="off" if replies.tokenizer.thinks else wanted.wish.think, form=None))
-        shape = TranscriptShape("translate" if translates else "transcribe", asked.language, seconds, asked.response_format)
+        heads = "" if asked.language else hearing.heads_text  # an answer whose beginning was given goes on behind it
+        shape = TranscriptShape("translate" if translates else "transcribe", asked.language, seconds, asked.response_format, heads)
         answer = await self._service.answer(request, asked, shape, partial(self._service.reply, wanted))
         if asked.response_format == TEXT and not asked.stream:
             return PlainTextResponse(f"{shape.text}\n") if answer.status_code == 200 else answer

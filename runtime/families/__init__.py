@@ -87,6 +87,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "muse_glimmer": ("muse_glimmer_text",), "ovis2": ("qwen2",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
     "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
+    "qwen3_asr": ("qwen3", "qwen3_asr_text"),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
@@ -94,8 +95,8 @@ BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass",
              "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics3",
              "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
              "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma",
-             "qwen2_5_omni", "unlimited_ocr",
-             "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
+             "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
+             "step3p7", "unlimited_ocr", "voxtral")
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
@@ -105,7 +106,8 @@ RENAMED: Mapping[str, str] = {
     "glm_ocr_text": "glm4", "hunyuan_vl_text": "hunyuan_v1_dense",
     "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",
     "modernbert-decoder": "modernbert_decoder", "paddleocr_vl_text": "llama", "phi4mm": "phi4_multimodal", "qwen2_5_omni_text": "qwen2",
-    "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
+    "qwen2_5_vl_text": "qwen2", "qwen2_vl_text": "qwen2", "qwen3_asr_text": "qwen3",
+    "qwen3_omni_moe_text": "qwen3_moe", "qwen3_vl_moe_text": "qwen3_moe",
     "qwen3_vl_text": "qwen3"}
 _QWEN2_VL = {"bos_token_id": 151_643, "eos_token_id": 151_645, "max_window_layers": 80, "num_key_value_heads": 8, "rms_norm_eps": 1e-5,
              "rope_theta": 1e6}

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Protocol
 
 from ..config_reader import Keys, read_json
+from ..sounds.log_mel import read_extractor
 from .preprocessor import read_processor
 from .senses import Sense
 from .tower_weights import Weights, demand_tower, tower_store
@@ -24,6 +25,9 @@ class TowerSource(Protocol):
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         """As of `read_processor`."""
+
+    def extractor(self, known: Sequence[str]) -> Keys:
+        """As of `read_extractor`, of sounds."""
 
     def weights(self) -> Weights:
         """Opened anew; whoever asks closes them."""
@@ -43,6 +47,9 @@ class FolderSource:
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)
+
+    def extractor(self, known: Sequence[str]) -> Keys:
+        return read_extractor(self.model, known)
 
     def weights(self) -> Weights:
         return Weights(tower_store(self.model), "config.json", self.sense)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
 HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified",
                            "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio",
-                           "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral"}
+                           "qwen3_asr": "qwen3_asr", "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral"}
 DESCRIBED = ("gemma4", "gemma4_unified")  # of those, model types of which some models are deaf: they say nothing of an `audio_config`
 
 

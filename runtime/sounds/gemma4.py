@@ -15,7 +15,6 @@ from ..images.tower_parts import ROWS, Norm, product
 from ..images.tower_weights import Weights
 from .causal_conformer import HELD, KERNEL, USUAL, CausalSizes, halved, load_causal_conformer
 from .log_magnitudes import GEMMA_4, LogMagnitudes
-from .log_mel import read_extractor
 from .tower_hearing import Hearing
 
 if TYPE_CHECKING:
@@ -35,7 +34,7 @@ class Gemma4(Hearing):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.bands = LogMagnitudes.read(read_extractor(source.model, self.KIND), self.SAYING)
+        self.bands = LogMagnitudes.read(source.extractor((self.KIND,)), self.SAYING)
         self.sizes = self.sized(self.said, self.bands.bands)
         demand_padding(self.outer, config)
 

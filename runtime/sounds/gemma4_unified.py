@@ -12,7 +12,6 @@ from ..images.tower import Rows
 from ..images.tower_parts import Norm, product
 from ..images.tower_weights import Weights
 from .gemma4 import BEGIN, END, SOUND
-from .log_mel import read_extractor
 from .tower_hearing import Hearing
 
 if TYPE_CHECKING:
@@ -29,7 +28,7 @@ class Gemma4Unified(Hearing):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        keys = read_extractor(source.model, KIND)
+        keys = source.extractor((KIND,))
         self.each = self.said.integer("audio_embed_dim", high=1 << 14)
         if keys.integer("audio_samples_per_token", 640) != self.each:
             raise keys.fail("audio_samples_per_token", f"{self.each}, as config.json says of what hears")

@@ -16,7 +16,7 @@ from ..images.tower import Rows
 from ..images.tower_parts import ROWS, Crew, product
 from ..images.tower_weights import Weights
 from .conformer import ConformerSizes, load_conformer
-from .log_mel import HIGHEST_HZ, hann, log_powers, read_extractor, triangles
+from .log_mel import HIGHEST_HZ, hann, log_powers, triangles
 from .q_former import QFormerSizes, load_q_former
 from .tower_hearing import Hearing
 
@@ -72,7 +72,7 @@ class GraniteSpeech(Hearing):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(read_extractor(source.model, KIND))
+        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(source.extractor((KIND,)))
         self.asks = QFormerSizes.read(Keys(self.outer.section("projector_config") or {}, "config.json: projector_config"))
         self.window, every = self.outer.integer("window_size", 15, high=4096), self.outer.integer("downsample_rate", 5, high=4096)
         self.made, rest = divmod(self.window, every)

@@ -5,6 +5,7 @@ Slaney's scale (even up to 1 kHz, logarithmic above it) with bands of the same a
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -15,7 +16,7 @@ from ... import ModelNotFound, UsageError
 from ..config_reader import ConfigError, Keys, read_json, show
 from ..images.senses import RATE
 
-KIND = "WhisperFeatureExtractor"
+WHISPER = ("WhisperFeatureExtractor",)
 FILE, OUTER = "preprocessor_config.json", "processor_config.json"
 EDGE_HZ, EDGE_MEL, PER_MEL, OCTAVES = 1000.0, 15.0, 200 / 3, 27 / np.log(6.4)  # of Slaney's scale
 HIGHEST_HZ = 8000.0
@@ -81,9 +82,8 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
     return np.where(mels < EDGE_MEL, mels * PER_MEL, EDGE_HZ * np.exp((mels - EDGE_MEL) / OCTAVES))
 
 
-def read_log_mel(folder: Path) -> LogMel:
-    """As a folder says that its sounds are made ready. Raises UsageError where it says nothing, or it is of another kind."""
-    keys = read_extractor(folder, KIND)
+def log_mel_of(keys: Keys) -> LogMel:
+    """As an extractor of Whisper's kind says that sounds are made ready."""
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
                    keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=600))
     if found.samples % found.hop:
@@ -91,8 +91,9 @@ def read_log_mel(folder: Path) -> LogMel:
     return found
 
 
-def read_extractor(folder: Path, known: str) -> Keys:
-    """What a folder says of its extractor, which is of this kind. Raises UsageError where it says nothing, or it is of another."""
+def read_extractor(folder: Path, known: Sequence[str]) -> Keys:
+    """What a folder says of its extractor, which is of one of these kinds, the first where it names none. Raises UsageError where it says
+    nothing, or it is of another."""
     inside, where = _json(folder / FILE), FILE
     if inside is None or "feature_extractor_type" not in inside and "image_processor_type" in inside:  # of pictures alone
         outer, where = _json(folder / OUTER) or {}, OUTER
@@ -101,10 +102,10 @@ def read_extractor(folder: Path, known: str) -> Keys:
         raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
                          "fetch that file from where the model is from, beside its config.json")
     keys = Keys(inside, where)
-    kind = keys.text("feature_extractor_type", known)
-    if kind != known:
+    kind = keys.text("feature_extractor_type", known[0])
+    if kind not in known:
         raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
-                         f"known: {known}; text alone works")
+                         f"known: {', '.join(known)}; text alone works")
     if keys.integer("sampling_rate", RATE) != RATE:
         raise keys.fail("sampling_rate", f"{RATE}")
     normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said

@@ -14,7 +14,7 @@ from ..images.senses import RATE
 from ..images.tower import Rows
 from ..images.tower_parts import ROWS, Crew, product
 from ..images.tower_weights import Weights
-from .log_mel import read_log_mel
+from .log_mel import WHISPER, log_mel_of
 from .tower_hearing import Hearing, Windows
 from .whisper_encoder import KERNEL, LARGE, Sizes, halved, load_encoder
 
@@ -31,7 +31,7 @@ class Qwen25Omni(Hearing):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(WHISPER))
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
             raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, but the tower "

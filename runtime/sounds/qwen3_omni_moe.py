@@ -14,7 +14,7 @@ from ..images.tower import Rows
 from ..images.tower_parts import CURVES, ROWS, Crew, Matrix, gelu, product, two_layers
 from ..images.tower_weights import Weights
 from .causal_conformer import HELD, KERNEL, Halving
-from .log_mel import read_log_mel
+from .log_mel import WHISPER, log_mel_of
 from .qwen2_5_omni import waves
 from .tower_hearing import Hearing
 from .whisper_encoder import EPS, LARGE, Sizes, load_blocks
@@ -28,15 +28,17 @@ AT_ONCE = 32  # windows that go through the layers together
 
 
 class Qwen3Omni(Hearing):
-    """`piece`: frames of one; `together`: pieces whose rows see each other."""
+    """`piece`: frames of one; `together`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
+    is not whole is filled up even where it is the only one."""
 
     AUDIO = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
     placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
+    EXTRACTORS, FILLED = WHISPER, False
     most_seconds = 2400.0
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(self.EXTRACTORS))
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         self.together = self.said.integer("n_window_infer", high=1 << 16) // self.piece
         self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
@@ -65,7 +67,8 @@ class Qwen3Omni(Hearing):
         halvings, blocks = [halving(number) for number in (1, 2, 3)], load_blocks(weights, sizes, name)
         enter = weights.matrix(f"{name}conv_out", width, channels * shared(sizes.bands), bias=False)
         places, after = waves(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
-        first, second = (weights.matrix(f"{name}proj{number}", rows, width) for number, rows in ((1, width), (2, self.config.hidden_size)))
+        first, second = (weights.matrix(own, rows, width) for own, rows in zip(self.projector(weights), (width, self.config.hidden_size),
+                                                                               strict=True))
 
         def entered(frames: np.ndarray, fills: bool, crew: Crew) -> np.ndarray:
             """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
@@ -80,7 +83,7 @@ class Qwen3Omni(Hearing):
             crew.work.total += len(blocks) * -(-len(begins) // (self.together * AT_ONCE))
             made = []
             for group in range(0, len(begins), self.together * AT_ONCE):
-                pieces = [entered(frames[begin : begin + self.piece], len(begins) > 1, crew)
+                pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, crew)
                           for begin in begins[group : group + self.together * AT_ONCE]]
                 ends = [*np.cumsum([0, *map(len, pieces)])[:: self.together].tolist(), sum(map(len, pieces))]
                 x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
@@ -90,6 +93,10 @@ class Qwen3Omni(Hearing):
             return np.concatenate(made)
 
         return rows
+
+    def projector(self, weights: Weights) -> tuple[str, str]:
+        """Names of the two matrices to the model's width."""
+        return "audio_tower.proj1", "audio_tower.proj2"
 
     def bytes_needed(self) -> int:
         """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""

@@ -18,7 +18,7 @@ from ..images import Seen, Work
 from ..images.senses import RATE, SOUNDS
 from ..images.tower import Tower
 from ..images.tower_parts import ROWS
-from .log_mel import read_log_mel
+from .log_mel import WHISPER, log_mel_of
 from .whisper_encoder import Sizes
 
 if TYPE_CHECKING:
@@ -31,13 +31,15 @@ Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], 
 class Hearing(Tower):
     """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`, described in the `SECTION`. `most_seconds`: of a
     sound that it takes; `by_adapter` as of `Seen`. `asks_to_transcribe`: the words by which it is asked to write a sound down;
-    `transcribes`: a token that asks for it by itself, at the beginning of the answer."""
+    `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does nothing else, the word
+    behind which its answer says what was said, and before that in which language; `languages`: codes -> names of those that it knows."""
 
     AUDIO: Mapping[str, Mapping[str, object]]
     SECTION = "audio_config"
     sense = SOUNDS
     by_adapter = False
-    asks_to_transcribe, transcribes = "Transcribe the speech.", ""
+    asks_to_transcribe, transcribes, heads_text = "Transcribe the speech.", "", ""
+    languages: Mapping[str, str] = {}
     most_seconds: float
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
@@ -65,7 +67,7 @@ class TowerHearing(Hearing):
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), read_log_mel(source.model)
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(WHISPER))
         if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
             raise ConfigError(f"{source.model}: sounds become {self.log_mel.frames} frames of {self.log_mel.bands} bands, but the tower "
                               f"takes {2 * self.sizes.places} of {self.sizes.bands}")

@@ -29,12 +29,13 @@ OUTER_HARMLESS = frozenset({
     "merger_times", "min_image_tokens", "min_tiles", "mm_tokens_per_image", "model_type", "multimodal_projector_bias", "newline_id",
     "out_hidden_size", "patch_size", "projection_hidden_size", "projection_layer_norm_eps", "projector_bias", "projector_config",
     "projector_hidden_act", "projector_hidden_size", "projector_use_layernorm", "rope_is_neox_style", "scale_factor", "slice_end_id",
-    "slice_start_id", "spatial_merge_size", "system_token_id", "talker_config", "text_config", "thinker_config", "tile_size",
-    "token2wav_config", "tts_bos_token_id", "tts_eos_token_id", "tts_pad_token_id", "use_3d_rope", "use_flash_attention",
-    "use_image_newline_parameter", "use_image_special_tokens", "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk",
-    "user_token_id", "video_end_token_id", "video_placeholder", "video_start_token_id", "video_token_id", "video_token_index",
-    "vision_aspect_ratio", "vision_config", "vision_end_token_id", "vision_feature_layer", "vision_feature_select_strategy",
-    "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id", "weight_share_add_bias", "window_size"})
+    "slice_start_id", "spatial_merge_size", "support_languages", "system_token_id", "talker_config", "text_config", "thinker_config",
+    "tile_size", "timestamp_token_id", "token2wav_config", "token_classification_bias", "tts_bos_token_id", "tts_eos_token_id",
+    "tts_pad_token_id", "use_3d_rope", "use_flash_attention", "use_image_newline_parameter", "use_image_special_tokens",
+    "use_reentrant_checkpointing", "use_thumbnail", "use_unified_vision_chunk", "user_token_id", "video_end_token_id", "video_placeholder",
+    "video_start_token_id", "video_token_id", "video_token_index", "vision_aspect_ratio", "vision_config", "vision_end_token_id",
+    "vision_feature_layer", "vision_feature_select_strategy", "vision_soft_tokens_per_image", "vision_start_token_id", "vision_token_id",
+    "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("deepseek_ocr2", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "unlimited_ocr")
@@ -85,6 +86,9 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     family = inner.get("model_type", known[0])
     if family not in known:
         raise ConfigError(f"config.json: text_config is of model type {show(family)}, expected {' or '.join(known)}")
+    if "classify_num" in (Keys(raw).section(THINKER) or {}):  # classes, in place of the words of a head
+        raise ConfigError("config.json describes a model that labels the tokens of a text (a forced aligner) and writes none",
+                          "take the model that writes, of the same family")
     stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
     if kind in KNOWN_CODE:
         stated, inner = ({key: value for key, value in each.items() if key != "auto_map"} for each in (stated, inner))
@@ -117,6 +121,8 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
         inner |= {"attention_bias": biased, "mlp_bias": biased}
     for name in ("rope_scaling", "rope_parameters"):
         section = inner.get(name)
+        if isinstance(section, dict) and "mrope_section" in section:  # how those of places in a picture take turns, told twice
+            section = inner[name] = {key: value for key, value in section.items() if key != "interleaved"}
         said = (section.get("rope_type"), section.get("type")) if isinstance(section, dict) else ()
         for placed, meant in BY_PLACE.items():
             if placed in said:

@@ -1,0 +1,60 @@
+"""Qwen3-ASR: the encoder of Qwen 3 Omni, by which a model writes down what is said in 30 languages, and names the one that it hears. Each
+piece of a second is filled up, also the only one, and a sound is half a second at least."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..images.senses import RATE
+from ..images.tower_weights import Weights
+from .qwen3_omni_moe import Qwen3Omni
+from .tower_hearing import Hearing
+from .whisper_encoder import LARGE
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..images.tower_source import TowerSource
+
+USUAL = {**LARGE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "n_window": 50,
+         "n_window_infer": 800, "downsample_hidden_size": 480}
+SHORTEST = RATE // 2  # samples
+# Codes of the languages that it was trained with, by the names by which it is told of one.
+LANGUAGES = {
+    "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English", "es": "Spanish", "fa": "Persian",
+    "fi": "Finnish", "fil": "Filipino", "fr": "French", "hi": "Hindi", "hu": "Hungarian", "id": "Indonesian", "it": "Italian",
+    "ja": "Japanese", "ko": "Korean", "mk": "Macedonian", "ms": "Malay", "nl": "Dutch", "pl": "Polish", "pt": "Portuguese",
+    "ro": "Romanian", "ru": "Russian", "sv": "Swedish", "th": "Thai", "tr": "Turkish", "vi": "Vietnamese", "yue": "Cantonese",
+    "zh": "Chinese"}
+
+
+class Qwen3Asr(Qwen3Omni):
+    """Published in two layouts, of which the later has other names for the encoder and for what is behind it."""
+
+    AUDIO = {"qwen3_asr_encoder": USUAL, "qwen3_asr_audio_encoder": USUAL}
+    EXTRACTORS, FILLED = ("Qwen3ASRFeatureExtractor", "WhisperFeatureExtractor"), True
+    heads_text, languages = "<asr_text>", LANGUAGES
+    most_seconds = 1200.0
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys = source.extractor(self.EXTRACTORS)
+        self.shortest = keys.integer("min_length", SHORTEST, low=0, high=RATE * int(self.most_seconds))
+        if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
+            raise keys.fail("n_window", f"{self.piece // 2}, as config.json says of what hears")
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        return super().tokens(max(samples, self.shortest))
+
+    def values(self, taken: np.ndarray) -> np.ndarray:
+        return super().values(np.pad(taken, (0, max(0, self.shortest - len(taken)))))
+
+    def projector(self, weights: Weights) -> tuple[str, str]:
+        later = "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"
+        return later if weights.has(f"{later[0]}.weight") else super().projector(weights)
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Hearing:
+    return Qwen3Asr(source, config)

@@ -1,0 +1,146 @@
+"""Qwen3-ASR: what it is given of a sound, rows and logits behind it are those of transformers, in both layouts in which such models are
+published; it is asked as it was trained, and what it answers is taken apart."""
+
+import base64
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from asr_models import EXTRACTOR, written_asr
+from family_models import assert_close
+from hearing_models import as_wav, opened, sound
+from hypothesis import given
+from hypothesis import strategies as st
+from served import Served, serving
+from sight_models import FIRST
+from test_serve_transcriptions import heard
+from transformers import PreTrainedModel
+from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME, _parse_single_output
+
+from effllm import UsageError
+from effllm.runtime.config import read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.senses import RATE
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sounds.qwen3_asr import LANGUAGES, Qwen3Asr
+from effllm.runtime.sounds.transcription import Said, conversation
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["as transformers has it", "as published first"])
+def asr(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("asr")
+    return folder, written_asr(folder, request.param)
+
+
+def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
+    """As the processor asks its extractor."""
+    made = EXTRACTOR(samples, sampling_rate=RATE, padding=True, return_attention_mask=True, n_window=50)
+    return {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
+
+
+@pytest.mark.parametrize("samples", [400, 4000, 8000, 8159, 8160, 15_999, 16_000, 16_640, 33_000, 64_160])
+def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedModel], samples: int) -> None:
+    """About where a sound is long enough, a frame, a row, a piece and a window end."""
+    folder, model = asr
+    ears, taken = opened(folder), sound(samples / RATE)
+    given, values = ready(taken), ears.values(taken)
+    assert values.shape[0] == given["input_features_mask"].sum() == max(samples, 8000) // 160
+    assert np.abs(values - given["input_features"][0].numpy().T[: len(values)]).max() < 1e-4
+    found = ears.see(taken, Work())
+    with torch.inference_mode():
+        wanted = model.model.get_audio_features(**given).pooler_output.numpy()
+    assert found.tokens == (PLACE,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert_close(found.rows, wanted)
+
+
+def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTrainedModel]) -> None:
+    folder, model = asr
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        samples = sound(2.41)
+        prompt = f"Once {engine.album.take(samples).mark} was a fox in the wood."
+        list(prompts.see(prompt, engine, lambda: False))
+        ids = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+    told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
+    with torch.inference_mode():
+        wanted = model(input_ids=told, **ready(samples), use_cache=False).logits[0].numpy()
+    assert (told == FIRST).sum() == 32
+    assert_close(ours, wanted)
+
+
+def test_what_such_a_model_does_not_take_is_told(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    ears = opened(asr[0])
+    with pytest.raises(UsageError, match="too long for this model, which takes 1200 s"):
+        ears.places(1200 * RATE + 1)
+    raw = json.loads((asr[0] / "config.json").read_text())
+    aligner = {"thinker_config": {**raw.get("thinker_config", {}), "classify_num": 5000}}
+    for each, said in (({"architectures": ["Qwen3ASRForTokenClassification"]}, "expected a"), (aligner, "labels the tokens of a text")):
+        (tmp_path / "config.json").write_text(json.dumps({**raw, **each}))
+        with pytest.raises(ConfigError, match=said):
+            read_config(tmp_path)
+
+
+# -- asking it ----------------------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_asked_as_it_was_trained() -> None:
+    assert LANGUAGES == LANGUAGE_CODE_TO_NAME
+    said = {"role": "user", "content": "M"}
+    assert conversation(Qwen3Asr, {}, "M") == [said]
+    for language in ("de", "German", "DE", "de-AT"):
+        assert conversation(Qwen3Asr, {}, "M", language, "Fox") == [{"role": "system", "content": "Fox"}, said,
+                                                                    {"role": "assistant", "content": "language German<asr_text>"}]
+    with pytest.raises(UsageError, match="not trained to write 'tlh' down"):
+        conversation(Qwen3Asr, {}, "M", "tlh")
+    with pytest.raises(UsageError, match="translates nothing"):
+        conversation(Qwen3Asr, {}, "M", translates=True)
+
+
+@given(st.sampled_from(["language English<asr_text>", "language None<asr_text>", "language zh\nx<asr_text>", "<asr_text>", "language ",
+                        ""]),
+       st.text(st.sampled_from("ab <>_tr"), max_size=12), st.lists(st.integers(0, 40), max_size=6))
+def test_an_answer_is_taken_apart_wherever_its_pieces_end(begin: str, text: str, cuts: list[int]) -> None:
+    answer, said, told = begin + text, Said("<asr_text>"), ""
+    ends = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
+    for first, last in zip(ends, ends[1:], strict=False):
+        told += said.add(answer[first:last])
+    told += said.rest()
+    wanted = _parse_single_output(answer)
+    assert told.strip() == wanted["transcription"] and said.language == (wanted["language"] or "")
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
+    folder = tmp_path_factory.mktemp("served")
+    written_asr(folder)
+    with serving("-c", "512", "-n", "8", "--temp", "0", "--name", "ears", model=str(folder)) as server:
+        yield server
+
+
+def test_a_server_writes_sounds_down_in_the_language_that_is_named(server: Served) -> None:
+    wave = as_wav(sound(0.9))
+    part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wave).decode(), "format": "wav"}}
+    for more, begins in (({}, []), ({"language": "de"}, [{"role": "assistant", "content": "language German<asr_text>"}])):
+        said = server.chat([{"role": "user", "content": [part]}, *begins], max_tokens=8).json
+        reply = heard(server, file=wave, **more).json
+        assert reply["text"] == said["choices"][0]["message"]["content"].strip() != ""
+        assert reply["usage"]["input_tokens"] == said["usage"]["prompt_tokens"]
+        *pieces, last = heard(server, file=wave, stream="true", **more).events
+        assert "".join(piece["delta"] for piece in pieces).rstrip() == last["text"] == reply["text"]
+    assert heard(server, file=wave, prompt="Fox").json["usage"]["input_tokens"] > heard(server, file=wave).json["usage"]["input_tokens"]
+    for path, more, param, told in (("/v1/audio/transcriptions", {"language": "tlh"}, "language", "not trained"),
+                                    ("/v1/audio/translations", {}, "model", "translates nothing")):
+        refused = heard(server, path, file=wave, **more)
+        assert refused.status == 400 and refused.error["param"] == param and told in refused.error["message"]
