@@ -96,13 +96,13 @@ def seeing_with(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
 
     if mmproj is None:
         try:
-            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj)
+            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, None)
         except EffllmError as error:
             screen.note(f"{ref.text} takes no pictures here: {error.message}")
             return replace(ref, mmproj=None)
         return ref
     path = str(named_path(mmproj))
-    demand_sight(ref.whole, read_config(ref.whole), path)
+    demand_sight(ref.whole, read_config(ref.whole), path, None)
     return replace(ref, mmproj=path)
 
 

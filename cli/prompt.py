@@ -22,8 +22,9 @@ LARGEST = 256 << 20  # bytes of a text; what has no end ends here
 PARTS = "\n\n"
 
 
-def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str | None:
-    """The whole prompt; None where none was given and a person sits at the terminal."""
+def read_prompt(argument: str | None, file: str | None, screen: Screen, shown: bool = False) -> str | None:
+    """The whole prompt; None where none was given and a person sits at the terminal. It may be empty where something is `shown` with it: a
+    model that writes down what is said needs no words."""
     environment = screen.environment
     parts = []
     if file == "-" or (file is None and argument is None):
@@ -39,7 +40,7 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen) -> str |
     if argument is not None:
         parts.append(typed_text(argument, "the prompt"))
     text = PARTS.join(part for part in (without_last_newline(part) for part in parts) if part)
-    if not text.strip():
+    if not text.strip() and not shown:
         raise UsageError("the prompt is empty", 'effllm run MODEL "your prompt"')
     return text
 

@@ -86,7 +86,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raise
     judge(answer, sampling, engine, saving)
     remark_on_number(answer, screen)
-    text = read_prompt(prompt, file, screen)
+    text = read_prompt(prompt, file, screen, bool(image or audio))
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
     if text is not None:

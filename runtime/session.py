@@ -158,13 +158,13 @@ class Session:
     def ask(self, text: str, pictures: Sequence[Picture] = ()) -> Iterator[Event]:
         """One turn: append the user's message, with the `pictures` that it is about before its words; answer it. A prompt that cannot be
         answered leaves the history as it was."""
-        if not text.strip():
+        if not text.strip() and not pictures:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         before = list(self.messages)
         self._pictures.update(pictures)
         if before and before[-1]["role"] == "tool":
             self.messages.append({"role": "assistant", "content": CALLED_LAST})
-        self.messages.append({"role": "user", "content": "\n".join([*(each.mark for each in pictures), text])})
+        self.messages.append({"role": "user", "content": "\n".join([*(each.mark for each in pictures), *([text] if text.strip() else [])])})
         yield from self._guarded(before)
         if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
             self.messages = before

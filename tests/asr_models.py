@@ -22,10 +22,10 @@ TEMPLATE = ("{% for m in messages if m['role'] == 'system' %}system: "
             "<|audio_start|><|audio_pad|><|audio_end|>{% endfor %}{% endfor %}\n{% if add_generation_prompt %}assistant: {% endif %}")
 
 
-def written_asr(folder: Path, first: bool = False) -> PreTrainedModel:
-    """Saved as transformers has it, or as such models were published `first`; as transformers reads it."""
-    config = Qwen3ASRConfig(text_config={**WRITER, "model_type": "qwen3"}, audio_config=EARS, audio_token_id=FIRST, pad_token_id=0,
-                            eos_token_id=1)
+def written_asr(folder: Path, first: bool = False, **own: object) -> PreTrainedModel:
+    """Saved as transformers has it, or as such models were published `first`; as transformers reads it. `own`: sizes of what hears."""
+    config = Qwen3ASRConfig(text_config={**WRITER, "model_type": "qwen3"}, audio_config={**EARS, **own}, audio_token_id=FIRST,
+                            pad_token_id=0, eos_token_id=1)
     torch.manual_seed(3)
     model = Qwen3ASRForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
     with torch.no_grad():

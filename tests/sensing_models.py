@@ -73,13 +73,14 @@ OMNI_EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=4)
 OMNI_LOOKED = Qwen2VLImageProcessorPil(patch_size=4, min_pixels=8 * 8, max_pixels=64 * 64)
 
 
-def written_omni(folder: Path) -> PreTrainedModel:
-    """What writes, sees and hears of a Qwen 2.5 Omni, under the names with which such models are published. Pieces of 40 frames."""
+def written_omni(folder: Path, extractor: WhisperFeatureExtractor = OMNI_EXTRACTOR, **own: object) -> PreTrainedModel:
+    """What writes, sees and hears of a Qwen 2.5 Omni, under the names with which such models are published. Pieces of 40 frames, unless
+    what hears has its `own` sizes."""
     text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [3, 4, 5]}}
     eyes = {"depth": 2, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "patch_size": 4, "window_size": 16,
             "fullatt_block_indexes": [1], "out_hidden_size": WRITER["hidden_size"]}
     ears = {"num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 96,
-            "max_source_positions": 30, "n_window": 20, "output_dim": WRITER["hidden_size"]}
+            "max_source_positions": 30, "n_window": 20, "output_dim": WRITER["hidden_size"], **own}
     config = Qwen2_5OmniThinkerConfig(
         text_config=text, vision_config=eyes, audio_config=ears, image_token_index=FIRST, audio_token_index=AUDIO,
         video_token_index=FIRST + 6, vision_start_token_id=FIRST + 1, vision_end_token_id=FIRST + 2, audio_start_token_id=FIRST + 4,
@@ -89,7 +90,7 @@ def written_omni(folder: Path) -> PreTrainedModel:
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
-    published(folder, model, "qwen2_5_omni", OMNI_WORDS, OMNI_TEMPLATE, {**OMNI_LOOKED.to_dict(), **OMNI_EXTRACTOR.to_dict()})
+    published(folder, model, "qwen2_5_omni", OMNI_WORDS, OMNI_TEMPLATE, {**OMNI_LOOKED.to_dict(), **extractor.to_dict()})
     return model
 
 
@@ -119,7 +120,7 @@ LATER_TEMPLATE = TEMPLATE.replace("'<|' + p['type'] + '|>'", "{'image': '<|visio
 LATER_EXTRACTOR = WhisperFeatureExtractor(feature_size=16)
 
 
-def written_later_omni(folder: Path) -> PreTrainedModel:
+def written_later_omni(folder: Path, **own: object) -> PreTrainedModel:
     """As `written_omni`, of Qwen 3 Omni; of its pieces of a second two see each other."""
     text = {**WRITER, "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": [4, 4, 4],
                                           "mrope_interleaved": True},
@@ -128,7 +129,7 @@ def written_later_omni(folder: Path) -> PreTrainedModel:
             "deepstack_visual_indexes": [0], "out_hidden_size": WRITER["hidden_size"]}
     ears = {"num_mel_bins": 16, "d_model": 48, "encoder_layers": 2, "encoder_attention_heads": 3, "encoder_ffn_dim": 96,
             "max_source_positions": 30, "n_window": 50, "n_window_infer": 200, "downsample_hidden_size": 6,
-            "output_dim": WRITER["hidden_size"]}
+            "output_dim": WRITER["hidden_size"], **own}
     config = Qwen3OmniMoeThinkerConfig(
         text_config=text, vision_config=eyes, audio_config=ears, image_token_id=FIRST, audio_token_id=AUDIO, video_token_id=FIRST + 6,
         vision_start_token_id=FIRST + 1, vision_end_token_id=FIRST + 2, audio_start_token_id=FIRST + 4, audio_end_token_id=FIRST + 5)

@@ -4,6 +4,7 @@ what llama.cpp makes of the same files."""
 import ctypes
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
@@ -167,14 +168,22 @@ def of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, points: np.ndarray)
     """Rows of a picture, and what stands for it, PLACE where a row does."""
     from llama_cpp import mtmd_cpp
 
+    height, width = points.shape[:2]
+    return rows_of_llamacpp(peer, model, mmproj, lambda: mtmd_cpp.mtmd_bitmap_init(
+        width, height, (ctypes.c_uint8 * points.size).from_buffer_copy(points.tobytes())))
+
+
+def rows_of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, bitmap_of: Callable[[], object]) -> tuple[np.ndarray, list[int]]:
+    """Of a picture, or a sound, which llama.cpp calls a bitmap too."""
+    from llama_cpp import mtmd_cpp
+
     peer.llama_backend_init()
     loaded = peer.llama_model_load_from_file(str(model).encode(), peer.llama_model_default_params())
     asked = mtmd_cpp.mtmd_context_params_default()
     asked.use_gpu, asked.warmup, asked.print_timings = False, False, False
     context = mtmd_cpp.mtmd_init_from_file(str(mmproj).encode(), loaded, asked)
     assert loaded and context, "llama.cpp reads both"
-    height, width = points.shape[:2]
-    bitmap = mtmd_cpp.mtmd_bitmap_init(width, height, (ctypes.c_uint8 * points.size).from_buffer_copy(points.tobytes()))
+    bitmap = bitmap_of()
     text = mtmd_cpp.mtmd_input_text()
     text.text, text.text_len, text.add_special, text.parse_special = b"<__media__>", 11, False, True
     chunks = mtmd_cpp.mtmd_input_chunks_init()

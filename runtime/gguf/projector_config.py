@@ -1,7 +1,8 @@
-"""The keys of a file of the part of a model that sees (mmproj) as what its checkpoint's config.json and preprocessor_config.json said.
+"""The keys of a file of the part of a model that sees, or hears (mmproj), as what its checkpoint's config.json and
+preprocessor_config.json said.
 
 What such a file leaves open (how pictures are sized, which filter sizes them) is what the checkpoints of its family say. Its types are in
-`projector_names.py`.
+`projector_names.py`, and here what their keys say; those of sounds in `hearing_names.py` and `hearing_config.py`.
 """
 
 from __future__ import annotations
@@ -15,23 +16,29 @@ import numpy as np
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, damaged, shown
 from ..config_reader import Keys
+from ..images.senses import PICTURES, SOUNDS, Sense
+from .hearing_names import EARS
 from .one_file import IN_ORDER
 from .projector_names import AFTER, CLIP, DEEP, FIRST, FRAMES, NEWLINE, PROJECTORS, Projector
 
-VISION, BICUBIC, BILINEAR, LANCZOS = f"{CLIP}.vision.", 3, 2, 1
-TYPE = ("clip.projector_type", "clip.vision.projector_type")  # the second of files that hear as well
-# Below `clip.vision.` -> of a tower in config.json.
+VISION, AUDIO, BICUBIC, BILINEAR, LANCZOS = f"{CLIP}.vision.", f"{CLIP}.audio.", 3, 2, 1
+TYPE, OWN_TYPE, HAS = "clip.projector_type", "clip.{}.projector_type", "clip.has_{}_encoder"  # the second of files of two parts
+# Below `clip.vision.` -> of a tower in config.json; below `clip.audio.` those of HEARD.
 KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
         "attention.head_count": "num_attention_heads", "image_size": "image_size", "patch_size": "patch_size",
         "attention.layer_norm_epsilon": "layer_norm_eps"}
+HEARD = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
+         "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
 QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
-QWEN_POINTS = {"qwen2.5vl_merger": (56 * 56, 12_845_056), "qwen3vl_merger": (65_536, 16_777_216)}  # least and most of a picture
+# Least and most of a picture.
+QWEN_POINTS = {**dict.fromkeys(("qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)), "qwen3vl_merger": (65_536, 16_777_216)}
 
 
 @dataclass(frozen=True)
 class Described:
-    """`config` and `processor` are the two JSON files'; `projector` says how tensors are called, those of `deep` layers by number."""
+    """`config` and `processor` are the two JSON files'; `projector` says how tensors are called, those of `deep` layers by number, which
+    are those of one `sense`."""
 
     config: Mapping[str, object]
     processor: Mapping[str, object]
@@ -39,28 +46,39 @@ class Described:
     deep: tuple[int, ...]
     swapped: bool
     heads: int
+    sense: Sense = PICTURES
 
 
-def described(header: GgufHeader, text: str) -> Described:
-    """Of a file, beside a text part of architecture `text`. Raises CheckpointError for what is no such file, or of a type that is not
-    read, or lacks a key."""
-    path, data = header.path, header.metadata
-    kind = next((data[key] for key in TYPE if data.get(key) is not None), None)
-    if data.get("general.architecture") != CLIP or kind is None:
+def types_of(header: GgufHeader) -> dict[Sense, object]:
+    """The type of what a file sees with, and of what it hears with. Raises CheckpointError for what is no such file."""
+    path, data, found = header.path, header.metadata, {}
+    has = {sense: data.get(HAS.format(name)) is True for sense, name in NAMES.items()}
+    for sense, name in NAMES.items():
+        common = data.get(TYPE) if has[sense] or sense is PICTURES and not has[SOUNDS] else None
+        if (kind := data.get(OWN_TYPE.format(name), common)) is not None:
+            found[sense] = kind
+    if data.get("general.architecture") != CLIP or not found:
         raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not what a model sees with",
                               "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
-    if not isinstance(kind, str) or kind not in PROJECTORS:
+    return found
+
+
+def described(header: GgufHeader, text: str, sense: Sense = PICTURES) -> Described:
+    """What a file that has this sense says of it, beside a text part of architecture `text`. Raises CheckpointError for a type that is not
+    read, or for a key that is lacking."""
+    path, data, kind = header.path, header.metadata, types_of(header)[sense]
+    known = EARS if sense is SOUNDS else PROJECTORS
+    if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
-                              f"known: {', '.join(PROJECTORS)}; text alone works")
-    projector = replace(PROJECTORS[kind], halves=False) if data.get(IN_ORDER) else PROJECTORS[kind]
+                              f"known: {', '.join(known)}; text alone works")
+    projector = replace(known[kind], halves=False) if data.get(IN_ORDER) else known[kind]
     if projector.texts and text not in projector.texts:
         raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
                               f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
+    if sense is SOUNDS:
+        return _heard(header, text, kind, projector)
     keys = _keys(header)
-    tower = {ours: keys[theirs] for theirs, ours in KEYS.items() if theirs in keys}
-    for theirs, ours in KEYS.items():
-        if ours not in tower:
-            damaged(path, f"lacks key {VISION}{theirs}")
+    tower = _tower(header, keys, VISION, KEYS)
     deep = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))}))
     config, processor = BUILDERS[kind](header, keys, tower, text)
     heads = tower["num_attention_heads"]
@@ -69,12 +87,27 @@ def described(header: GgufHeader, text: str) -> Described:
                      heads if type(heads) is int else 0)
 
 
-def _keys(header: GgufHeader) -> dict[str, object]:
-    """Those of the tower, as JSON would have them, and what curve its FFN has."""
+def _heard(header: GgufHeader, text: str, kind: str, projector: Projector) -> Described:
+    from .hearing_config import BUILDERS as HEARING_BUILDERS
+
+    keys = _keys(header, AUDIO)
+    config, extractor = HEARING_BUILDERS[kind](header, Keys(keys, f"{header.path}: {CLIP}.audio"), _tower(header, keys, AUDIO, HEARD), text)
+    return Described(config, extractor, projector, (), False, 0, SOUNDS)
+
+
+def _tower(header: GgufHeader, keys: Values, before: str, names: Mapping[str, str]) -> dict[str, object]:
+    for theirs in names:
+        if theirs not in keys:
+            damaged(header.path, f"lacks key {before}{theirs}")
+    return {ours: keys[theirs] for theirs, ours in names.items()}
+
+
+def _keys(header: GgufHeader, before: str = VISION) -> dict[str, object]:
+    """Those of a tower, as JSON would have them, and what curve its FFN has."""
     def plain(value: object) -> object:
         return [bool(each) if value.dtype == np.uint8 else each for each in value.tolist()] if isinstance(value, np.ndarray) else value
 
-    found = {key.removeprefix(VISION): plain(value) for key, value in header.metadata.items() if key.startswith(VISION)}
+    found = {key.removeprefix(before): plain(value) for key, value in header.metadata.items() if key.startswith(before)}
     for name in ("use_gelu", "use_silu"):
         found[name] = header.metadata.get(f"{CLIP}.{name}", False) is True
     return found
@@ -92,6 +125,7 @@ def _tensor(header: GgufHeader, name: str) -> GgufTensor:
     return header.tensors[name]
 
 
+NAMES = {PICTURES: "vision", SOUNDS: "audio"}  # of senses, in keys
 Built = tuple[Mapping[str, object], Mapping[str, object]]
 Tower = Mapping[str, object]
 Values = Mapping[str, object]
@@ -168,7 +202,8 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
         more(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
         least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
-        return ({"model_type": MODELS[text], "vision_config": vision},
+        model, own = OMNI.get(kind, (MODELS[text], vision["model_type"]))
+        return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
 
     return built
@@ -176,6 +211,9 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
 
 # Architecture of a text part -> the model type whose positions go by place.
 MODELS = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
+
+
+OMNI = {"qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder")}  # type -> those of the model and of its tower, whatever the text part
 
 
 def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
@@ -195,6 +233,18 @@ def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None
                "num_position_embeddings": count, "deepstack_visual_indexes": deep}
 
 
+def _gemma4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Sizes of heads and how many places there are follow from tensors."""
+    queries, heads = _tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
+    table = _tensor(header, "v.position_embd.weight").shape
+    vision = {"model_type": "gemma4_vision", **tower, "head_dim": queries.shape[0] // heads if type(heads) is int and heads > 0 else heads,
+              "position_embedding_size": table[1] if len(table) > 1 else 0, "rms_norm_eps": tower["layer_norm_eps"],
+              "use_clipped_linears": "v.blk.0.attn_q.input_max" in header.tensors, "standardize": "v.std_bias" in header.tensors}
+    return {"model_type": "gemma4", "vision_config": vision}, {"image_processor_type": "Gemma4ImageProcessor", "image_mean": None,
+                                                               "image_std": None, "patch_size": tower["patch_size"]}
+
+
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
+    "qwen2.5o": _qwen("qwen2.5o", _windows),
     "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

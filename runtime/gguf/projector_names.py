@@ -1,7 +1,8 @@
 """What files of the part of a model that sees (mmproj) call tensors, by type of projector, and how their values differ from a checkpoint's.
 
-A file has the architecture clip and states its type in `clip.projector_type`. Names here are those of `images/`, as `own_name` leaves them.
-A new type is an entry in PROJECTORS, and what its keys say in `projector_config.py`.
+A file has the architecture clip and states its type in `clip.projector_type`; one that hears has types of its own (`hearing_names.py`).
+Names here are those of `images/`, as `own_name` leaves them. A new type is an entry in PROJECTORS, and what its keys say in
+`projector_config.py`.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 CLIP = "clip"  # the architecture
-LAYER = re.compile(r"v\.blk\.([0-9]{1,4})\.(.+)")
+NUMBERED = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)")
 DEEP = re.compile(r"v\.deepstack\.([0-9]{1,4})\.(norm|fc1|fc2)\.(weight|bias)")
 DEEP_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
-KINDS = ("weight", "bias")
+KINDS, LIMITS = ("weight", "bias"), ("input_max", "input_min", "output_max", "output_min")
 FRAMES = "v.patch_embd.weight.1"  # of the second of two frames, whose first has the usual name
 NEWLINE = ("model.image_newline", "v.image_newline")
 FIRST, AFTER = "v.class_embd", "v.post_ln"
@@ -23,19 +24,28 @@ FIRST, AFTER = "v.class_embd", "v.post_ln"
 @dataclass(frozen=True)
 class Projector:
     """`layers` goes before the number of a layer, `layer` are parts of names within one and `outer` those of the others, all without their
-    kind; `whole` are names with theirs, within layers and outside. `joined`: q, k and v of a layer are one matrix here. `halves`: rows of q
-    and k are neighbours in the file and halves of a head here. `less`: names from which the one is taken that the file added. `width`: the
-    tensor whose first dimension, where `across` its last, is the text part's width. `texts`: architectures that it goes with, of files;
-    none for any. `unused`: names that are the text part's own here."""
+    kind; `whole` are names with theirs, within layers and outside. `blocks`: what layers are called in the file; `others`: of other groups
+    that are counted, as `layers` and `layer`. `joined`: parts of a layer that are one matrix here, the last of which `into` is called.
+    `halves`: rows of q and k are neighbours in the file and halves of a head here. `less`: names from which the one is taken that the file
+    added. `soft`: endings of names of which the file has the softplus; `turned`: names whose channels come last here. `linear`: parts whose
+    weight is that of a matrix in them, which is clipped by the LIMITS beside it. `width`: the tensor whose first dimension, where `across`
+    its last, is the text part's width. `texts`: architectures that it goes with, of files; none for any. `unused`: names that are the text
+    part's own here, or follow from others."""
 
     layers: str
     layer: Mapping[str, str]
     outer: Mapping[str, str]
     width: str
     whole: Mapping[str, str] = field(default_factory=dict)
-    joined: bool = False
+    blocks: str = "v.blk"
+    others: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
+    joined: tuple[str, ...] = ()
+    into: str = ""
     halves: bool = False
     less: frozenset[str] = frozenset()
+    soft: tuple[str, ...] = ()
+    turned: frozenset[str] = frozenset()
+    linear: frozenset[str] = frozenset()
     across: bool = False
     texts: tuple[str, ...] = ()
     unused: frozenset[str] = frozenset()
@@ -46,6 +56,12 @@ _NORMS, _ATTENTION = {"ln1": "layer_norm1", "ln2": "layer_norm2"}, {
 _SIGLIP = {**_NORMS, **_ATTENTION, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}
 _QWEN = {"ln1": "norm1", "ln2": "norm2", "attn_q": "attn.q", "attn_k": "attn.k", "attn_v": "attn.v", "attn_qkv": "attn.qkv",
          "attn_out": "attn.proj"}
+_QKV = ("attn.q", "attn.k", "attn.v")
+_WINDOWED = {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
+_MERGED = {"v.patch_embd": "visual.patch_embed.proj", AFTER: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0", "mm.2":
+           "visual.merger.mlp.2"}
+_GEMMA4 = {"attn_q": "self_attn.q_proj", "attn_k": "self_attn.k_proj", "attn_v": "self_attn.v_proj", "attn_out": "self_attn.o_proj",
+           "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"}
 
 
 def _embeddings(tower: str) -> dict[str, str]:
@@ -86,15 +102,22 @@ PROJECTORS: Mapping[str, Projector] = {
         "mm.input_projection.weight", whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         less=frozenset({"mm.soft_emb_norm.weight"}), across=True, texts=("gemma3",)),
     "qwen2.5vl_merger": Projector(
-        "visual.blocks.", {**_QWEN, "ffn_gate": "mlp.gate_proj", "ffn_up": "mlp.up_proj", "ffn_down": "mlp.down_proj"},
-        {"v.patch_embd": "visual.patch_embed.proj", AFTER: "visual.merger.ln_q", "mm.0": "visual.merger.mlp.0",
-         "mm.2": "visual.merger.mlp.2"},
-        "mm.2.weight", joined=True, texts=("qwen2vl",)),
+        "visual.blocks.", _WINDOWED, _MERGED, "mm.2.weight", joined=_QKV, into="attn.qkv", texts=("qwen2vl",)),
+    "qwen2.5o": Projector("visual.blocks.", _WINDOWED, _MERGED, "mm.2.weight", texts=("qwen2vl",)),
     "qwen3vl_merger": Projector(
         "visual.blocks.", {**_QWEN, "ffn_up": "mlp.linear_fc1", "ffn_down": "mlp.linear_fc2"},
         {"v.patch_embd": "visual.patch_embed.proj", "v.position_embd": "visual.pos_embed", AFTER: "visual.merger.norm",
-         "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}, "mm.2.weight", joined=True,
+         "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}, "mm.2.weight", joined=_QKV, into="attn.qkv",
         texts=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")),
+    "gemma4v": Projector(
+        "vision_tower.encoder.layers.",
+        {**_GEMMA4, "ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm":
+         "self_attn.k_norm", "attn_post_norm": "post_attention_layernorm", "ffn_post_norm": "post_feedforward_layernorm"},
+        {"v.patch_embd": "vision_tower.patch_embedder.input_proj", "mm.input_projection": "embed_vision.embedding_projection"},
+        "mm.input_projection.weight",
+        whole={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table", "v.std_bias": "vision_tower.std_bias",
+               "v.std_scale": "vision_tower.std_scale"},
+        linear=frozenset(_GEMMA4), turned=frozenset({"v.patch_embd.weight"}), texts=("gemma4",)),
 }
 
 
@@ -103,13 +126,17 @@ def own_name(name: str, projector: Projector, deep: list[int], swapped: bool = F
     the text part get something. `swapped`: the file calls the FFN's second matrix its first, as early writers did."""
     if name in projector.whole:
         return projector.whole[name]
-    if found := LAYER.fullmatch(name):
-        begin, (stem, _, kind) = f"{projector.layers}{int(found[1])}.", found[2].rpartition(".")
-        if found[2] in projector.whole:
-            return begin + projector.whole[found[2]]
+    groups = {projector.blocks: (projector.layers, projector.layer), **projector.others}
+    if (found := NUMBERED.fullmatch(name)) and found[1] in groups:
+        layers, layer = groups[found[1]]
+        begin, (stem, _, kind) = f"{layers}{int(found[2])}.", found[3].rpartition(".")
+        if found[3] in projector.whole:
+            return begin + projector.whole[found[3]]
         if swapped:
             stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
-        return f"{begin}{projector.layer[stem]}.{kind}" if stem in projector.layer and kind in KINDS else None
+        if stem in projector.linear and kind in (*KINDS, *LIMITS):
+            return f"{begin}{layer[stem]}.{kind if kind in LIMITS else f'linear.{kind}'}"
+        return f"{begin}{layer[stem]}.{kind}" if stem in layer and kind in KINDS else None
     if (found := DEEP.fullmatch(name)) and int(found[1]) in deep:
         return f"visual.deepstack_merger_list.{deep.index(int(found[1]))}.{DEEP_PARTS[found[2]]}.{found[3]}"
     stem, _, kind = name.rpartition(".")

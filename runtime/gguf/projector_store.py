@@ -1,5 +1,5 @@
-"""The tensors of a file of the part of a model that sees (mmproj) under a checkpoint's names, in its shapes and orders: a TensorStore that
-converts as it reads.
+"""The tensors of a file of the part of a model that sees, or hears (mmproj), under a checkpoint's names, in its shapes and orders: a
+TensorStore that converts as it reads.
 
 Values of 16 and 32 bits stay; matrices of blocks become 16-bit floats, vectors 32-bit ones. A tower is read once, whole.
 """
@@ -19,34 +19,41 @@ from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.header import CheckpointError, TensorInfo, damaged, shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
+from ..images.senses import SOUNDS
+from .hearing_names import BEGIN
 from .one_file import seeing_part
 from .projector_config import Described
 from .projector_names import FRAMES, own_name
 from .sources import RAW, separated
 
-JOINED = ("attn.q", "attn.k", "attn.v")
 DAMAGED = "the file is damaged: download it again"
 
 
 @dataclass(frozen=True)
 class Part:
     """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `heads`: its rows are
-    neighbours in so many heads (0: they are not). `less`: of every value."""
+    neighbours in so many heads (0: they are not). `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
+    come second in the file, are last."""
 
     tensors: tuple[GgufTensor, ...]
     frames: bool = False
     heads: int = 0
     less: float = 0.0
+    soft: bool = False
+    turned: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.tensors[0].shape
+        if self.turned:
+            return first[0], *first[2:], first[1]
         return (first[0], first[1], 2, *first[2:]) if self.frames else (sum(each.shape[0] for each in self.tensors), *first[1:])
 
     @property
     def dtype(self) -> str:
         types = {each.type for each in self.tensors}
-        return types.pop() if len(types) == 1 and types <= {*RAW} and not self.less else "F32" if len(self.shape) == 1 else "F16"
+        kept = len(types) == 1 and types <= {*RAW} and not (self.less or self.soft)
+        return types.pop() if kept else "F32" if len(self.shape) == 1 else "F16"
 
 
 def read_projector_header(path: Path) -> GgufHeader:
@@ -84,6 +91,10 @@ class ProjectorStore(TensorStore):
         made = np.stack(values, axis=2) if part.frames else values[0] if len(values) == 1 else np.concatenate(values)
         if part.heads:
             made = made[separated(np.arange(len(made)), len(made) // part.heads)]
+        if part.turned:
+            made = np.moveaxis(made, 1, -1)
+        if part.soft:
+            made = from_f32(_sharp(to_f32(made, info.dtype.lower())), info.dtype.lower())
         if part.less:
             made = from_f32(to_f32(made, info.dtype.lower()) - np.float32(part.less), info.dtype.lower())
         return np.ascontiguousarray(made[row_begin:row_end]).reshape(-1).view(np.uint8)
@@ -104,11 +115,17 @@ class ProjectorStore(TensorStore):
         return made
 
 
+def _sharp(soft: np.ndarray) -> np.ndarray:
+    """Of what values, float32, are the softplus; of what none is, as near as there is."""
+    least = np.maximum(soft.astype(np.float64), np.finfo(np.float32).tiny)
+    return (least + np.log(-np.expm1(-least))).astype(np.float32)
+
+
 def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
-    """Of every tensor of a checkpoint by its name."""
+    """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
     path, projector, split = header.path, said.projector, []
     for name, tensor in header.tensors.items():
-        if name in projector.unused or name == FRAMES:
+        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.sense is SOUNDS):
             continue
         own = own_name(name, projector, [*said.deep], said.swapped)
         if own is None:
@@ -117,9 +134,9 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
         if tensor.type not in (*RAW, *DECODERS):
             raise CheckpointError(f"{path} has tensor {shown(name)} of type {tensor.type}, which is not supported",
                                   f"known: {', '.join((*RAW, *DECODERS))}")
-        which = next((each for each in JOINED if projector.joined and f".{each}." in own), None)
+        which = next((each for each in projector.joined if f".{each}." in own), None)
         if which is not None:
-            split.append((own.replace(f".{which}.", ".attn.qkv."), JOINED.index(which), tensor))
+            split.append((own.replace(f".{which}.", f".{projector.into}."), projector.joined.index(which), tensor))
             continue
         if (second := header.tensors.get(FRAMES)) is not None and name == FRAMES.removesuffix(".1"):
             if second.shape != tensor.shape or len(tensor.shape) != 4:
@@ -129,9 +146,13 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
         turned = projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj"))
         if turned and (said.heads < 1 or tensor.shape[0] % (2 * said.heads)):
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
-        yield own, Part((tensor,), heads=said.heads if turned else 0, less=float(name in projector.less))
+        if name in projector.turned and len(tensor.shape) != 4:
+            damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 4")
+        yield own, Part((tensor,), heads=said.heads if turned else 0, less=float(name in projector.less),
+                        soft=name.endswith(projector.soft) if projector.soft else False, turned=name in projector.turned)
     for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):
         tensors = tuple(tensor for _, _, tensor in found)
-        if len(tensors) != len(JOINED) or len({each.shape[1:] for each in tensors}) > 1:
-            damaged(path, f"holds {len(tensors)} of q, k and v beside {shown(tensors[0].name)}, or such as do not belong together")
+        if len(tensors) != len(projector.joined) or len({each.shape[1:] for each in tensors}) > 1:
+            damaged(path, f"holds {len(tensors)} of {len(projector.joined)} parts of a matrix beside {shown(tensors[0].name)}, or such as "
+                          "do not belong together")
         yield own, Part(tensors)

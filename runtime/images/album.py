@@ -301,7 +301,8 @@ def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, thread
     except EffllmError as error:
         if mmproj is not None and not config.cross_layers:  # whose pictures no file of this kind brings, and whose texts need none
             raise
-        return Album(dict.fromkeys(senses_of(raw_of(model)) or (PICTURES,), error))
+        either = (PICTURES, SOUNDS) if is_gguf(model) else (PICTURES,)  # of a file alone it is not known which it takes
+        return Album(dict.fromkeys(senses_of(raw_of(model)) or either, error))
     for sight in album.sights.values():
         sight.threads = threads
     return album if album.sights or album.refused else None
@@ -313,8 +314,7 @@ def _senses(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[dict[
         return found, axes_of(model, config) if found else None
     from .projector import projected
 
-    sight, axes = projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
-    return {sight.sense: sight}, axes
+    return projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
 
 
 def senses_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Sense, int]:
@@ -332,11 +332,14 @@ def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
     return album
 
 
-def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense = PICTURES) -> None:
-    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here."""
-    if sense not in (PICTURES, *senses_of(raw_of(model))):
+def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense | None = PICTURES) -> None:
+    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here; of no `sense` in
+    particular for one that takes neither."""
+    if sense is not None and not is_gguf(model) and sense not in (PICTURES, *senses_of(raw_of(model))):
         raise UsageError(*sense.refusal)
-    sighted(Album(*_senses(model, config, mmproj)), sense)
+    album = Album(*_senses(model, config, mmproj))
+    if sense is not None:
+        sighted(album, sense)
 
 
 def words(ids: Sequence[int]) -> list[int]:

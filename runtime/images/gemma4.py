@@ -48,8 +48,10 @@ class Gemma4(TowerSight):
                 raise keys.fail(name, f"{value}, as config.json says of the tower")
         if not keys.flag("do_resize", True):
             raise keys.fail("do_resize", "true: pictures are made to fit")
-        text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
-        self.both_ways = text.raw.get("use_bidirectional_attention", self.SEES) == "vision"
+        text = self.outer.section("text_config")
+        # A GGUF file does not say it: so it is in all models but those whose layers have inputs of their own.
+        usual = self.SEES if text is not None else None if config.input_width else "vision"
+        self.both_ways = (text or {}).get("use_bidirectional_attention", usual) == "vision"
         demand_padding(self.outer, config)
 
     @cached_property

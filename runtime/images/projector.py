@@ -1,4 +1,5 @@
-"""What a GGUF file sees with: a file of its own (mmproj), as llama.cpp's converter writes it, which lies beside the model's or is named.
+"""What a GGUF file sees and hears with: a file of its own (mmproj), as llama.cpp's converter writes it, which lies beside the model's or
+is named.
 
 It is described as its checkpoint was (`gguf/projector_config.py`), so the families' towers take it as they take a folder.
 """
@@ -13,21 +14,24 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ... import ModelNotFound, UsageError
+from ... import EffllmError, ModelNotFound, UsageError
 from ...offload.gguf import GgufHeader
 from ...offload.header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
 from ..gguf import sections
 from ..gguf.beside import beside
-from ..gguf.projector_config import MODELS, Described, described
+from ..gguf.projector_config import MODELS, Described, described, types_of
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
 from . import Sight, made_of
+from .senses import PICTURES, Sense
 from .turning import shared_out
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_weights import Weights
+
+SAYS = re.compile(r"config\.json(: (?:audio|encoder|projector|vision)_config)?")  # in errors, where the file says it
 
 
 class ProjectorSource:
@@ -42,39 +46,56 @@ class ProjectorSource:
         where = str(self.path)
         return Keys({key: value for key, value in self._said.processor.items() if value is not None}, where), Keys({}, where)
 
+    def extractor(self, known: Sequence[str]) -> Keys:
+        return Keys(dict(self._said.processor), str(self.path))
+
     def weights(self) -> Weights:
         from .tower_weights import Weights
 
-        return Weights(ProjectorStore(self.path, self._said), "the file")
+        return Weights(ProjectorStore(self.path, self._said), "the file", self._said.sense)
 
     @contextmanager
     def saying(self) -> Iterator[None]:
         try:
             yield
         except ConfigError as error:
-            raise ConfigError(re.sub(r"config\.json(: vision_config)?", lambda found: str(self.path), error.message), AGAIN) from error
+            raise ConfigError(SAYS.sub(lambda found: str(self.path), error.message), AGAIN) from error
 
 
-def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[Sight, np.ndarray | None]:
-    """How a model sees through the file that is `named`, or else lies beside the model's own, and which of three numbers turns each pair of
-    channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that does not belong to the model."""
+def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None]:
+    """How a model sees, and hears, through the file that is `named`, or else lies beside the model's own, or why it cannot do one of both,
+    and which of three numbers turns each pair of channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that
+    does not belong to the model."""
     if not is_gguf(model):
-        raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees with itself", "leave it away")
+        raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees and hears with itself",
+                         "leave it away")
     if config.cross_layers:
         raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
                          "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")
     path = named or (model if read_header(model).sees else beside(model))
     if path is None:
         raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",
-                         "of a model that sees, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
+                         "of a model that sees or hears, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
     if not path.is_file():
         raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     header, text = read_projector_header(path), read_header(model).metadata
-    said = described(header, str(text.get("general.architecture")))
+    found: dict[Sense, Sight | EffllmError] = {}
+    for sense in types_of(header):
+        try:
+            found[sense] = _sight(header, sense, text, model, config)
+        except EffllmError as error:
+            found[sense] = error
+    if all(isinstance(each, EffllmError) for each in found.values()):
+        raise next(iter(found.values()))
+    return found, _axes(text, config) if PICTURES in found else None
+
+
+def _sight(header: GgufHeader, sense: Sense, text: Mapping[str, object], model: Path, config: ModelConfig) -> Sight:
+    said = described(header, str(text.get("general.architecture")), sense)
     _demand_width(header, said, config)
-    source = ProjectorSource(model, path, said)
+    source = ProjectorSource(model, header.path, said)
     with source.saying():
-        return made_of(str(said.config["model_type"]), source, config), _axes(text, config)
+        return made_of(str(said.config["model_type"]), source, config, sense)
 
 
 def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:

@@ -192,12 +192,14 @@ def load_conformer(weights: Weights, sizes: ConformerSizes, name: str) -> Confor
             weights.numbers(f"{own}.rel_pos_emb.weight", 2 * sizes.reach + 1, sizes.depth), sizes.heads, sizes.block)
 
     def convolution(own: str) -> Convolution:
-        scale, shift, mean, variance = (weights.numbers(f"{own}.batch_norm.{each}", sizes.channels)
-                                        for each in ("weight", "bias", "running_mean", "running_var"))
-        scale = scale / np.sqrt(np.maximum(variance, 0) + np.float32(EPS))
+        scale, shift = (weights.numbers(f"{own}.batch_norm.{each}", sizes.channels) for each in ("weight", "bias"))
+        if weights.has(f"{own}.batch_norm.running_mean"):  # GGUF files have both in scale and shift
+            mean, variance = (weights.numbers(f"{own}.batch_norm.running_{each}", sizes.channels) for each in ("mean", "var"))
+            scale = scale / np.sqrt(np.maximum(variance, 0) + np.float32(EPS))
+            shift = shift - mean * scale
         taps = weights.numbers(f"{own}.depth_conv.conv.weight", sizes.channels, sizes.taps).T * scale
         return Convolution(weights.layer_norm(f"{own}.norm", width, EPS), weights.matrix(f"{own}.up_conv", 2 * sizes.channels, width), taps,
-                           shift - mean * scale, weights.matrix(f"{own}.down_conv", width, sizes.channels))
+                           shift, weights.matrix(f"{own}.down_conv", width, sizes.channels))
 
     def block(own: str) -> ConformerBlock:
         return ConformerBlock((ffn(f"{own}ff1"), attention(f"{own}attn"), convolution(f"{own}conv"), ffn(f"{own}ff2")),
