@@ -172,7 +172,7 @@ class WeightFlags(BitsFlag):
     keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
 
 
-Mmproj = Annotated[str | None, flag(COMPUTE, "-mm --mmproj", "FILE", "what a GGUF model sees pictures with (the mmproj*.gguf beside it)")]
+Mmproj = Annotated[str | None, flag(COMPUTE, "-mm --mmproj", "FILE", "what a GGUF model sees or hears with (the mmproj*.gguf beside it)")]
 Parallel = Annotated[int, flag(MEMORY, "-np --parallel", "N", "answers written at once; each has a context and a cache of its own (1)")]
 SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")]
 
