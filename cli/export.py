@@ -31,8 +31,8 @@ Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
                                   "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
 Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER", "merge a LoRA adapter, a folder or a GGUF file, into the model: a folder as "
                                   "the model's comes of it", "export")]
-Sees = Annotated[bool, flag(FORMAT, "--mmproj", "", "write what the model sees with, as a GGUF file of its own (mmproj), instead of its "
-                            "text part", "export")]
+Sees = Annotated[bool, flag(FORMAT, "--mmproj", "", "write what the model sees or hears with, as a GGUF file of its own (mmproj), "
+                            "instead of its text part", "export")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 
@@ -49,7 +49,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
 
     screen = Screen(context.obj)
     if mmproj and (lora or format == "compressed-tensors" or type not in (None, "F16")):
-        raise UsageError("--mmproj writes a GGUF file of type F16, of what sees alone",
+        raise UsageError("--mmproj writes a GGUF file of type F16, of what sees or hears alone",
                          f"effllm export {typed(model)} -o {typed(out)} --mmproj")
     if lora is not None:
         if format or type or force:
@@ -82,11 +82,11 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
     else:
         kinds = ", ".join(f"{count} {kind}" for kind, count in made.types.items())
         screen.note(f"{made.path}: {format_size(made.nbytes)}, {made.tensors} tensors ({kinds})")
-    from ..runtime.gguf.projector_export import is_written
+    from ..runtime.gguf.projector_export import written_of
 
-    if not (mmproj or json) and is_written(ref.folder):
+    if not (mmproj or json) and (sense := written_of(ref.folder)) is not None:
         beside = Path(out).with_name(f"mmproj-{Path(out).name}")
-        screen.note(f"this is the text part; what sees goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
+        screen.note(f"this is the text part; what {sense.does} goes beside it: effllm export {typed(model)} -o {typed(beside)} --mmproj")
 
 
 def merged_folder(source: Path, adapter: Path, out: Path, screen: Screen, json: bool) -> None:

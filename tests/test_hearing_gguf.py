@@ -14,6 +14,8 @@ from asr_models import written_asr
 from command_line import typed
 from hearing_files import EARS, write_ears, write_hearing_pair
 from hearing_models import as_wav, sound, written_hearing
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from sensing_models import written_gemma4, written_later_omni, written_omni
 from sight_models import PICTURES
 from test_projector_whole import rows_of_llamacpp
@@ -45,10 +47,12 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
                                                 max_source_positions=100),
     "qwen3_omni_moe": lambda folder: written_later_omni(folder, n_window_infer=800),
     "gemma4": lambda folder: written_usual_gemma4(folder)}
+LIKE_OTHERS = ("audioflamingo3", "qwen3_omni_moe")  # that differ from others in a projector, or in a text part
 ROUNDED = {"gemma4": 1e-5, "granite_speech": 1e-5}  # of which files hold values that folders have otherwise: a softplus, a folded norm
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=[pytest.param(family, marks=pytest.mark.slow if family in LIKE_OTHERS else ())
+                                        for family in FAMILIES])
 def pair_of(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path, Path, Path]:
     """A folder that hears, and the two files written of it."""
     place = tmp_path_factory.mktemp("pair")
@@ -164,6 +168,19 @@ def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -
     alone.symlink_to(model)
     code, out, err = typed("run", alone, "", "--audio", wave)
     assert code == 2 and not out and "no mmproj file lies beside it" in err and len(err.splitlines()) <= 3
+
+
+@given(st.binary(max_size=200), st.integers(0, 2500))
+@settings(max_examples=50)
+def test_no_bytes_of_a_header_end_in_a_traceback(ears: tuple[Path, Path, Path], noise: bytes, at: int) -> None:
+    raw = bytearray(ears[2].read_bytes())
+    raw[at : at + len(noise)] = noise
+    path = ears[2].parent.parent / "noise-mmproj-.gguf"
+    path.write_bytes(raw)
+    try:
+        album(ears[1], path).sights[SOUNDS].see(sound(0.1), Work())
+    except EffllmError as error:
+        assert error.hint
 
 
 # -- llama.cpp ----------------------------------------------------------------------------------------------------------------------

@@ -20,9 +20,11 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME, _parse_single_output
 
 from effllm import UsageError
+from effllm.cli.server.transcribing import TranscriptShape
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
+from effllm.runtime.events import TextDelta
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE
@@ -121,6 +123,15 @@ def test_an_answer_is_taken_apart_wherever_its_pieces_end(begin: str, text: str,
     assert told.strip() == wanted["transcription"] and said.language == (wanted["language"] or "")
 
 
+def test_a_transcript_is_told_without_what_heads_it() -> None:
+    told = [TextDelta(piece, "answer") for piece in ("language Ger", "man<asr_", "text> Guten", " Tag")]
+    for events, text, language in ((told, "Guten Tag", "German"), (told[:1], "language Ger", "")):
+        shape = TranscriptShape("transcribe", None, 1.5, "verbose_json", "<asr_text>")
+        pieces = [each for event in events for each in shape.add(event)]
+        assert all(each["type"] == "transcript.text.delta" for each in pieces)
+        assert shape.whole(None) == {"task": "transcribe", "language": language, "duration": 1.5, "text": text}
+
+
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
     folder = tmp_path_factory.mktemp("served")
@@ -129,6 +140,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Served:
         yield server
 
 
+@pytest.mark.slow
 def test_a_server_writes_sounds_down_in_the_language_that_is_named(server: Served) -> None:
     wave = as_wav(sound(0.9))
     part = {"type": "input_audio", "input_audio": {"data": base64.b64encode(wave).decode(), "format": "wav"}}

@@ -1,7 +1,5 @@
-"""What a model sees with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
-`projector_config.py` and `projector_store.py`.
-
-Matrices of layers and of the projector become F16; vectors, places, and what embeds patches stay F32, as llama.cpp keeps them.
+"""What a model sees with, or hears, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+`projector_config.py` and `projector_store.py`. What concerns sounds alone is in `hearing_export.py`.
 """
 
 from __future__ import annotations
@@ -10,7 +8,6 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,22 +15,23 @@ import numpy as np
 from ... import DoesNotFit, EffllmError, UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf import Value
-from ...offload.gguf_writer import NewFile, PlannedTensor, gguf_head, padded
+from ...offload.gguf_writer import NewFile, gguf_head, padded
 from ...offload.header import AGAIN, TensorInfo, is_gguf
 from ...offload.size import format_size
-from ...quant.weight import from_f32
 from ..config import ModelConfig, read_config
 from ..events import Progress
 from ..images import kind_of, sights_of
 from ..images.llava import Llava
 from ..images.llava_next import LlavaNext
-from ..images.senses import PICTURES
-from ..images.tower_parts import widened
+from ..images.senses import PICTURES, SOUNDS, Sense
 from ..images.tower_sight import TowerSight
-from ..images.tower_weights import STORED, is_of_tower, own_name, tower_store
+from ..images.tower_weights import is_of_tower, own_name, tower_store
 from ..images.vision_transformer import layer_count, wanted_layers
+from ..sounds.tower_hearing import Hearing
+from . import hearing_export
 from .export import Exported, check_name, check_target
-from .projector_names import CLIP, DEEP_PARTS, FIRST, FRAMES, KINDS, PROJECTORS, Projector
+from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
+from .projector_pieces import Piece, piece
 from .sources import separated
 
 # Model type -> type of its projector's file.
@@ -44,40 +42,31 @@ TYPES: Mapping[str, str] = {
     "smolvlm": "idefics3"}
 OF_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
 EARLY = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
-WIDE = ("v.patch_embd", "v.position_embd", FIRST)  # what stays F32 of what has rows
 QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
 Keys = dict[str, Value]
 
 
-@dataclass(frozen=True)
-class Piece:
-    """A tensor of the file: `made` of the values of a checkpoint's."""
-
-    planned: PlannedTensor
-    info: TensorInfo
-    made: Callable[[np.ndarray], np.ndarray]
-
-    def bytes_of(self, store: TensorStore) -> np.ndarray:
-        values = self.made(widened(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
-        return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
-
-
-def is_written(folder: Path) -> bool:
-    """Whether such a file is written of the model in a folder that has what it sees with."""
-    if is_gguf(folder) or str(kind_of(folder)) not in TYPES:
-        return False
+def written_of(folder: Path) -> Sense | None:
+    """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
+    kind = None if is_gguf(folder) else str(kind_of(folder))
+    if kind not in (*TYPES, *hearing_export.TYPES):
+        return None
     with tower_store(folder) as store:
-        return any(map(is_of_tower, store.tensors))
+        return (PICTURES if kind in TYPES else SOUNDS) if any(is_of_tower(name, kind) for name in store.tensors) else None
 
 
-def seeing(folder: Path, config: ModelConfig) -> TowerSight:
-    """Raises UsageError for a model that sees nothing, or with what no such file is written for."""
+def sensing(folder: Path, config: ModelConfig) -> TowerSight | Hearing:
+    """Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
     found = sights_of(folder, config)
     if not found:
-        raise UsageError(f"{folder} takes no pictures", "leave --mmproj away")
-    if (kind := str(kind_of(folder))) not in TYPES or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
-        raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(TYPES)}")
-    if isinstance(sight := found[PICTURES], EffllmError):
+        raise UsageError(f"{folder} takes no pictures and no sounds", "leave --mmproj away")
+    if (kind := str(kind_of(folder))) in hearing_export.TYPES:
+        sight = found[SOUNDS]
+    elif kind not in TYPES or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
+        raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join((*TYPES, *hearing_export.TYPES))}")
+    else:
+        sight = found[PICTURES]
+    if isinstance(sight, EffllmError):
         raise sight
     return sight
 
@@ -163,30 +152,21 @@ def pieces(sight: TowerSight, store: TensorStore, kind: str) -> list[Piece]:
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if projector.unused and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
-            found.append(_piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
+            found.append(piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
             found += _of(own_name(stored), info, projector, sight)
     return found
 
 
-def _piece(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
-           shape: tuple[int, ...] | None = None) -> Piece:
-    shape = info.shape if shape is None else shape
-    if info.dtype not in STORED:
-        raise CheckpointError(f"{info.name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
-                              "take the model with that part in bfloat16")
-    return Piece(PlannedTensor(name, "F32" if len(shape) < 2 or name.startswith(WIDE) else "F16", shape), info, made)
-
-
 def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> Iterator[Piece]:
     if own == "visual.patch_embed.proj.weight":
         for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
-            yield _piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
+            yield piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
     if projector is PROJECTORS["qwen2.5vl_merger"] and QKV in own:
         for part, letter in enumerate("qkv"):
             name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
-            yield _piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
+            yield piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
         return
     if projector is PROJECTORS["mlp"]:
         found = OF_LAYER.fullmatch(own)
@@ -197,9 +177,9 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> 
     name = _file_name(own, projector, sight)
     if projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj")):
         order = np.argsort(separated(np.arange(info.shape[0]), info.shape[0] // sight.heads))
-        yield _piece(name, info, lambda values: values[order])
+        yield piece(name, info, lambda values: values[order])
         return
-    yield _piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
+    yield piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
 
 
 def _file_name(own: str, projector: Projector, sight: TowerSight) -> str:
@@ -224,7 +204,7 @@ def _file_name(own: str, projector: Projector, sight: TowerSight) -> str:
 
 
 def export_projector(source: Path, out: Path, name: str, replace: bool = False) -> Iterator[Progress | Exported]:
-    """Write what the model in `source` sees with to the file `out`; `name` becomes its title. The result comes last.
+    """Write what the model in `source` sees or hears with to the file `out`; `name` becomes its title. The result comes last.
 
     Raises UsageError where `out` exists, and for a model of which no such file is written; CheckpointError for a damaged one.
     """
@@ -232,11 +212,14 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     check_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave --mmproj away")
-    sight, kind = seeing(source, read_config(source)), str(kind_of(source))
+    sight, kind = sensing(source, read_config(source)), str(kind_of(source))
     with tower_store(source) as store:
         check_target(out, replace, store)
         with sight.source.saying():
-            found, keys = pieces(sight, store, kind), metadata(sight, name, kind)
+            if sight.sense is SOUNDS:
+                found, keys = hearing_export.pieces(store, kind), hearing_export.metadata(sight, name, kind)
+            else:
+                found, keys = pieces(sight, store, kind), metadata(sight, name, kind)
         planned = [each.planned for each in found]
         head = gguf_head(keys, planned)
         done, total = len(head), len(head) + sum(padded(each.nbytes) for each in planned)

@@ -1,0 +1,95 @@
+"""What a model hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+`hearing_config.py` and `hearing_names.py`, of models that hear and do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ... import UsageError
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.gguf import Value
+from ...offload.header import AGAIN, TensorInfo
+from ..images.senses import SOUNDS
+from ..images.tower_weights import is_of_tower, own_name
+from ..sounds.log_mel import LogMel
+from ..sounds.qwen2_5_omni import waves
+from ..sounds.qwen3_asr import SHORTEST, Qwen3Asr
+from ..sounds.tower_hearing import TowerHearing
+from ..sounds.voxtral import Voxtral
+from ..sounds.whisper_encoder import EPS
+from .hearing_config import HALVED, HOP
+from .hearing_names import EARS, PLACES
+from .projector_names import CLIP, KINDS, Projector
+from .projector_pieces import Piece, piece
+
+# Model type -> type of its projector's file.
+TYPES: Mapping[str, str] = {"audioflamingo3": "musicflamingo", "qwen2_audio": "qwen2a", "qwen3_asr": "qwen3a", "voxtral": "voxtral"}
+WINDOW = 400  # samples of a frame
+USUAL_PIECES = 50, 800  # frames of half a piece, and of those that see each other: of all such models
+WAVES = 1500  # places that files have of those that follow from their number
+LATER = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi_modal_projector.linear_2": "audio_tower.proj2"}
+AWAY = "leave --mmproj away"
+
+
+def metadata(sight: TowerHearing | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
+    """The keys of the file of a model of this type. Raises UsageError for what such a file does not say."""
+    sizes = sight.sizes
+    _demand_usual(sight)
+    stated: dict[str, Value] = {
+        "embedding_length": sizes.width, "feed_forward_length": sizes.inner, "block_count": sizes.layers, "attention.head_count":
+        sizes.heads, "projection_dim": sight.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
+    if isinstance(sight, Voxtral):
+        stated["projector.stack_factor"] = sight.beside
+    return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
+            f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": TYPES[kind], **{f"{CLIP}.audio.{key}": value
+                                                                                        for key, value in stated.items()}}
+
+
+def _demand_usual(sight: TowerHearing | Qwen3Asr) -> None:
+    said, bands = "which such a file does not say", sight.sizes.bands
+    samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
+    if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
+        raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
+    if sight.sizes.curve != "gelu" or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
+        raise UsageError(f"what it hears with has another activation than gelu, {said}", AWAY)
+    if isinstance(sight, Qwen3Asr):
+        half, together = USUAL_PIECES
+        if (sight.piece, sight.piece * sight.together, sight.shortest) != (2 * half, together, SHORTEST):
+            raise UsageError(f"it hears in pieces of {sight.piece} frames, of which {sight.piece * sight.together} see each other, {said}",
+                             AWAY)
+
+
+def pieces(store: TensorStore, kind: str) -> list[Piece]:
+    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    projector, found = EARS[TYPES[kind]], []
+    for stored, info in store.tensors.items():
+        if is_of_tower(stored, kind):
+            found += _of(own_name(stored), info, projector, store)
+    return found
+
+
+def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[Piece]:
+    """Biases of convolutions have a dimension for each over which they go."""
+    if PLACES in projector.unused:
+        stem, _, kind = own.rpartition(".")
+        own = f"{LATER.get(stem, stem)}.{kind}"
+    name = _file_name(own, projector, store)
+    if name.endswith(".bias") and name.startswith(("a.conv1d", "a.conv2d")):
+        shape = (*info.shape, *(1,) * int(name[len("a.conv")]))
+        yield piece(name, info, lambda values: values.reshape(shape), shape)
+        return
+    yield piece(name, info)
+    if PLACES in projector.unused and own == "audio_tower.ln_post.weight":  # as wide as the places that readers want to have
+        yield piece(PLACES, info, lambda values: waves(WAVES, len(values)), (WAVES, info.shape[0]))
+
+
+def _file_name(own: str, projector: Projector, store: TensorStore) -> str:
+    stem, _, kind = own.rpartition(".")
+    outer = {ours: theirs for theirs, ours in projector.outer.items()}
+    if stem in outer and kind in KINDS:
+        return f"{outer[stem]}.{kind}"
+    number, _, rest = own.removeprefix(projector.layers).partition(".")
+    inside, (part, _, kind) = {ours: theirs for theirs, ours in projector.layer.items()}, rest.rpartition(".")
+    if own.startswith(projector.layers) and number.isdigit() and part in inside and kind in KINDS:
+        return f"{projector.blocks}.{number}.{inside[part]}.{kind}"
+    raise CheckpointError(f"{store.folder} holds tensor {own} of the part that {SOUNDS.does}, which no mmproj file of its type has", AGAIN)

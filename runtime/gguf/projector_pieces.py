@@ -1,0 +1,44 @@
+"""The tensors of a projector file that is written: each made of one of a checkpoint's.
+
+Matrices of layers and of the projector become F16; vectors, places, and what embeds patches or convolves frames stay F32.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.gguf_writer import PlannedTensor
+from ...offload.header import TensorInfo
+from ...quant.weight import from_f32
+from ..images.tower_parts import widened
+from ..images.tower_weights import STORED
+from .projector_names import FIRST
+
+WIDE = ("v.patch_embd", "v.position_embd", FIRST, "a.position_embd", "a.conv1d", "a.conv2d")  # what stays F32 of what has rows
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A tensor of the file: `made` of the values of a checkpoint's."""
+
+    planned: PlannedTensor
+    info: TensorInfo
+    made: Callable[[np.ndarray], np.ndarray]
+
+    def bytes_of(self, store: TensorStore) -> np.ndarray:
+        values = self.made(widened(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
+        return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
+
+
+def piece(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] = lambda values: values,
+          shape: tuple[int, ...] | None = None) -> Piece:
+    """Of this name and shape, the checkpoint's where none is given. Raises CheckpointError."""
+    shape = info.shape if shape is None else shape
+    if info.dtype not in STORED:
+        raise CheckpointError(f"{info.name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
+                              "take the model with that part in bfloat16")
+    return Piece(PlannedTensor(name, "F32" if len(shape) < 2 or name.startswith(WIDE) else "F16", shape), info, made)
