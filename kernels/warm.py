@@ -64,6 +64,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         roof,
         row_lengths,
         rows,
+        rwkv7_loops,
         sampling,
         short_conv_loops,
         stream_loops,
@@ -79,8 +80,9 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
-               MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, latent_loops,
-                       stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention, hyper_loops)}
+               MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, rwkv7_loops,
+                       latent_loops, stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention,
+                       hyper_loops)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .weight import Linear, Norm
+    from .weight import Linear, LowRank, Norm
 
 
 @dataclass(frozen=True)
@@ -76,3 +76,22 @@ class Mamba2:
     norm: Norm | None
     gate_factor: float = 1.0
     step_factor: float = 1.0
+
+
+@dataclass(frozen=True)
+class Rwkv7:
+    """RWKV 7: `shift` [6 * D], how far rows for receptances, decays, keys, values, rates and gates go to those of the token before, and
+    `channel_shift` [D] that for the layer's second half; `direction`, `remains` and `bonus` [D] (k_k, k_a and r_k, see
+    `kernels/reference_rwkv7.py`), `norm` head by head with weights of its own for each; float32. `decay`, `rate`, `share` and `gate` are
+    made by two matrices each; the first layer has no shares of its own values."""
+
+    shift: object
+    channel_shift: object
+    direction: object
+    remains: object
+    bonus: object
+    norm: Norm
+    decay: LowRank
+    rate: LowRank
+    share: LowRank | None
+    gate: LowRank

@@ -73,6 +73,9 @@ class BlockOps(Protocol):
             factor: float = 1.0, curve: Curve | None = None) -> object:
         """x + down(act(up(n))) with n = norm(x): `gated_mlp` without a gate. `curve` takes the place of `act`."""
 
+    def mlp_branch(self, y: object, up: Linear, down: Linear, act: str, residual: object, see: See = None) -> object:
+        """residual + down(act(up(y))), in place: `mlp` of what was normed and mixed before."""
+
     def bundled_mlp(self, x: object, norm: Norm, gate: Linear, bundles: Bundles, act: str, see: See = None, after: Norm | None = None,
                     factor: float = 1.0) -> object:
         """Either of both over neurons that lie one by one, of which the inactive are not read; without a gate `gate` is what

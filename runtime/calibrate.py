@@ -45,7 +45,8 @@ SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
 READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
-         "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",)}  # tap -> roles
+         "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",), "receptance_in": ("state_r",),
+         "key_in": ("state_k",), "value_in": ("state_v",), "shifted_in": ("up",)}  # tap -> roles; of two for a role the last that is seen
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind
@@ -265,7 +266,7 @@ class Calibration:
                     reads.remove(("mlp_hidden", READS["mlp_hidden"]))
             del weights, cache
             known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
-            by_role = {role: found[name] for name, roles in reads for role in roles if role in known}
+            by_role = {role: found[name] for name, roles in reads for role in roles if role in known and name in found}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:

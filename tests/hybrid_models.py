@@ -20,7 +20,7 @@ GREEDY = SamplerSettings(temperature=0)
 # Heads as wide as a packed cache takes them, matrices that are cut, and weights of which answers are no lottery.
 CALM = {"head_dim": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 # Of each one layer has keys and values, and three a state; of LFM3 two of four, one of them in a window; of Falcon H1 all four both; of
-# Mamba none has any.
+# Mamba and RWKV 7 none has any.
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),
           "granitemoehybrid": Case("granitemoehybrid", {
               **CASES["granitemoehybrid, state spaces"].changes, **CALM, "tie_word_embeddings": False,
@@ -45,6 +45,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "jamba": Case("jamba", {**CASES["jamba"].changes, **CALM, "num_hidden_layers": 4, "attn_layer_period": 4, "num_experts": 3,
                                   "hidden_size": 256}),
           "mamba": Case("mamba", {**CASES["mamba"].changes, **CALM, "hidden_size": 128, "intermediate_size": 256}),
+          "rwkv7": Case("rwkv7", {**CALM, "hidden_size": 128, "num_hidden_layers": 4, "intermediate_size": 256}),
           "lfm2": Case("lfm2", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "conv", "full_attention", "conv"]}),
           "lfm3": Case("lfm3", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
                                 "sliding_window": 100, "eos_token_id": 7, "bos_token_id": 1})}
@@ -52,7 +53,7 @@ KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
 
 
 # Another of a kind of states that has one, or of what lies beside them.
-LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "minimax", "mamba2", "jamba", "lfm3")
+LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "minimax", "mamba2", "jamba", "rwkv7", "lfm3")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])

@@ -1,5 +1,6 @@
 """Tiny random models of the families that came last, as `family_models.CASES`."""
 
+import rwkv7_oracle  # noqa: F401
 from family_sizes import (
     CONTEXT,
     DELTA,
@@ -299,6 +300,9 @@ NEWER = {
         dtype="bfloat16"),
     "falcon_mamba": Case("falcon_mamba", {**SPACES, "intermediate_size": 160, "tie_word_embeddings": False, "mixer_rms_eps": 1e-3}),
     "falcon_mamba, tied, bfloat16": Case("falcon_mamba", {**SPACES, "num_hidden_layers": 2, "state_size": 16}, dtype="bfloat16"),
+    "rwkv7": Case("rwkv7", {"vocab_size": 301, "norm_eps": 1e-3}, shard="100KB"),
+    "rwkv7, tied, no biases, bfloat16": Case("rwkv7", {"num_hidden_layers": 2, "head_dim": 32, "norm_bias": False, "tie_word_embeddings":
+                                                       True}, dtype="bfloat16"),
     "mistral4": Case("mistral4", {**LATENT, **ONE_GROUP, "rope_parameters": GROWING_PARTS, "first_k_dense_replace": 0,
                                   "initializer_range": 0.15}, inside="mistral3"),
     "mistral4, queries at once, bfloat16": Case("mistral4", {

@@ -12,7 +12,15 @@ from types import SimpleNamespace
 import numpy as np
 import torch
 
-from effllm.kernels import reference, reference_conv, reference_delta, reference_lightning, reference_mamba1, reference_mamba2
+from effllm.kernels import (
+    reference,
+    reference_conv,
+    reference_delta,
+    reference_lightning,
+    reference_mamba1,
+    reference_mamba2,
+    reference_rwkv7,
+)
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
@@ -21,6 +29,7 @@ from effllm.kernels.kda_shape import KdaShape
 from effllm.kernels.lightning_shape import LightningShape
 from effllm.kernels.mamba1_shape import Mamba1Shape
 from effllm.kernels.mamba2_shape import Mamba2Shape
+from effllm.kernels.rwkv7_shape import Rwkv7Shape
 from effllm.kernels.state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -39,7 +48,8 @@ KDAS = {"usual channels": KdaShape.of(4, 128, 4), "odd channels": KdaShape.of(3,
 MAMBA_1S = {"usual channels of states": Mamba1Shape(640, 16, 20, 4, normed=True), "odd channels of states": Mamba1Shape(37, 5, 3, 3),
             "channels of states, one tap": Mamba1Shape(130, 24, 8, 1, biased=False)}
 LIGHTNINGS = {"usual lightning": LightningShape(2, 128), "odd lightning": LightningShape(3, 20)}
-SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S, **LIGHTNINGS}
+RWKVS = {"usual time mixing": Rwkv7Shape(3, 64, (8, 8, 8, 8)), "odd time mixing": Rwkv7Shape(3, 20, (4, 4, 4, 4), 1e-4)}
+SHAPES: dict[str, StateShape] = {**DELTAS, **CONVS, **MAMBAS, **KDAS, **MAMBA_1S, **LIGHTNINGS, **RWKVS}
 EPS = 1e-6
 Arrays = tuple[np.ndarray, ...]
 
@@ -182,7 +192,27 @@ def mamba_1_expected(shape: Mamba1Shape, w: SimpleNamespace, given: Arrays) -> t
     return reference_mamba1.gated(out, z), state.reshape(-1)
 
 
-KINDS = {LightningShape: Kind(lightning_weights, lambda *_: None, lightning_expected),
+def rwkv_weights(shape: Rwkv7Shape) -> SimpleNamespace:
+    return SimpleNamespace(direction=normal(1, shape.values), remains=normal(2, shape.values), bonus=normal(3, shape.values),
+                           norm=SimpleNamespace(weight=normal(4, shape.values), bias=normal(5, shape.values), eps=shape.eps))
+
+
+def rwkv_inputs(shape: Rwkv7Shape, products: list[np.ndarray]) -> None:
+    _, k, _, decay, rate, _ = products
+    k[2::3] = k[: len(k[2::3])]  # a token in three has the keys of an earlier one
+    decay[::5], decay[::17] = -100, 100  # channels forget nothing, or as fast as any can
+    rate[::7], rate[::11] = 100, -100  # all that lies in a direction is replaced, or taken out
+
+
+def rwkv_expected(shape: Rwkv7Shape, w: SimpleNamespace, given: Arrays) -> tuple[np.ndarray, np.ndarray]:
+    r, k, v, decay, rate, gate = given
+    k, *made = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, shape.heads)
+    out, state = reference_rwkv7.recur(r, k, v, *made, np.zeros((shape.heads, shape.head_dim, shape.head_dim)))
+    return reference_rwkv7.finished(out, r, k, v, gate, w.bonus, w.norm.weight, w.norm.bias, shape.eps, shape.heads), state.reshape(-1)
+
+
+KINDS = {Rwkv7Shape: Kind(rwkv_weights, rwkv_inputs, rwkv_expected),
+         LightningShape: Kind(lightning_weights, lambda *_: None, lightning_expected),
          Mamba1Shape: Kind(mamba_1_weights, mamba_1_inputs, mamba_1_expected),
          Mamba2Shape: Kind(mamba_weights, mamba_inputs, mamba_expected),
          KdaShape: Kind(kda_weights, kda_inputs, kda_expected),

@@ -47,7 +47,8 @@ QUICK = ("llama, odd vocabulary", "phi3", "qwen3_5_text", "gemma4_text, mixture"
          "gpt_neox", "falcon, two norms, groups, biases, own head, bfloat16", "internlm2")
 OTHERS = ("gemma3n_text", "falcon_h1", "lfm2", "granitemoehybrid, experts, bfloat16", "mixtral", "gpt_oss", "qwen3_next", "gemma2",
           "qwen3_vl", "olmo_hybrid", "opt", "llama4_text", "youtu", "granite_swa", "bamba", "falcon", "exaone", "kimi_linear",
-          "bailing_hybrid", "flint", "laguna", "mllama, bfloat16", "mamba2", "minimax", "zamba2", "bloom", "mpt", "muse_glimmer")
+          "bailing_hybrid", "flint", "laguna", "mllama, bfloat16", "mamba2", "minimax", "rwkv7", "zamba2", "bloom", "mpt",
+          "muse_glimmer")
 
 
 def of_all_matrices(folder: Path, out: Path, seed: int = 1, size: float = 0.05, **stated: object) -> Path:

@@ -218,6 +218,7 @@ PECULIAR = {
     "mamba": [{"norm_eps": 1e-1}, {"state": {"normed": True}}],
     "mamba2": [{"norm_eps": 1e-1}, {"state": {"normed": False}}],
     "falcon_mamba": [{"norm_eps": 1e-1}, {"state_norm_eps": 1.0}, {"state": {"normed": False}}],
+    "rwkv7": [{"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "relu"}, {"state": {"eps": 1.0}}],
     "olmo3": [{"windows": (None,) * 3}, {"windows": (40,) * 3}, {"ropes": 0}, {"ropes": 1}],
     "qwen3_5_moe_text": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False}, {"shared_width": None})],
     "qwen3_next": [{"mixture": each} for each in ({"renormalise": False}, {"shared_scaled": False})] + [{"norm_kind": "rms"}],
@@ -323,7 +324,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
                                   "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
-                                  "deepseek_ocr2_text", "unlimited_ocr_text"])
+                                  "deepseek_ocr2_text", "rwkv7", "unlimited_ocr_text"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -172,7 +172,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         cache, config, placement = engine.cache, engine.config, engine.placement
         paged = len(config.attention_layers)
         stateful = len(config.state_layers)
-        others = {"lfm3": (2, 2), "mamba": (0, 4), "mamba2": (0, 4)}
+        others = {"lfm3": (2, 2), "mamba": (0, 4), "mamba2": (0, 4), "rwkv7": (0, 4)}
         assert (paged, stateful) == others.get(folder.name, (4, 4) if config.states_beside else (1, 3))
         states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
         assert cache.states.nbytes == states == stateful * config.state.nbytes
@@ -256,7 +256,7 @@ def test_show_says_how_a_model_knows_where_a_token_stands(folder: Path, tmp_path
     model = shutil.copytree(folder, tmp_path / "shown")
     (model / "tokenizer.json").write_bytes((FABLE / "tokenizer.json").read_bytes())
     (said,) = [line for line in person.types("show", model).out.splitlines() if line.startswith("context")]
-    silent = dict.fromkeys(("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "nemotron_h, experts"), "no positions")
+    silent = dict.fromkeys(("jamba", "kimi_linear", "mamba", "mamba2", "nemotron_h", "nemotron_h, experts", "rwkv7"), "no positions")
     others = {**silent, "lfm3": "rotary positions proportional"}
     assert said.endswith(others.get(folder.name, "rotary positions default"))
 

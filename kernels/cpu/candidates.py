@@ -27,6 +27,7 @@ from . import (
     moe,
     packed,
     rows,
+    rwkv7,
     short_conv,
     streams,
 )
@@ -78,6 +79,10 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
                                 "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "channel state space": (mamba1.run, mamba1.run_reference, "native code, channels that stay in the cache for all tokens of a pass"),
+        "time mix": (rwkv7.run, rwkv7.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
+        "shift tokens": (rwkv7.shift, rwkv7.shift_reference, "native code, a token and the one before it at a time"),
+        "squash": (rwkv7.squash, rwkv7.squash_reference, "native code, row by row"),
+        "blend values": (rwkv7.blend, rwkv7.blend_reference, "native code, row by row"),
         "gather streams": (hyper.gather, hyper.gather_reference, "native code, a token's streams and the numbers that they say"),
         "mix streams": (hyper.mix, hyper.mix_reference, "native code, a token's streams some channels at a time"),
         "turn tails": (compressed.turn, compressed.turn_reference, "native code, head by head"),

@@ -164,6 +164,14 @@ class CpuOps(Stages, lora.Scales, WideOps):
             see(hidden)
         return self.linear_add(hidden, down, x, after, factor)
 
+    def mlp_branch(self, y: np.ndarray, up: Linear, down: Linear, act: str, residual: np.ndarray,
+                   see: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """residual + down(act(up(y))), in place."""
+        hidden = self.gated_hidden(y, None, None, up, act)
+        if see is not None:
+            see(hidden)
+        return self.linear_add(hidden, down, residual)
+
     mlp_and_experts, expert_branch = moe.mlp_and_experts, moe.expert_branch
     moe = moe.moe
     layer_inputs = inputs.layer_inputs

@@ -14,6 +14,7 @@ from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
 from ..registry import Call
+from ..rwkv7_shape import Rwkv7Shape
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
 from ..workspace import Dims, address
 from . import conv_loops as loops
@@ -59,10 +60,11 @@ def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.nda
     from .lightning import LightningStates
     from .mamba1 import Mamba1States
     from .mamba2 import Mamba2States
+    from .rwkv7 import Rwkv7States
     from .short_conv import ConvStates
 
     kinds = {CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
-             LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States}
+             LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

@@ -14,6 +14,7 @@ from ..kda_shape import KdaShape
 from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
+from ..rwkv7_shape import Rwkv7Shape
 from ..state_shape import NO_SLOT, StateShape
 
 if TYPE_CHECKING:
@@ -29,10 +30,11 @@ def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray, linea
     from .lightning import TorchLightning
     from .mamba1 import TorchMamba1
     from .mamba2 import TorchMamba2
+    from .rwkv7 import TorchRwkv7
     from .short_conv import TorchConv
 
     kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda, LightningShape: TorchLightning,
-             Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2}
+             Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2, Rwkv7Shape: TorchRwkv7}
     return kinds[type(shape)](shape, memory, told, linear)
 
 

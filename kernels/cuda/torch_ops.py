@@ -117,6 +117,11 @@ class TorchOps(lora.Scales):
         hidden = self._linear(self.stages.normalise(x, norm), up)
         return self._down(activated(hidden, act) if curve is None else _curved(hidden, curve), down, x, see, after, factor)
 
+    def mlp_branch(self, y: torch.Tensor, up: Linear, down: Linear, act: str, residual: torch.Tensor,
+                   see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:
+        """residual + down(act(up(y))), in place."""
+        return self._down(activated(self._linear(y, up), act), down, residual, see, None, 1.0)
+
     def bundled_mlp(self, x: torch.Tensor, norm: Norm, gate: Linear, bundles: Bundles, act: str,
                     see: Callable[[torch.Tensor], None] | None = None, after: Norm | None = None, factor: float = 1.0) -> torch.Tensor:
         """`gated_mlp` with `up` and `down` neuron by neuron, [F, values of a bundle] in `bundles.holder`; `mlp` where they hold no `up`."""

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 
 # Roles of a layer whose products are stages of their own. Experts are multiplied by a kernel that picks them, `kv_b` is taken apart.
 BESIDE = frozenset(("q", "k", "v", "o", "attn_gate", "gate", "up", "down", "q_a", "q_b", "kv_a", "state_in", "state_gate", "state_rate",
-                    "state_beta", "state_out"))
+                    "state_beta", "state_r", "state_k", "state_v", "state_out"))
 MERGES = "effllm export MODEL -o DIR --lora ADAPTER merges it into the original checkpoint"
 RANK_MULTIPLE = 4  # what kernels take at a time of the numbers between; more are zeros
 LARGEST = float(np.finfo(np.float32).max)  # as a scale

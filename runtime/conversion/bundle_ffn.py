@@ -40,9 +40,9 @@ from ..tensors import ModelTensor, check_tensors
 from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow
 
 COPY_NBYTES = 16 << 20
-# Families whose blocks multiply gate, up and down themselves, or norm what goes into down.
+# Families whose blocks multiply gate, up and down themselves, norm what goes into down, or read rows of two tokens.
 WHOLE = ("bitnet", "cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "longcat_flash",
-         "mllama_text_model", "phi")
+         "mllama_text_model", "phi", "rwkv7")
 
 
 @dataclass(frozen=True)

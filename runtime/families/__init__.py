@@ -22,7 +22,9 @@ neither k, v nor k_norm; those of which a key is the value too have no v. Layers
 v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
 decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide
 and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm
-are behind these. Latent attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
+are behind these. RWKV 7 has state_r, state_k and state_v in the place of state_in, `state_<letter>_in` and `_out` of low rank,
+state_direction, state_remains and state_bonus, and `shift_<letter>` and shift_up, how far rows go to those of the token before. Latent
+attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights. Keys of several tokens are made by
 key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows, index_row_weights, index_bias and
 index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and outside the layers leave_mix say
@@ -66,8 +68,8 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral",
             "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
             "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2",
-            "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
+            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
+            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),

@@ -37,6 +37,7 @@ from . import (
     minicpm3,
     mllama,
     muse_glimmer,
+    rwkv7,
     sections,
     short_conv,
     state_spaces,
@@ -270,6 +271,7 @@ ARCHITECTURES = {
                              outer=mamba.OUTER, required=mamba.REQUIRED, read=frozenset({mamba.NORMS})),
     mamba2.NAME: Architecture(mamba2.NAME, keys=mamba2.KEYS, layer_names=mamba2.NAMES, whole=mamba2.WHOLE, fused=state_spaces.FUSED,
                               roles=state_spaces.ROLES, outer=mamba.OUTER, required=mamba2.REQUIRED),
+    rwkv7.FAMILY: Architecture(rwkv7.FAMILY, **rwkv7.ARCHITECTURE),
     "gemma": Architecture("gemma", config={"hidden_act": "gelu_pytorch_tanh"}, norm_offset=1.0),
     "gemma2": Architecture("gemma2", keys={"attn_logit_softcapping": "attn_logit_softcapping",
                                            "final_logit_softcapping": "final_logit_softcapping"}, **_GEMMA),
@@ -329,12 +331,11 @@ ARCHITECTURES = {
     "qwen3vlmoe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                                keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"},
                                read=frozenset({sections.KEY, DEEP})),
-    "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": "post_attention_layernorm"},
-                             roles={"post_norm": "post_attention_norm"}),
+    "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": _BEHIND["post_attention_norm"]}, roles={
+        "post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),
-    "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer=_NORM_BIAS,
-                               layer_names={"ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"},
-                               epsilon=LAYER_NORM),
+    "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer=_NORM_BIAS, epsilon=LAYER_NORM, layer_names={
+        "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"}),
     "nemotron": Architecture("nemotron", config={"hidden_act": "relu2"}, norm_offset=1.0, partial=True, outer=_NORM_BIAS,
                              epsilon=LAYER_NORM, keys={LAYER_NORM: "norm_eps"}),
     # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
@@ -368,8 +369,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
-    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME,
-    step35.FAMILY: step35.NAME} | {
+    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
                             "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",

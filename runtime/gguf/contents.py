@@ -33,6 +33,7 @@ from .joined import Joined, joined, places
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
 from .nextn import mtp_names
+from .rwkv7 import is_left_out
 from .sources import RAW, TABLE, WHOLE, Source
 from .stateful import DECAYS, GROWTHS
 from .tensor_names import own_names
@@ -100,7 +101,7 @@ class _Reading:
                 continue
             tensor = _matrices(whole)
             names = self._names(tensor.name)
-            if names is not None and all(is_unused(name, self.config) for name in names):
+            if names is not None and all(is_unused(name, self.config) or is_left_out(name, self.config) for name in names):
                 continue
             of_one = of_whole.get(names[0]) if names and names[0] not in self.wanted else None
             if names is None or not of_one and not self.wanted.keys() >= set(names):
@@ -210,7 +211,10 @@ class _Reading:
 
 
 def _matrices(tensor: GgufTensor) -> GgufTensor:
-    """Matrices that lie in one tensor, as those of all experts, as one: their rows one after the other."""
+    """Matrices that lie in one tensor, as those of all experts, as one: their rows one after the other; and what some write as rows of rows
+    of one."""
+    if len(tensor.shape) > 3 and prod(tensor.shape[1:-1]) == 1:
+        return replace(tensor, shape=(tensor.shape[0], tensor.shape[-1]))
     if len(tensor.shape) != 3:
         return tensor
     return replace(tensor, shape=(tensor.shape[0] * tensor.shape[1], tensor.shape[2]))

@@ -27,10 +27,17 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
         own = _of_experts(part, experts, *found.experts)
     else:
         own = []
-    own = own or [found.layer_names.get(each) or LAYER.get(each) for each in {**found.fused_before, **found.fused}.get(part, (part,))]
+    own = [f"{each}.{kind}" for each in own] or [_part(each, kind, found)
+                                                for each in {**found.fused_before, **found.fused}.get(part, (part,))]
     if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
         return None
-    return tuple(f"model.layers.{int(index)}.{each if part == CORRECTION else f'{each}.{kind}'}" for each in own)
+    return tuple(f"model.layers.{int(index)}.{each}" for each in own)
+
+
+def _part(each: str, kind: str, found: Architecture) -> str | None:
+    """What a checkpoint calls a part of a tensor of a layer, with its kind where it has one; None for what no family has."""
+    plain = found.layer_names.get(each) or LAYER.get(each)
+    return found.whole.get(f"{each}.{kind}") or (plain if each == CORRECTION or plain is None else f"{plain}.{kind}")
 
 
 def _of_experts(part: str, experts: int, place: str, names: Mapping[str, str]) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from math import prod
 
 from ...offload.checkpoint import TensorStore
 from ...offload.header import TensorInfo, damaged, shown
@@ -47,6 +48,7 @@ class Joint:
     router: str
 
 
+MIXES = re.compile(r"\.(?:attn\.(x_[rwkvagx])|attn\.r_k|ffn\.x_k)$")  # of RWKV 7
 BEFORE_O = ".attn.wo_a.weight"  # of DeepSeek V4, a matrix of which each group of heads has some rows
 MOE = "block_sparse_moe"
 # family -> where its corrections of scores lie beside experts that are stored together, and where else
@@ -94,6 +96,8 @@ def give_names(store: TensorStore, model_type: object) -> None:
         names = ((f"{name.removesuffix('.scale')}.weight_scale_inv" if name.endswith(".scale") else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "rwkv7":
+        store.tensors = {name: _flat(info) for name, info in store.tensors.items()}
     if model_type == "phi4_multimodal":  # matrices beside which adapters lie
         names = ((name.replace(".base_layer.", "."), info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
@@ -104,6 +108,16 @@ def give_names(store: TensorStore, model_type: object) -> None:
     for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES, STEP) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
+
+
+def _flat(info: TensorInfo) -> TensorInfo:
+    """How far rows of RWKV 7 go to those before, one way a row or all six as early checkpoints have them, and vectors of a head's bonus, of
+    which some writers have more dimensions."""
+    found = MIXES.search(info.name)
+    if found is None or not info.shape:
+        return info
+    width = info.shape[-1] if found[1] else prod(info.shape)
+    return replace(info, shape=(prod(info.shape) // width, width) if found[1] else (width,)) if width else info
 
 
 def cut_groups(store: TensorStore, groups: object) -> None:

@@ -34,7 +34,7 @@ LARGE_NBYTES, MOST_NBYTES = 64 << 30, 2 << 40  # models from here on are cut int
 CONVERTED = "its weights are converted as they are read, which cannot be done again for every token"
 EXPERTS = "its experts do not lie in the files as they run, so they cannot be read one by one"
 TABLES = ("embed", "layer_embed")  # of which a token needs a row
-STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_out",), ("low_in",), ("low_out",),
+STAGES = (("lent_out",), ("state_in", "state_gate"), ("state_r", "state_k", "state_v"), ("state_out",), ("low_in",), ("low_out",),
           ("q", "k", "v", "kv_a", "q_a", "attn_gate"), ("q_b",), ("o",), ("gate", "up"), ("down",),
           ("input_gate",), ("input_out",))  # of a layer, in the order of use
 

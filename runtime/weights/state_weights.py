@@ -17,8 +17,9 @@ from ...kernels.kda_shape import KdaShape
 from ...kernels.lightning_shape import LightningShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
-from ...quant.state_weights import Delta, Kda, Lightning, Mamba1, Mamba2, ShortConv
-from ...quant.weight import Linear, Norm
+from ...kernels.rwkv7_shape import Rwkv7Shape
+from ...quant.state_weights import Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
+from ...quant.weight import Linear, LowRank, Norm
 from ..tensors import ModelTensor, as_float32
 
 if TYPE_CHECKING:
@@ -125,10 +126,21 @@ def mamba2(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
 
 
+def rwkv7(found: Source) -> StateWeights:
+    """Directions and the like are stored as they are; the first layer has no shares of its own values."""
+    norm = Norm("layer", found.vector("state_norm"), found.vector("state_norm_bias"), found.config.state.eps)
+    low = {letter: LowRank(*(found.linear(f"state_{letter}_{side}") for side in ("in", "out")))
+           for letter in "wavg" if f"state_{letter}_in" in found.roles}
+    shift = found.put(np.concatenate([found.values(f"shift_{letter}") for letter in "rwkvag"]))
+    own = Rwkv7(shift, *map(found.vector, ("shift_up", "state_direction", "state_remains", "state_bonus")), norm, low["w"], low["a"],
+                low.get("v"), low["g"])
+    return StateWeights(tuple(map(found.linear, ("state_r", "state_k", "state_v"))), found.linear("state_out"), own)
+
+
 KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, LightningShape: lightning, Mamba1Shape: mamba1,
-         Mamba2Shape: mamba2}
+         Mamba2Shape: mamba2, Rwkv7Shape: rwkv7}
 
 
 def state_weights(found: Source) -> StateWeights | None:
     """Of a layer that has a state."""
-    return KINDS[type(found.config.state)](found) if "state_in" in found.roles else None
+    return KINDS[type(found.config.state)](found) if "state_out" in found.roles else None

@@ -1,0 +1,201 @@
+"""The states of a layer of RWKV 7 on the CPU, and running its kernels (`rwkv7_loops.py`).
+
+A block asks for the rows that its products read (`shifted`), then for what these make of the text (`time_mix`): the products lie in the
+buffers of rows that are read no more, so that a prompt takes seven of the model's width and not thirteen.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference, reference_rwkv7
+from ..layout import NORMS, REPEATED
+from ..registry import Call
+from ..rwkv7_shape import PARTS, Rwkv7Shape
+from ..state_shape import NO_SLOT
+from ..workspace import address
+from . import linear
+from . import rwkv7_loops as loops
+from .conv_loops import RAW, TOKENS, X
+from .rows import SHARE_FROM
+from .states import Slots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Rwkv7
+    from ...quant.weight import Linear, LowRank, Norm
+    from .ops import CpuOps
+
+ROWS = ("mixed", "y1", "y2", "y3", "y4", "y5")  # where rows go that are read for r, decays, k, v, rates and gates
+R, K, V, SPARE = "y0", "mixed", "y2", "y3"  # where products go, others stay where their rows lay; SPARE is free behind the values
+
+
+class Rwkv7States(Slots):
+    """See the module and `runtime/kv/states.py`. Products of `mix` are r, k, v, raw decays, raw rates and gates, [T, values] each."""
+
+    shape: Rwkv7Shape
+
+    def __init__(self, ops: CpuOps, shape: Rwkv7Shape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "time mix", loops.SLOTS)
+        width, begin = shape.values, 2 * REPEATED * shape.values
+        self._rows = self.recent[:begin].reshape(REPEATED, 2, width)
+        self._parts = [self.recent[begin + at * REPEATED * width :][: REPEATED * width].reshape(REPEATED, width) for at in range(PARTS)]
+        self._kept: dict[int, list[np.ndarray]] = {}  # views of these, by tokens
+        self.block[loops.HEADS : loops.SLOTS] = shape.heads, shape.head_dim
+        self._shift, self._squash, self._blend = (ops.registry.select(Call(op)).candidate.run
+                                                  for op in ("shift tokens", "squash", "blend values"))
+
+    def mixed(self, tokens: int) -> np.ndarray:
+        """Where `mix` of so many tokens leaves what it read."""
+        return self.ops.workspace.take("attend", tokens, self.shape.values)
+
+    def shifted(self, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int) -> list[np.ndarray]:
+        """Of norm(x) and the rows before, [T, values] for each row of `mix`, flat; `half`: of the layer, whose last row is kept."""
+        outs = [self.ops.workspace.take(name, *x.shape) for name in ROWS[: mix.size // x.shape[1]]]
+        self._shift(self, x, norm, mix, half, outs)
+        return outs
+
+    def time_mix(self, rows: list[np.ndarray], products: tuple[Linear, ...], w: Rwkv7,
+                 first: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
+        """(what the layer reads of the text, its values), [T, values] each, of the rows that `shifted` gave; `first`: the first layer's
+        values, None in that layer."""
+        decay = self._made(rows, 1, w.decay, True)
+        r, k, v = (self._product(rows[row], each, name) for row, each, name in zip((0, 2, 3), products, (R, K, V)))
+        if first is not None:
+            self._blend(self, v, first, self._made(rows, 3, w.share, None))
+        return self.mix([r, k, v, decay, self._made(rows, 4, w.rate, None), self._made(rows, 5, w.gate, False)], w), v
+
+    def mix(self, products: list[np.ndarray], w: Rwkv7, out: np.ndarray | None = None) -> np.ndarray:
+        """What the layer's heads read of the text, [T, values], normed and gated, in `out` where that is given; the state goes on. Raw
+        keys, decays and rates may be changed."""
+        out = self.mixed(len(products[0])) if out is None else out
+        self.run(self, products, w, out)
+        return out
+
+    def _product(self, x: np.ndarray, each: Linear, name: str) -> np.ndarray:
+        if (outs := self.ops._remembered(x, None, (each,), linear.PLAIN, "none")) is None:
+            outs = [self.ops.workspace.take(name, len(x), each.weight.shape[0])]
+            self.ops._matrix(x, None, [each], outs, linear.PLAIN, "none")
+        return outs[0]
+
+    def _made(self, rows: list[np.ndarray], which: int, pair: LowRank, doubled: bool | None) -> np.ndarray:
+        """What two matrices make of some of the rows, in their place, with the sigmoid between them, the tangent if `doubled`, nothing for
+        None."""
+        low = self._product(rows[which], pair.into, "low rank")
+        if doubled is not None:
+            self._squash(self, low, doubled)
+        return self._product(low, pair.out, ROWS[which])
+
+    def parts(self, products: list[np.ndarray]) -> list[np.ndarray]:
+        """Where what goes into the recurrence lies: where it stays if tokens are few, else in the place of the products."""
+        r, k, v, decay, rate, _ = products
+        tokens = len(r)
+        if tokens > REPEATED:
+            return [r, k, v, decay, self.ops.workspace.take(SPARE, *r.shape), rate]
+        if tokens not in self._kept:
+            self._kept[tokens] = [part[:tokens] for part in self._parts]
+        return self._kept[tokens]
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self._rows[tokens - 1]
+        out = self.mixed(tokens)
+        parts = [part[:tokens] for part in self._parts]
+        if self.run is run_reference:
+            recur_reference(self, parts, out)
+            return
+        block = self.block
+        block[TOKENS], block[loops.OUT] = tokens, self.ops.at(out)
+        block[loops.RECEPTANCE : loops.PUT + 1] = [address(part) for part in parts]
+        self.ops.run(loops.recur, address(block), True, block)
+
+    def state_of(self, slot: int) -> np.ndarray:
+        """S of a slot, [heads, head dim, head dim]."""
+        return self.state_in(slot).reshape(self.shape.heads, self.shape.head_dim, -1)
+
+
+def run(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
+    ops, block, shape, (r, k, v, decay, rate, gate) = states.ops, states.block, states.shape, products
+    tokens, parts = len(r), states.parts(products)
+    few = tokens <= REPEATED
+    block[TOKENS] = tokens
+    block[loops.RAW_KEY : loops.RECEPTANCE] = ops.at(k), ops.at(decay), ops.at(rate)
+    block[loops.RECEPTANCE : loops.PUT + 1] = ops.at(r), ops.at(parts[1]), ops.at(v), *map(ops.at, parts[3:])
+    block[loops.GATE : loops.KEEP_R] = ops.at(gate), ops.at(out)
+    block[loops.KEEP_R : loops.DIRECTION] = (address(parts[0]), address(parts[2])) if few else (0, 0)
+    block[loops.DIRECTION : loops.G_EPS] = [address(each) for each in (w.direction, w.remains, w.bonus, w.norm.weight, w.norm.bias)]
+    block.view(np.float64)[loops.G_EPS] = w.norm.eps
+    at, shared = address(block), tokens * shape.values >= SHARE_FROM
+    ops.run(loops.make_gates, at, shared, block)
+    ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
+    ops.run(loops.finish, at, shared, block)
+
+
+def run_reference(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out: np.ndarray) -> None:
+    states.ops.flush()
+    heads, (r, k, v, decay, rate, gate) = states.shape.heads, products
+    made = reference_rwkv7.gates(k, decay, rate, w.direction, w.remains, heads)
+    parts = states.parts(products)
+    for part, each in zip(parts, (r, made[0], v, *made[1:])):
+        part[:] = each
+    recur_reference(states, parts, out)
+    out[:] = reference_rwkv7.finished(out, *parts[:3], gate, w.bonus, w.norm.weight, w.norm.bias, w.norm.eps, heads)
+
+
+def recur_reference(states: Rwkv7States, parts: list[np.ndarray], out: np.ndarray) -> None:
+    """The recurrence, from slot to slot as the pass was told."""
+    source, target, after, kept = states.told()
+    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
+    for end, slot in ((after, kept), (len(out), target)):
+        if end > at:
+            out[at:end], s = reference_rwkv7.recur(*(part[at:end] for part in parts), s)
+            states.state_of(slot)[:], at = s, end
+
+
+def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:
+    ops, block = states.ops, np.zeros(loops.SHIFT_SLOTS, np.int64)
+    block[: loops.OWN] = states.block[: loops.OWN]
+    block[X], block[TOKENS] = ops.at(x), len(x)
+    block[RAW] = address(states._rows) if len(x) <= REPEATED else 0
+    block[loops.HALF : loops.EPS] = half, NORMS[norm.kind], address(norm.weight), address(norm.bias)
+    block[loops.MIX : loops.OUTS] = address(mix), len(outs), ops.scratch, ops.scratch_stride
+    block[loops.OUTS : loops.OUTS + len(outs)] = [ops.at(out) for out in outs]
+    block.view(np.float64)[loops.EPS] = norm.eps
+    ops.run(loops.shift, address(block), len(outs) * x.size >= SHARE_FROM, block)
+
+
+def shift_reference(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:
+    states.ops.flush()
+    source, target, after, kept = states.told()
+    rows = reference.normalise(x, norm.kind, norm.weight, norm.bias, norm.eps).astype(np.float32)
+    before = np.zeros(x.shape[1]) if source == NO_SLOT else states.inputs_of(source)[half].copy()
+    for out, each in zip(outs, reference_rwkv7.shifted(rows, before, mix.reshape(len(outs), -1)), strict=True):
+        out[:] = each
+    if len(x) <= REPEATED:
+        states._rows[: len(x), half] = rows
+    states.inputs_of(target)[half] = rows[-1]
+    if after:
+        states.inputs_of(kept)[half] = rows[after - 1]
+
+
+def squash(states: Rwkv7States, y: np.ndarray, doubled: bool) -> None:
+    ops = states.ops
+    ops.args[: loops.Q_DOUBLED + 1] = ops.at(y), *y.shape, doubled
+    ops.run(loops.squash, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def squash_reference(states: Rwkv7States, y: np.ndarray, doubled: bool) -> None:
+    states.ops.flush()
+    y[:] = np.tanh(y.astype(np.float64)) if doubled else reference_rwkv7.sigmoid(y)
+
+
+def blend(states: Rwkv7States, values: np.ndarray, first: np.ndarray, shares: np.ndarray) -> None:
+    ops = states.ops
+    ops.args[: loops.B_WIDTH + 1] = *map(ops.at, (values, first, shares)), *values.shape
+    ops.run(loops.blend, ops.where, values.size >= SHARE_FROM, ops.args)
+
+
+def blend_reference(states: Rwkv7States, values: np.ndarray, first: np.ndarray, shares: np.ndarray) -> None:
+    states.ops.flush()
+    values[:] = reference_rwkv7.blended(values, first, shares)

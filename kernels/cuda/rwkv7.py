@@ -1,0 +1,108 @@
+"""A layer of RWKV 7 on torch tensors, as `kernels/reference_rwkv7.py` says, with its states on its device.
+
+Tokens go one after the other, a few operations over all heads for each. So a prompt has the bits of tokens one by one, but for products.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..layout import REPEATED
+from ..reference_rwkv7 import LEAST, SLOWEST
+from ..rwkv7_shape import PARTS, Rwkv7Shape
+from ..state_shape import NO_SLOT
+from .states import TorchSlots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Rwkv7
+    from ...quant.weight import Linear, Norm
+    from .states import Linears
+
+
+class TorchRwkv7(TorchSlots):
+    """See the module and `runtime/kv/states.py`."""
+
+    shape: Rwkv7Shape
+
+    def __init__(self, shape: Rwkv7Shape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear)
+        self.sizes, begin = (shape.heads, shape.head_dim, shape.head_dim), 2 * REPEATED * shape.values
+        self._rows = self.recent[:begin].view(REPEATED, 2, shape.values)
+        self._parts = self.recent[begin:][: PARTS * REPEATED * shape.values].view(PARTS, REPEATED, shape.values)
+
+    def shifted(self, x: torch.Tensor, norm: Norm, mix: torch.Tensor, half: int) -> list[torch.Tensor]:
+        """As `kernels/cpu/rwkv7.py`."""
+        source, target, after, kept = self.told()
+        rows = _normed(x, norm)
+        first = torch.zeros_like(rows[:1]) if source == NO_SLOT else self.inputs_of(source)[half, None]
+        beside = torch.cat([first, rows[:-1]]) - rows
+        if len(x) <= REPEATED:
+            self._rows[: len(x), half] = rows
+        if after:
+            self.inputs_of(kept)[half] = rows[after - 1]
+        self.inputs_of(target)[half] = rows[-1]
+        return [rows + beside * each for each in mix.view(-1, x.shape[1])]
+
+    def time_mix(self, rows: list[torch.Tensor], products: tuple[Linear, ...], w: Rwkv7,
+                 first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """As `kernels/cpu/rwkv7.py`."""
+        r, k, v = (self.linear(rows[row], each) for row, each in zip((0, 2, 3), products))
+        decay = self.linear(torch.tanh(self.linear(rows[1], w.decay.into)), w.decay.out)
+        if first is not None:
+            v = v + (first - v) * torch.sigmoid(self.linear(self.linear(rows[3], w.share.into), w.share.out))
+        rate = self.linear(self.linear(rows[4], w.rate.into), w.rate.out)
+        gate = self.linear(torch.sigmoid(self.linear(rows[5], w.gate.into)), w.gate.out)
+        return self.mix([r, k, v, decay, rate, gate], w), v
+
+    def mix(self, products: list[torch.Tensor], w: Rwkv7) -> torch.Tensor:
+        """As `kernels/cpu/rwkv7.py`."""
+        (r, k, v, raw, rate, gate), heads = products, self.shape.heads
+        own, removed = torch.sigmoid(rate), (k * w.direction).unflatten(1, (heads, -1))
+        removed = (removed / removed.norm(dim=-1, keepdim=True).clamp_min(LEAST)).flatten(1)
+        k = k * (1 + (own - 1) * w.remains)
+        parts = torch.stack([r, k, v, torch.exp(-SLOWEST * torch.sigmoid(raw)), removed, removed * own])
+        read = functional.group_norm(self._recurred(parts), heads, w.norm.weight, w.norm.bias, w.norm.eps)
+        share = (r * k * w.bonus).unflatten(1, (heads, -1)).sum(-1, keepdim=True)
+        return (read + (share * v.unflatten(1, (heads, -1))).flatten(1)) * gate
+
+    def _recurred(self, parts: torch.Tensor) -> torch.Tensor:
+        """What is read of the text [T, values]; states go into the slots that the pass was told of, and what few tokens leave is kept."""
+        (source, target, after, kept), tokens = self.told(), parts.shape[1]
+        if tokens <= REPEATED:
+            self._parts[:, :tokens] = parts
+        state, read, at = self._begun(source), [], 0
+        for end, slot in ((after, kept), (tokens, target)):
+            if end > at:
+                own, state = self._recur(parts[:, at:end], state)
+                self._state(slot).copy_(state)
+                read.append(own)
+                at = end
+        return torch.cat(read)
+
+    def _recur(self, parts: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Parts [PARTS, T, values] -> (what was read [T, values], the state behind them)."""
+        out = []
+        for r, k, v, decay, removed, put in parts.unflatten(2, (self.shape.heads, -1)).unbind(1):
+            gone = state @ removed[:, :, None]
+            state = state * decay[:, None] - gone * put[:, None] + v[:, :, None] * k[:, None]
+            out.append((state @ r[:, :, None]).flatten())
+        return torch.stack(out), state
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self._rows[tokens - 1])
+        self._state(target).copy_(self._recur(self._parts[:, :tokens], self._begun(source))[1])
+
+    def _state(self, slot: int) -> torch.Tensor:
+        return self.state_in(slot).view(self.sizes)
+
+    def _begun(self, source: int) -> torch.Tensor:
+        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source).clone()
+
+
+def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:
+    return functional.layer_norm(x, x.shape[1:], norm.weight, norm.bias, norm.eps)

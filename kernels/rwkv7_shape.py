@@ -1,0 +1,56 @@
+"""The state of a layer of RWKV 7: for every head a matrix S[head_dim, head_dim], a row for each channel of its values.
+
+Both halves of such a layer read the token before beside their own. So a slot has two rows in the place of a convolution's inputs: what the
+first half and what the second read of its last token, normed. Of a pass of few tokens these rows are kept, [REPEATED, 2, channels], and
+what goes into the recurrence, [REPEATED, channels] six times.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from .state_shape import StateShape
+
+PARTS = 6  # what a token brings into the recurrence: r, k, v, decays, the direction that is removed, and what comes in its place
+
+
+@dataclass(frozen=True)
+class Rwkv7Shape(StateShape):
+    """Heads and the width of one; `ranks`: the numbers between the two matrices that make decays, rates, shares of the first layer's values
+    and gates; `eps`: of the norm behind the recurrence, head by head. A slot's rows are counted as those of three taps are."""
+
+    title: ClassVar[str] = "time mixing (RWKV 7)"
+    heads: int
+    head_dim: int
+    ranks: tuple[int, int, int, int]
+    eps: float = 64e-5
+    taps: int = 3
+
+    @property
+    def values(self) -> int:
+        return self.heads * self.head_dim
+
+    @property
+    def channels(self) -> int:
+        return self.values
+
+    @property
+    def products(self) -> tuple[int, ...]:
+        """Receptances, keys and values, what decays and rates are made of, and gates."""
+        return (self.values,) * 6
+
+    @property
+    def state_floats(self) -> int:
+        return self.values * self.head_dim
+
+    @property
+    def recent(self) -> int:
+        return (2 + PARTS) * self.values
+
+    def card_floats(self, tokens: int) -> int:
+        """The rows of both tokens mixed, products, what goes into the recurrence and what is read."""
+        return 26 * tokens * self.values + 6 * self.state_floats
+
+    def described(self) -> str:
+        return f"{self.heads} heads of {self.head_dim} x {self.head_dim}"

@@ -1,0 +1,141 @@
+"""RWKV 7, Goose (0.1B to 13.3B): no attention and no positions. Both halves of a layer read each token on its way to the one before it; the
+first keeps a matrix a head that every token writes to and erases from, the second is an MLP without a gate.
+
+The first layer's values reach all others, which are made of them in shares of their own: they are a second stream of a token
+(`ModelConfig.streams`). A config has to have heads and a width of one: there is one of each, as small as they can be, and no layer has
+them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...kernels.rwkv7_shape import Rwkv7Shape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule
+from .deepseek_v3 import refuse_other_code
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..kv.states import LayerStates
+    from ..rope import RopeTable
+
+KEYS_USED = frozenset({"a_low_rank_dim", "attn_mode", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
+                       "norm_eps", "num_heads", "v_low_rank_dim", "value_dim"})
+# Of training, of programs, and of attention, which nothing has.
+KEYS_HARMLESS = frozenset({
+    "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight", "num_attention_heads",
+    "num_key_value_heads", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
+    "use_l2warp"})
+REFUSED_UNLESS: Mapping[str, object] = {"attn": None, "norm_first": True, "sliding_window": None}
+CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # of published ones, which this is
+ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
+ACT = "relu2"
+ACTS = ("sqrelu", ACT)  # two names of one
+SIZES = {"vocab_size": 65_536, "hidden_size": 2048, "num_hidden_layers": 24}
+STREAMS = 2  # what layers work on, and the values of the first
+LETTERS = ("r", "w", "k", "v", "a", "g")  # as papers call what rows are read for: receptances, decays, keys, values, rates, gates
+READ = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> which of these its matrix reads
+MOST_RANK = 2**16
+
+
+def config(keys: Keys) -> ModelConfig:
+    """How long a text may be it does not say, whatever length it was trained with: a state is as large behind any."""
+    refuse_other_code(keys, CODE)
+    base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
+    hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
+    ffn = keys.integer("intermediate_size", None, high=2**22) or -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
+    if keys.raw.get("hidden_act", ACTS[0]) not in ACTS:
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
+                          f"this family runs only with hidden_act = {ACTS[0]}")
+    shape = _shape(keys, hidden, layers, keys.number("norm_eps", base.norm_eps))
+    every = tuple(range(layers))
+    of_all = keys.saying(**ABSENT, head_dim=2, intermediate_size=ffn, hidden_act=ACT, max_position_embeddings=base.max_position_embeddings)
+    return decoder_config(of_all, base, state=shape, state_layers=every, norm_kind="layer", norms_biased=keys.flag("norm_bias", True),
+                          streams=STREAMS, low_rank=max(shape.ranks))
+
+
+def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
+    """The state of a layer. Raises ConfigError."""
+    head_dim, heads = keys.integer("head_dim", None, high=1024), keys.integer("num_heads", None, high=4096)
+    if head_dim is None:
+        head_dim = 64 if heads is None else hidden // heads
+    if hidden % head_dim or heads not in (None, hidden // head_dim):
+        raise ConfigError(f"config.json: {'heads' if heads is None else heads} of head_dim {head_dim} do not make hidden_size {hidden}")
+    values = keys.raw.get("value_dim")
+    if values is not None and any(each != hidden for each in (values if isinstance(values, list) else [values])):
+        raise ConfigError(f"config.json: value_dim = {show(values)} is not supported for {keys.text('model_type')} models",
+                          "published models of this family have values as wide as the model")
+    usual = [max(32, int(round(width * hidden**0.5 * factor / 32) * 32)) for width, factor in (
+        (2.5, head_dim / 64), (2.5, head_dim / 64), (1.7, head_dim / 64), (5, 1.0))]
+    names = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
+    ranks = tuple(keys.integer(name, None, high=MOST_RANK) or default for name, default in zip(names, usual))
+    return Rwkv7Shape(hidden // head_dim, head_dim, ranks, head_dim * eps)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role; the first has no shares of its values, and a norm of what enters it."""
+    hidden, ffn, prefix = config.hidden_size, config.intermediate_size, f"model.layers.{layer}."
+    rules = {role: TensorRule(f"{prefix}{name}.weight", tuple(shape)) for role, name, *shape in (
+        ("input_norm", "attn_norm", hidden), ("post_norm", "ffn_norm", hidden), ("state_norm", "attn.g_norm", hidden),
+        ("state_r", "attn.r_proj", hidden, hidden), ("state_k", "attn.k_proj", hidden, hidden), ("state_v", "attn.v_proj", hidden, hidden),
+        ("state_out", "attn.o_proj", hidden, hidden), ("up", "ffn.key", ffn, hidden), ("down", "ffn.value", hidden, ffn))}
+    if layer == 0:
+        rules["entry_norm"] = TensorRule(f"{prefix}pre_norm.weight", (hidden,))
+    for letter, rank in zip("wavg", config.state.ranks, strict=True):
+        if letter == "v" and layer == 0:
+            continue
+        before = f"{prefix}attn.{letter}_lora.lora."
+        rules |= {f"state_{letter}_in": TensorRule(f"{before}0.weight", (rank, hidden)),
+                  f"state_{letter}_out": TensorRule(f"{before}2.weight", (hidden, rank))}
+        if letter != "g":
+            rules[f"state_{letter}_out_bias"] = TensorRule(f"{before}2.bias", (hidden,))
+    for place, letter in enumerate(LETTERS):
+        rules[f"shift_{letter}"] = TensorRule(f"{prefix}attn.x_{letter}", (1, hidden), coefficients=True,
+                                              part_of=(f"{prefix}attn.x_x", place, len(LETTERS)))
+    rules |= {role: TensorRule(f"{prefix}{name}", (hidden,)) for role, name in (
+        ("shift_up", "ffn.x_k"), ("state_direction", "attn.k_k"), ("state_remains", "attn.k_a"), ("state_bonus", "attn.r_k"))}
+    return _with_biases(rules, ("state_norm", *(("input_norm", "post_norm", "entry_norm") if config.norms_biased else ())))
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    table = (config.vocab_size, config.hidden_size)
+    rules = {"embed": TensorRule("model.embeddings.weight", table), "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
+    rules = _with_biases(rules, ("norm",) if config.norms_biased else ())
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
+
+
+def _with_biases(rules: dict[str, TensorRule], roles: tuple[str, ...]) -> dict[str, TensorRule]:
+    return rules | {f"{role}_bias": TensorRule(rules[role].name.removesuffix("weight") + "bias", rules[role].shape)
+                    for role in roles if role in rules}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, what each matrix reads of rows on their way to
+    those before (`READ`, and shifted_in of the MLP), state_out and mlp_hidden before the last matrices."""
+    own = ops.first_stream(x, STREAMS)
+    if w.entry_norm is not None:
+        own = ops.renormed(own, w.entry_norm)
+    tap("block_in", layer, own)
+    rows = kv.shifted(own, w.input_norm, w.state.own.shift, 0)
+    for name, place in READ.items():
+        tap(name, layer, rows[place])
+    first = ops.second_stream(x, STREAMS) if layer else None
+    mixed, values = kv.time_mix(rows, w.state.products, w.state.own, first)  # [T, D] each
+    if first is None:
+        x = ops.put_stream(x, values, 1)
+    tap("state_out", layer, mixed)
+    own = ops.linear_add(mixed, w.state.out, own)
+    tap("mlp_in", layer, own)
+    (row,) = kv.shifted(own, w.post_norm, w.state.own.channel_shift, 1)
+    tap("shifted_in", layer, row)
+    own = ops.mlp_branch(row, w.up, w.down, config.hidden_act, own, partial(tap, "mlp_hidden", layer))
+    x = ops.put_stream(x, own, 0)
+    tap("block_out", layer, x)
+    return x

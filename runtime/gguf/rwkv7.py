@@ -1,0 +1,49 @@
+"""What GGUF files say otherwise of RWKV 7: how far rows go to those of the token before lies in one tensor, and the first layer has shares
+of its own values, which nothing reads."""
+
+from __future__ import annotations
+
+import re
+
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+from ..families.rwkv7 import ABSENT, LETTERS
+
+FAMILY = "rwkv7"
+EPSILON = "attention.layer_norm_epsilon"
+# Below the architecture's name -> config.json.
+KEYS = {"wkv.head_size": "head_dim", "attention.decay_lora_rank": "decay_low_rank_dim", "attention.iclr_lora_rank": "a_low_rank_dim",
+        "attention.value_residual_mix_lora_rank": "v_low_rank_dim", "attention.gate_lora_rank": "gate_low_rank_dim", EPSILON: "norm_eps"}
+REQUIRED = tuple(key for key in KEYS if key != EPSILON)
+SHIFTS = "token_shift_count"  # rows of the token before that a layer keeps, one for each half
+CONFIG = {"hidden_act": "sqrelu"}
+# Parts of tensors' names -> those of a checkpoint; without their kind where they have none there.
+FUSED = {"time_mix_lerp_fused": tuple(f"lerp_{letter}" for letter in LETTERS)}
+NAMES = {"attn_norm": "attn_norm", "attn_norm_2": "ffn_norm", "time_mix_ln": "attn.g_norm", "time_mix_receptance": "attn.r_proj",
+         "time_mix_key": "attn.k_proj", "time_mix_value": "attn.v_proj", "time_mix_output": "attn.o_proj", "channel_mix_key": "ffn.key",
+         "channel_mix_value": "ffn.value"}
+LOW = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what is of low rank
+WHOLE = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in LETTERS} | {
+    f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LOW.items()} | {
+    f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
+OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.bias": "model.norm.bias",
+         **{f"token_embd_norm.{kind}": f"model.layers.0.pre_norm.{kind}" for kind in ("weight", "bias")}}
+ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE,
+                "fused": FUSED, "outer": OUTER, "read": frozenset({SHIFTS})}  # all of it
+UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
+
+
+def add_rwkv7(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
+        raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
+                              "layers of this family keep two rows of the token before: convert the original checkpoint again")
+    for key in ABSENT:
+        raw.pop(key, None)
+    raw["norm_bias"] = any(name.endswith("attn_norm.bias") for name in header.tensors)
+
+
+def is_left_out(name: str, config: ModelConfig) -> bool:
+    """Is this, by its name in a checkpoint, of the shares that the first layer's values have of themselves? Writers keep them."""
+    return config.family == FAMILY and UNUSED.fullmatch(name) is not None
