@@ -22,7 +22,8 @@ REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")
 COMMIT = re.compile(r"[0-9a-f]{7,40}")
 INDEX = "model.safetensors.index.json"
 # What makes a folder of weights run alone, and with it what its licence asks to be passed on.
-RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken")  # tokenizers that are read where there is no tokenizer.json
+WORLD = "rwkv_vocab_v20230424.txt"  # of RWKV, where the longest that fits is cut off
+RANKS = ("tekken.json", "tiktoken.model", "hy.tiktoken", WORLD)  # tokenizers that are read where there is no tokenizer.json
 PIECES = "tokenizer.model"  # and SentencePiece's, which many have beside it
 # How a model makes one vector of a text: as sentence-transformers has it, and where that lies in a folder without others.
 MODULES, POOLING, POOLING_KEPT = "modules.json", "1_Pooling/config.json", "pooling.json"

@@ -82,6 +82,7 @@ class Tokenizer:
             return load_tokenizer(folder, config.vocab_size)
         settings = read_json(folder / "tokenizer_config.json")
         special = special_tokens(read_json(folder / "special_tokens_map.json")) | special_tokens(settings)
+        eos = [*config.eos_token_ids, *token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))]
         if (ranks := open_ranks(folder, settings)) is None:
             path = folder / "tokenizer.json"
             backend, remarks, own = open_backend(path), [], None
@@ -91,6 +92,7 @@ class Tokenizer:
                 remarks += [TEKKEN_REMARK.format(path.name)] if mend_words(backend) else []
         else:
             path, backend, special, remarks, own = ranks.path, ranks.backend, ranks.special | special, [], ranks.template
+            eos += ranks.ends
         template = load_template(folder, settings, special)
         if template is None and own is not None:
             template = own
@@ -101,7 +103,6 @@ class Tokenizer:
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
-        eos = [*config.eos_token_ids, *token_ids(read_json(folder / "generation_config.json").get("eos_token_id"))]
         return cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
 
     def to_json(self) -> str:

@@ -106,7 +106,7 @@ def test_the_begin_token() -> None:
 
 
 @pytest.mark.parametrize(("changes", "named"), [
-    ({"model": None}, "holds no tokenizer"), ({"model": "rwkv"}, "'rwkv'"), ({"model": 3}, "of kind 3"), ({"tokens": 5}, "tokens 5"),
+    ({"model": None}, "holds no tokenizer"), ({"model": "plamo2"}, "'plamo2'"), ({"model": 3}, "of kind 3"), ({"tokens": 5}, "tokens 5"),
     ({"tokens": []}, "tokens [0 values]"), ({"scores": None}, "tokenizer.ggml.scores"), ({"scores": np.zeros(3)}, "scores [3 values]"),
     ({"token_type": np.zeros(4, int)}, "token_type [4 values]"), ({"eos_token_id": "x"}, "eos_token_id 'x'"),
     ({"eos_token_id": -1}, "eos_token_id -1"), ({"model": "gpt2"}, "merges"), ({"model": "gpt2", "merges": ["a b"], "pre": "new"}, "'new'"),

@@ -1,4 +1,5 @@
-"""The tokenizer that lies in a GGUF file's metadata, built for the `tokenizers` library: byte-level merges, or SentencePiece with scores.
+"""The tokenizer that lies in a GGUF file's metadata, built for the `tokenizers` library: byte-level merges, SentencePiece with scores, or
+RWKV's words, of which the longest that fits is cut off.
 
 The vocabulary's kind is `tokenizer.ggml.model`: "gpt2" has merges in order of rank, "llama" only scores, from which the merges that they
 imply are made (every way to cut a token in two known ones, best score first), and "gemma4" is of the latter kind with merges. Every list
@@ -20,12 +21,14 @@ from ...offload.header import shown
 from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
+from ..tokens.world_vocabulary import ASKED, FORMAT, of_file, world_tokenizer
 from .splits import CUTTERS, LLAMA3_WORDS, pre_tokenizer
 from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)
 SPACE = "▁"
-MODELS = ("gpt2", "llama", "gemma4")
+WORLD = "rwkv"
+MODELS = ("gpt2", "llama", "gemma4", WORLD)
 # Ours -> tokenizer.ggml.<>_token_id, the second as older files have it. The last two lines are of filling in the middle.
 ROLES = {"bos_token": ("bos",), "eos_token": ("eos",), "unk_token": ("unknown",), "pad_token": ("padding",),
          "prefix_token": ("fim_pre", "prefix"), "suffix_token": ("fim_suf", "suffix"), "middle_token": ("fim_mid", "middle"),
@@ -89,7 +92,7 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
     if model == "llama" and scores is None:
         raise fail("tokenizer.ggml.scores", f"{len(tokens)} numbers")
     merges = data.get("tokenizer.ggml.merges", [])
-    if not isinstance(merges, list) or (model != "llama" and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
+    if not isinstance(merges, list) or (model not in ("llama", WORLD) and not merges) or any(merge.find(" ", 1) < 1 for merge in merges):
         raise fail("tokenizer.ggml.merges", "a list of pairs of texts")
     pre = data.get("tokenizer.ggml.pre", "default")
     if not isinstance(pre, str):
@@ -103,10 +106,11 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
             raise fail(f"tokenizer.ggml.{name}_token_id", "a token")
         if value is not None and value < len(tokens):
             ids[name] = value
-    default = model != "gpt2" or CUTTERS[pre].bos
+    default = model != WORLD and (model != "gpt2" or CUTTERS[pre].bos)
     template = data.get("tokenizer.chat_template")
     if template is not None and not isinstance(template, str):
         raise fail("tokenizer.chat_template", "a text")
+    template = ASKED if template == FORMAT else template
     name = str(data.get("general.name")).lower()  # of a Phi 3 that was written as another architecture
     swallows = model == "llama" and (data.get("general.architecture") == "phi3" or "phi-3" in name or "phi3" in name)
     mistral = len(tokens) > max(TEKKEN_SIGNS) and all(tokens[number] == text for number, text in TEKKEN_SIGNS.items())
@@ -121,6 +125,8 @@ def read_vocabulary(header: GgufHeader) -> Vocabulary:
 def backend(vocabulary: Vocabulary) -> Tokenizer:
     """The library's tokenizer. Raises TokenizerError where the lists do not make one."""
     try:
+        if vocabulary.model == WORLD:
+            return _longest(vocabulary)
         made = _byte_level(vocabulary) if vocabulary.model == "gpt2" else _sentence_piece(vocabulary)
         tokens, kinds = vocabulary.tokens, np.array(vocabulary.kinds)
         marks = MARKS | ({END_TAG} if END_TAG in vocabulary.special_tokens.values() else set())
@@ -149,6 +155,11 @@ def _byte_level(vocabulary: Vocabulary) -> Tokenizer:
     made.pre_tokenizer = pre_tokenizer(cutter.patterns)
     made.decoder = decoders.ByteLevel()
     return made
+
+
+def _longest(vocabulary: Vocabulary) -> Tokenizer:
+    words, special = (np.flatnonzero(np.isin(vocabulary.kinds, some)).tolist() for some in ((NORMAL, USER, BYTE), (CONTROL, UNKNOWN)))
+    return world_tokenizer(of_file(vocabulary.tokens, words), {i: vocabulary.tokens[i] for i in special if vocabulary.tokens[i]})
 
 
 def _stated_merges(vocabulary: Vocabulary, ids: Mapping[str, int]) -> list[tuple[str, str]]:

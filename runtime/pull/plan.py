@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 CONFIG_LIMIT = 128 << 10
 # Bytes of memory for a byte of a tokenizer (128,000 tokens: 100 MiB of 15.5), of which a line of base64 says little.
-TOKENIZER_TIMES = {"tokenizer.json": 6, "tekken.json": 8, "tiktoken.model": 50, "hy.tiktoken": 50}
+TOKENIZER_TIMES = {"tokenizer.json": 6, "tekken.json": 8, "tiktoken.model": 50, "hy.tiktoken": 50, hub.WORLD: 60}
 TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not known
 
 

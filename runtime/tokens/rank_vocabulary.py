@@ -24,7 +24,7 @@ from ..hub import RANKS
 from ..templates.template import ChatTemplate
 from .token_bytes import letters_of_bytes
 
-TEKKEN, TIKTOKEN, HUNYUAN = RANKS
+TEKKEN, TIKTOKEN, HUNYUAN, _ = RANKS
 MOST_PIECE = 1024  # bytes of a token, which is looked up cut at every place; the longest published one has 256
 MOST_CUTS = 1 << 23
 MOST_WORK = 1 << 30  # bytes that are looked at for it; published ones take a hundredth of it
@@ -53,13 +53,15 @@ class RanksError(ValueError):
 
 @dataclass(frozen=True)
 class Ranks:
-    """A tokenizer and what the file says beside: `special` tokens by role, `template` of its version, None where it has none."""
+    """A tokenizer and what the file says beside: `special` tokens by role, `template` of its version, None where it has none, `ends`:
+    numbers of tokens that end a turn, beside those of others."""
 
     path: Path
     backend: Tokenizer
     special: dict[str, str]
     add_bos: bool = False
     template: ChatTemplate | None = None
+    ends: tuple[int, ...] = ()
 
 
 def read_ranks(path: Path, settings: Mapping[str, Any]) -> Ranks:

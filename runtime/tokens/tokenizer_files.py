@@ -15,7 +15,7 @@ import tokenizers
 
 from ... import EffllmError, ModelNotFound
 from ..files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
-from ..hub import PIECES, RANKS
+from ..hub import PIECES, RANKS, WORLD
 
 if TYPE_CHECKING:
     from .rank_vocabulary import Ranks
@@ -41,6 +41,10 @@ def open_ranks(folder: Path, settings: Mapping[str, Any]) -> Ranks | None:
             from .piece_vocabulary import read_pieces
 
             return read_pieces(path, settings)
+        if path.name == WORLD:
+            from .world_vocabulary import read_world
+
+            return read_world(path, settings)
         return read_ranks(path, settings)
     except RanksError as error:
         raise TokenizerError(f"{path} is not a tokenizer that can be read: {error}",
