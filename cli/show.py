@@ -138,7 +138,7 @@ def _shape(config: ModelConfig) -> dict[str, object]:
                                                      "layers": len(experts.layers), "shared_width": experts.shared_width,
                                                      "without_matrices": experts.handed},
             "latent": None if latent is None else {"rank": latent.rank, "cached": latent.key, "key": latent.query, "value": latent.value},
-            "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole, "at_once": config.indexed.shape.grain},
+            "chosen": None if config.indexed is None else {"tokens": config.indexed.shape.whole, "at_once": config.indexed.shape.spread},
             "compressed": None if config.compressed is None else [each and each.rate for each in config.compressed.shapes],
             "states": None if state is None else {"kind": state.title, "layers": len(config.state_layers)}}
 

@@ -17,7 +17,7 @@ class DeltaShape(StateShape):
     """Heads of keys (and queries) and of values, the width of one of each, and the taps of the convolution over all of them.
 
     Heads of values that read the keys of one head lie side by side; `tiled`: once around all heads of keys instead, again and again, as
-    GGUF files have them. `writes`: what betas are multiplied by.
+    GGUF files have them. `writes`: what betas are multiplied by. `sigmoid`: gates of what is read are sigmoids alone.
     """
 
     title: ClassVar[str] = "linear attention"
@@ -28,6 +28,7 @@ class DeltaShape(StateShape):
     taps: int
     tiled: bool = False
     writes: float = 1.0
+    sigmoid: bool = False
 
     @property
     def keys(self) -> int:

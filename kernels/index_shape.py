@@ -5,6 +5,10 @@ Of every token, or of every `rate` tokens, one key of `width` numbers is kept, b
 [width, PAGE], so that a number of a query meets those of many at once. They are never packed, sealed or moved.
 
 Tokens are chosen in units of `grain` side by side. Each query's own choice are `chosen` units, in rising order.
+
+Keys of `rate` tokens may be `means` of theirs (Qwen 4, QSA). Then a unit is these tokens, and those behind the last whole unit, which have
+no key yet, are seen whatever is chosen: they are one unit more of every choice, the last. Behind the blocks lie what tokens give to their
+means, [tokens, width], row by row: a key that is not whole yet is made of them, wherever a text is cut.
 """
 
 from __future__ import annotations
@@ -19,7 +23,8 @@ class IndexShape:
     """`heads`: of index queries. `chosen`: units that a token sees; `grain`: tokens of one. `rope`: how many channels turn with positions.
     `each`: every head chooses for a head of keys and values of its own, a unit by its best token; otherwise one choice is made for all, by
     the sum over heads of what is above zero, each times a weight of the token's. `near`: units that are chosen whatever they score, the
-    token's own and those before it. `rate`: tokens of a key, which is seen once its last one is there; then a unit is a key."""
+    token's own and those before it. `rate`: tokens of a key, which is seen once its last one is there; then a unit is a
+    key, or where these are `means` the tokens of one."""
 
     heads: int
     width: int
@@ -29,11 +34,22 @@ class IndexShape:
     each: bool = False
     near: int = 0
     rate: int = 1
+    means: bool = False
 
     @property
     def groups(self) -> int:
         """Choices of a token."""
         return self.heads if self.each else 1
+
+    @property
+    def listed(self) -> int:
+        """Units of a choice, with the one that has no key yet."""
+        return self.chosen + self.means
+
+    @property
+    def spread(self) -> int:
+        """Tokens, or keys of several that are seen in their place, of a unit."""
+        return self.rate if self.means else self.grain
 
     @property
     def whole(self) -> int:
@@ -42,19 +58,23 @@ class IndexShape:
 
     def units(self, tokens: int) -> int:
         """Units in which so many tokens lie."""
-        return -(-tokens // self.grain)
+        return -(-tokens // self.spread)
 
     def keys(self, tokens: int) -> int:
         """Keys that so many tokens have room for."""
         return -(-tokens // self.rate)
 
     def token_nbytes(self, stored: int) -> int:
-        """Bytes of the key of a token, or of its part of one."""
+        """Bytes of the key of a token, or of its part of one, and of what it gives to a mean."""
+        return self.scored_nbytes(stored) + self.means * self.width * STORED_BYTES[stored]
+
+    def scored_nbytes(self, stored: int) -> int:
+        """Bytes of the key of a token, or of its part of one: what later tokens read."""
         return self.width * STORED_BYTES[stored] // self.rate
 
     def nbytes(self, ctx: int, stored: int) -> int:
-        """Bytes of one layer's keys for a context."""
-        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored)
+        """Bytes of one layer's keys for a context, and of what means are made of."""
+        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1 + self.means * self.rate)
 
     def block_nbytes(self, stored: int) -> int:
         """Bytes of PAGE keys."""

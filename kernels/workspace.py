@@ -12,6 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from .index_shape import IndexShape
     from .latent_shape import LatentShape
+    from .ngram_shape import NgramShape
     from .state_shape import StateShape
 
 MOST_VIEWS = 256
@@ -32,7 +33,9 @@ class Dims:
     `one_scale`: before a product with ternary weights all of a token's activations are rounded by one scale. `narrow`: how wide a head's
     values are made, where attention takes wider ones. `index`: of layers whose tokens choose what they see. `grouped`: what
     matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
-    which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most.
+    which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
+    numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
+    the words before a token.
     """
 
     hidden: int
@@ -68,6 +71,9 @@ class Dims:
     grouped: int = 0
     picked: int = 0
     seen: int = 0
+    mix_rank: int = 0
+    ngrams: NgramShape | None = None
+    ngram_layers: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -94,7 +100,8 @@ class Dims:
     def multiplied(self) -> int:
         """Values of a token that a product of attention reads, at most."""
         if self.latent is None:
-            return max(self.attended, self.streams * self.hidden if self.grouped else 0, self.grouped)
+            wide = self.streams * self.hidden if self.grouped or self.mix_rank else 0
+            return max(self.attended, wide, self.grouped, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
         return max(self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
 
 

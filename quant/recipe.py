@@ -15,7 +15,7 @@ from heapq import heapify, heappop, heappush
 from .. import UsageError
 from .spec import DEFAULTS, QuantSpec
 
-OUTER_ROLES = ("embed", "layer_embed", "layer_proj", "head")
+OUTER_ROLES = ("embed", "layer_embed", "layer_proj", "ngrams", "head")  # the ends of roles
 OUTER_LOW, OUTER_HIGH = "6bit", "8bit"  # for a base of at most four bits, and above
 LEAST_BITS, MOST_BITS = 2.0, 16.0
 TARGET = re.compile(r"(\d+(?:\.\d+)?)(?:bpw)?")
@@ -37,7 +37,7 @@ class Recipe:
         if ruled is not None:
             return ruled
         shared = role == "v" and shape[0] < shape[1] and self.base.scheme != "ternary"  # of few weights, and all that a token gives others
-        if (role in OUTER_ROLES or shared) and not self.base.is_raw:
+        if (role.rpartition(".")[2] in OUTER_ROLES or shared) and not self.base.is_raw:
             return QuantSpec.parse(OUTER_LOW if self.base.bits <= 4 else OUTER_HIGH, self.short)
         return self.base
 

@@ -95,3 +95,16 @@ class Rwkv7:
     rate: LowRank
     share: LowRank | None
     gate: LowRank
+
+
+@dataclass(frozen=True)
+class Ngrams:
+    """What a layer makes of rows of n-grams (`kernels/reference_ngrams.py`): `key` [S * D, E] and `value` [D, E], taps `conv` [K, S * D],
+    and norms of all streams, of keys and of what is convolved, [S * D] each; float32."""
+
+    key: Linear
+    value: Linear
+    conv: object
+    of_streams: Norm
+    of_keys: Norm
+    behind: Norm

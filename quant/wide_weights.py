@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 if TYPE_CHECKING:
     from .weight import Linear, Norm
@@ -22,6 +22,21 @@ class Hyper:
     rounds: int
     least: float
     leaves: bool
+    is_gated: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Residual:
+    """How a branch meets the `count` streams of a token, S, where a gate for every channel says what it reads of them
+    (`kernels/reference_residuals.py`): a `norm` of weights [S * D], `down` [R, S * D] and `up` [S * D, R] make gates, and `inject`
+    [S, S * D] what each stream gets of the branch, None where what leaves the last layer is read."""
+
+    count: int
+    norm: Norm
+    down: Linear
+    up: Linear
+    inject: Linear | None
+    is_gated: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,9 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
+    from ..quant.state_weights import Ngrams
     from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
-    from ..quant.wide_weights import Hyper
+    from ..quant.wide_weights import Hyper, Residual
     from .rope import RopeTable
 
 See = Callable[[object], None] | None  # is shown a view that the next stage may overwrite
@@ -155,12 +156,15 @@ class BlockOps(Protocol):
 class HostOps(BlockOps, Protocol):
     """Stages that the CPU alone has, of models that run nowhere else."""
 
-    def gathered(self, x: object, hyper: Hyper) -> object:
+    def gathered(self, x: object, hyper: Hyper | Residual) -> object:
         """What a branch reads of x [T, S * D], or what leaves it: [T, D] in an array of its own. What each token says of its streams is
         kept until the next one is gathered."""
 
-    def mixed(self, x: object, branch: object, hyper: Hyper) -> object:
+    def mixed(self, x: object, branch: object, hyper: Hyper | Residual) -> object:
         """x [T, S * D] behind a branch that gave [T, D], by what was said when it was `gathered`, in place."""
+
+    def ngram_products(self, rows: object, w: Ngrams) -> list[object]:
+        """Keys [T, S * D] and values [T, D] of what tokens have in a table of n-grams, in arrays of their own."""
 
     def grouped_linear(self, x: object, linears: Sequence[Linear]) -> object:
         """[T, G * N] of x [T, G * K]: each group's part @ its W.T, side by side."""

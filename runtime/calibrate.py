@@ -46,7 +46,8 @@ VARIED = 128  # different tokens, below which a text shows a model's inputs too 
 READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",), "receptance_in": ("state_r",),
-         "key_in": ("state_k",), "value_in": ("state_v",), "shifted_in": ("up",)}  # tap -> roles; of two for a role the last that is seen
+         "key_in": ("state_k",), "value_in": ("state_v",), "shifted_in": ("up",),
+         "ngrams_in": ("ngram_key", "ngram_value")}  # tap -> roles; of two for a role the last that is seen
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind

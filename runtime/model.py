@@ -28,6 +28,7 @@ from .families import LayerWeights, expert_of
 from .images.album import Shown
 from .kv.both_ways import ends_of
 from .kv.picture_keys import BLIND, SLOTS, Look, PictureKeys, SeenLayer
+from .ngrams import away_nbytes, held, is_table
 from .rope import rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -62,7 +63,8 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
                 config.indexed.shape if config.indexed else None,
                 config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
-                SLOTS if config.cross_layers else 0)
+                SLOTS if config.cross_layers else 0, config.mix_rank, config.ngrams and config.ngrams.shape,
+                len(config.ngrams.layers) if config.ngrams else 0)
 
 
 class Model(StoredStates):
@@ -77,7 +79,7 @@ class Model(StoredStates):
         self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
         self.ropes = rope_tables(config, ctx)
-        host = {key: [tensor.info for tensor in roles.values()] for key, roles in self.tensors.items()
+        host = {key: [tensor.info for tensor in (held(roles) if key == "outer" else roles).values()] for key, roles in self.tensors.items()
                 if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
@@ -111,7 +113,7 @@ class Model(StoredStates):
         """Bytes of weights that one token reads: without a table that is no head, what the model drafts by, and experts not visited."""
         outer, own = self.tensors["outer"], self.config.mixture
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
-        nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP))
+        nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP) or is_table(role))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
         chosen = own.experts + own.handed if own else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
@@ -125,7 +127,7 @@ class Model(StoredStates):
     def load(self) -> Iterator[tuple[int, int]]:
         """Read the weights that stay; yields (bytes done, bytes in total)."""
         on_card = sum(own.nbytes for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values())
-        total, done = self.nbytes if self.pager.resident else self.pager.load_nbytes + on_card, 0
+        total, done = self.nbytes - away_nbytes(self.tensors["outer"]) if self.pager.resident else self.pager.load_nbytes + on_card, 0
         for done, _ in self.pager.load():
             yield done, total
         for layer, device in enumerate(self.devices):
@@ -275,6 +277,11 @@ class Model(StoredStates):
                     self._given = dict(enumerate(host.layer_inputs(known, x, table, *made, self.config.input_multiplier)))
                 if outer.picks:
                     self._given = host.picked_experts(ids, outer.picks, self.config.mixture.experts)
+                if outer.ngrams:
+                    own = self.config.ngrams
+                    words = {layer: cache.layer(layer).words(ids, own.end) for layer in own.layers}
+                    self._given = {layer: host.ngram_rows(own.numbers(layer, words[layer]), table, place)
+                                   for place, (layer, table) in enumerate(outer.ngrams.items())}
                 if self.config.streams:
                     x = host.enter_streams(x, outer.enter, self.config.streams)
                     if not self.pager.stays:

@@ -10,6 +10,7 @@ from .compressed import Compressed
 from .config_rope import MAX_POSITIONS, RopeConfig
 from .indexed import Indexed
 from .mixture import Mixture
+from .ngrams import Ngrams
 
 if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
@@ -59,7 +60,8 @@ class ModelConfig:
     `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written. `vector_width`: of what a matrix
     makes of a state that is pooled, 0 where there is none; `vector_inner`: how many numbers another makes before it, 0 for none.
     `ranks_lists`: such vectors are made of documents and a query in one text, to be compared. `written_window`: a token of an answer sees
-    the whole prompt and so many of those that were written, itself among them; None for all.
+    the whole prompt and so many of those that were written, itself among them; None for all. `mix_rank`: by way of so many numbers streams
+    say, channel by channel, what a branch reads of them, 0 where they do not; `ngrams`: layers that are given rows of n-grams.
     """
 
     family: str
@@ -153,6 +155,8 @@ class ModelConfig:
     vector_inner: int = 0
     ranks_lists: bool = False
     written_window: int | None = None
+    mix_rank: int = 0
+    ngrams: Ngrams | None = None
     warnings: tuple[str, ...] = ()
 
     @property

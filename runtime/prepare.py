@@ -31,6 +31,7 @@ from .kv import kv_disk
 from .kv.both_ways import as_one_pass
 from .kv.kv_setting import AUTO
 from .kv.picture_keys import picture_keys_nbytes
+from .ngrams import away_nbytes
 from .passes import widest
 from .planning import devices
 from .planning.demands import Asked, cache_form
@@ -53,6 +54,7 @@ from .weights.streamed import Streams
 
 if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
+    from .tensors import ModelTensor
 
 COLD_ALLOWANCE = 16 << 20  # for machine code, of which all there is takes 13.6 MB
 BESIDE_KERNELS = 3 << 20  # at most, for modules that come with kernels of another kind
@@ -212,7 +214,8 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     tensors = check_tensors(config, store, container)
     senses = senses_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
-    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors)]
+    notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors),
+               *table_notices(config, tensors["outer"])]
     options = fitted(parallel.fitted(options, notices), folder, config, store, notices, container)
     if options.spec == "mtp":
         demand_own_layer(config, store, container)
@@ -263,6 +266,15 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
 
         refuse_slower(made)
     return made
+
+
+def table_notices(config: ModelConfig, outer: Mapping[str, ModelTensor]) -> list[str]:
+    """What is not planned for memory: a table of which a token reads a few rows."""
+    nbytes = away_nbytes(outer)
+    if not nbytes:
+        return []
+    rows = config.ngrams.tables * len(config.ngrams.layers)
+    return [f"a table of n-grams ({format_size(nbytes)}) stays in its files, where a token reads {rows} rows of it: from a fast disk"]
 
 
 def _planned_with(draft: Prepared | None, asked: Asked, chunk: int, folder: Path | None,

@@ -18,6 +18,8 @@ PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "n
           **dict.fromkeys(("deepseek_ocr2_text", "unlimited_ocr_text"), {
               "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2, "layer_types": ["full_attention"] * 4}),
           "longcat_flash": {"num_key_value_heads": 6},
+          "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
+                             "indexer_compress_ratio": 4},
           "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
 
 

@@ -287,7 +287,7 @@ def written(case: Case, folder: Path) -> PreTrainedModel:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):  # norms start at 1, biases at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif name.endswith("router.gate.weight") and not parameter.any():  # which would choose alike
+            elif name.endswith(("router.gate.weight", "ple.conv1d.weight")) and not parameter.any():  # which would choose alike, or add 0
                 parameter.normal_(0, 0.2)
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1

@@ -30,7 +30,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("cohere_compass", "qwen3_vl", "qwen3_vl_moe"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "deepstack_visual_indexes": [0], "num_position_embeddings": 16}),
-          **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), {
+          **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen4_exp"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "num_position_embeddings": 16}),
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
@@ -70,6 +70,11 @@ DEEPSEEK_4 = {"num_key_value_heads": 1, "moe_intermediate_size": 40, "num_hidden
               "n_routed_experts": 12, "num_experts_per_tok": 3, "o_groups": 2, "o_lora_rank": 24, "index_n_heads": 8, "index_head_dim": 16,
               "index_topk": 128, "sliding_window": 40, "partial_rotary_factor": 0.25, "compress_rates": {CHOOSES: 4, HEAVY: 32},
               "layer_types": [WINDOWED, CHOOSES, HEAVY, CHOOSES], "mlp_layer_types": ["hash_moe", "moe", "moe", "hash_moe"]}
+# Heads enough that hardly a block is worth nothing to a token: of several such the oracle takes any. A text has two ends.
+QWEN_4 = {**DELTA, **FEW_EXPERTS, "num_experts": 6, "shared_expert_intermediate_size": 56, "hc_lowrank": 24, "eos_token_id": [7, 9],
+          "ple_layer_ids": [2], "ple_embed_dim": 48, "heads_per_ngram": 3, "ngram_vocab_size_base": 100, "split_ngram_parts": 3,
+          "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 12, "indexer_kv_heads": 1, "indexer_head_dim": 16,
+          "indexer_budget": 100, "indexer_compress_ratio": 4, "initializer_range": 0.12, **rope("default", partial_rotary_factor=0.25)}
 LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONTEXT, "floor_scale": CONTEXT + 1,
            "no_rope_layer_interval": 2}
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
@@ -209,6 +214,13 @@ NEWER = {
         "compress_rates": {CHOOSES: 8, HEAVY: 16}, "layer_types": [HEAVY, CHOOSES, HEAVY, WINDOWED], "mlp_layer_types": ["moe"] * 4,
         "n_shared_experts": 1, "routed_scaling_factor": 2.5, "partial_rotary_factor": 0.5, "tie_word_embeddings": True,
         **rope("yarn", factor=8.0, original_max_position_embeddings=64)}, dtype="bfloat16"),
+    "qwen4_exp_text": Case("qwen4_exp_text", {**QWEN_4, "vocab_size": 301}, shard="300KB"),
+    "qwen4_exp, two tables, sigmoids, other layers, bfloat16": Case("qwen4_exp_text", {
+        **QWEN_4, "layer_types": ["linear_attention", "full_attention", "linear_attention", "linear_attention"], "ple_layer_ids": [3, 1],
+        "hc_count": 2, "ngram_size": 4, "heads_per_ngram": 2, "ple_conv_kernel_size": 3, "split_ngram_parts": 5, "seed": 77,
+        "output_gate_type": "sigmoid", "norm_topk_prob": False, "attention_bias": True, "indexer_compress_ratio": 2,
+        "tie_word_embeddings": True, **rope("default", partial_rotary_factor=0.5, mrope_section=[2, 1, 1])}, dtype="bfloat16",
+        inside="qwen4_exp"),
     "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **INDEXED, **ONE_GROUP, "indexer_types": ["full", "shared", "full"], **rope("default")}),
     "glm_moe_dsa, every second, bfloat16": Case("glm_moe_dsa", {
         **LATENT, **INDEXED, **ONE_GROUP, "index_topk_freq": 2, "index_skip_topk_offset": 1, "num_hidden_layers": 4,

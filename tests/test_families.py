@@ -252,6 +252,8 @@ PECULIAR = {
         {"ropes": {"neighbours": False}}],
     "deepseek_v4": [{"mixture": each} for each in ({"renormalise": False}, {"roots": False}, {"factor": 1.0}, {"corrected": False})] + [
         {"hidden_act": "silu"}, {"windows": (39,) * 4}, {"ropes": 0}, {"ropes": 1}, {"norm_eps": 1e-1}],
+    "qwen4_exp_text": [{"mixture": {"renormalise": False}}, {"state": {"sigmoid": True}}, {"ngrams": {"end": 8}},
+                       {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "dots1": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"windows": (None,) * 3}],
     "gemma3n_text": [{"windows": (None,) * 6}, {"ropes": 0}, {"values_normed": False}, {"attn_scale": None}, {"input_multiplier": 1.0},
                      {"cuts": ()}, {"cuts": (0.0,) * 6}, {"kv_sources": (0, 1, 2, 3, 0, 1)}],
@@ -292,10 +294,9 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
             taken = {"ropes": (other,) * 3}
         if "factors" in taken:
             taken = {"factors": tuple((dict(config.factors) | taken["factors"]).items())}
-        if "state" in taken:
-            taken = {"state": replace(config.state, **taken["state"])}
-        if "mixture" in taken:
-            taken = {"mixture": replace(config.mixture, **taken["mixture"])}
+        for part in ("state", "mixture", "ngrams"):
+            if part in taken:
+                taken = {part: replace(getattr(config, part), **taken[part])}
         asked = EngineOptions(kv="32bit", device="cpu", ctx=256)
         *_, engine = open_prepared(partial(prepare_with, tmp_path, replace(config, **taken), open_store(tmp_path), asked), ("raw",))
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])

@@ -56,7 +56,7 @@ class Text:
         told = controls()
         self.layer, self.held, self.next = Tokens(told), [], 0
         self.cache = KVCache([], [], Keep(), CacheShape(100_000, window=128, chunk=512), [PageLayout(1, 16, F16)],
-                             states=States([self.layer], SHAPE, told), stateful={0: self.layer})
+                             states=States([self.layer], [SHAPE], told), stateful={0: self.layer})
 
     def new(self, count: int) -> list[int]:
         self.next += count

@@ -66,6 +66,26 @@ class Turner:
         self._cos[:], self._sin[:] = self._rows[:, begin : begin + len(self._cos)]
 
 
+class KeyAngles:
+    """cos and sin of the places of keys of `rate` tokens that tokens from a position on may close."""
+
+    def __init__(self, table: RopeTable | None, rate: int, position: int, tokens: int) -> None:
+        self._table, self._rate, self._first = table, rate, -1
+        count = 0 if table is None else (tokens + rate - 1) // rate + 1
+        self.cos, self.sin = np.zeros((2, count, 0 if table is None else len(table.inv_freq)), np.float32)
+        self.move(position)
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return address(self.cos), address(self.sin)
+
+    def move(self, position: int) -> None:
+        """To where the next pass begins."""
+        if self._table is not None and (first := position // self._rate) != self._first:
+            self._first = first
+            put_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
+
+
 def put_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
     """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
     cos[:], sin[:] = table.turns(positions)

@@ -16,10 +16,10 @@ from ..layout import F32, PAGE, REPEATED
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from ..workspace import Dims, address
-from . import attention, hyper
+from . import attention, hyper, ngrams
 from . import compressed_attention as attending
 from . import compressed_loops as loops
-from .angles import Angles, angles_of, put_angles
+from .angles import Angles, KeyAngles, angles_of
 from .rows import SHARE_FROM
 from .states import Slots
 
@@ -118,7 +118,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
     for at, (pair, bias, width, norm, memory) in zip((0, loops.SERIES), own):
         if width:
             block[at : at + loops.SERIES] = *map(ops.at, pair), address(bias), width, address(norm.weight), memory
-    turned = _Angles(table, shape.rate, position, tokens)
+    turned = KeyAngles(table, shape.rate, position, tokens)
     recent = address(states.recent) if table is not None and tokens <= REPEATED else 0
     block[loops.TOKENS :] = (tokens, position, shape.rate, shape.parts, address(states._slots), 4 * shape.slot_floats,
                              address(states._told), *turned.at, shape.rope, keys.stored, recent, table is None, ops.scratch,
@@ -130,27 +130,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
     ops.run(loops.compress, address(block), tokens * sum(shape.series) >= SHARE_FROM)
 
 
-class _Angles:
-    """cos and sin of the places of keys that tokens from a position on may close."""
-
-    def __init__(self, table: RopeTable | None, rate: int, position: int, tokens: int) -> None:
-        self._table, self._rate, self._first = table, rate, -1
-        count = 0 if table is None else (tokens + rate - 1) // rate + 1
-        self.cos, self.sin = np.zeros((2, count, 0 if table is None else len(table.inv_freq)), np.float32)
-        self.move(position)
-
-    @property
-    def at(self) -> tuple[int, int]:
-        return address(self.cos), address(self.sin)
-
-    def move(self, position: int) -> None:
-        """To where the next pass begins."""
-        if self._table is not None and (first := position // self._rate) != self._first:
-            self._first = first
-            put_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
-
-
-def _move(block: np.ndarray, turned: _Angles, position: int) -> None:
+def _move(block: np.ndarray, turned: KeyAngles, position: int) -> None:
     block[loops.POSITION] = position
     turned.move(position)
 
@@ -185,6 +165,7 @@ class WideOps:
 
     compressed_keys, turn_tails = compressed_keys, turn_tails
     gathered, mixed, grouped_linear, picked_experts = hyper.gathered, hyper.mixed, hyper.grouped_linear, hyper.picked_experts
+    ngram_rows, ngram_products = ngrams.ngram_rows, ngrams.ngram_products
 
 
 # -- what they mean, by `reference_compressed.py` -----------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from ..delta_shape import DeltaShape
 from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import delta_loops as loops
+from . import kda_loops
 from .conv_loops import BIAS, X
 from .recurrent import RecurrentStates
 from .rows import SHARE_FROM
@@ -52,14 +53,15 @@ def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: n
     at = address(block)
     ops.run(loops.mix_inputs, at, tokens * shape.channels >= SHARE_FROM, block)
     ops.run(loops.recur, at, tokens * shape.state_floats >= SHARE_FROM, block)
-    ops.run(loops.gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
+    ops.run((kda_loops if shape.sigmoid else loops).gated_norm, at, tokens * shape.values >= SHARE_FROM, block)
 
 
 def run_reference(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
     states.ops.flush()
     read(states, qkv, reference.gates(a, b, w.decay, w.dt, states.shape.writes), w, out)
     heads = out.reshape(len(out), states.shape.value_heads, -1)
-    heads[:] = reference.gated_norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
+    norm = reference.sigmoid_norm if states.shape.sigmoid else reference.gated_norm
+    heads[:] = norm(heads, z.reshape(heads.shape), w.norm.weight, w.norm.eps)
 
 
 def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarray], w: Delta, out: np.ndarray) -> None:

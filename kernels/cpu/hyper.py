@@ -11,18 +11,18 @@ from .. import reference_hyper as meaning
 from ..registry import Call
 from ..workspace import Dims, address
 from . import hyper_loops as loops
-from . import linear
+from . import linear, residuals
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear
-    from ...quant.wide_weights import Hyper
+    from ...quant.wide_weights import Hyper, Residual
     from .ops import CpuOps
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model whose streams are not mixed so."""
     if not dims.grouped:
-        return {}
+        return residuals.plan_workspace(dims, chunk)
     picks = {f"picks{place}": chunk * dims.experts for place in range(dims.picked)}
     return {**picks, "said": chunk * dims.streams * (2 + dims.streams), "grouped": chunk * dims.grouped,
             "gave": chunk * dims.grouped, "group": chunk * dims.heads * dims.head_dim}
@@ -33,8 +33,10 @@ def scratch_floats(dims: Dims) -> int:
     return dims.streams * loops.BLOCK if dims.grouped else 0
 
 
-def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper) -> np.ndarray:
+def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
     """See `HostOps`."""
+    if hyper.is_gated:
+        return residuals.read(ops, x, hyper)
     if (outs := ops._remembered(x, hyper.norm, (hyper.matrix,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])]
         ops._matrix(x, hyper.norm, [hyper.matrix], outs, linear.PLAIN, "none")
@@ -43,8 +45,10 @@ def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper) -> np.ndarray:
     return own
 
 
-def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper) -> np.ndarray:
+def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
     """See `HostOps`."""
+    if hyper.is_gated:
+        return residuals.write(ops, x, branch, hyper)
     said = ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])
     ops.registry.select(Call("mix streams")).candidate.run(ops, x, branch, said, hyper)
     return x

@@ -16,10 +16,13 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import attention, attention_few, chosen_loops, latent, states
 from . import index_loops as loops
+from .angles import KeyAngles
 from .rows import SHARE_FROM
 from .stages import FEW
 
 if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from ...runtime.rope import RopeTable
     from .ops import CpuOps
     from .pages import LayerPages
 
@@ -31,8 +34,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         return {}
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
-    widths = {"y3": own.heads * own.width, "y4": own.width} if own.each else {"y2": own.width, "y3": own.heads}
-    return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.chosen,
+    widths = {"y3": own.heads * own.width, "y4": own.width} if own.each or own.means else {"y2": own.width, "y3": own.heads}
+    return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.listed,
             **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
 
 
@@ -41,13 +44,19 @@ def scratch_floats(dims: Dims) -> int:
     own = dims.index
     if own is None:
         return 0
-    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))),
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))), 2 * own.width,
                chosen_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
 
 
 def partials_floats(dims: Dims) -> int:
     """Floats for the partials of a token over what it chose."""
-    return 0 if dims.index is None or dims.index.rate > 1 else -(-dims.index.whole // PAGE) * dims.heads * (dims.head_dim + 2)
+    own = dims.index
+    return 0 if own is None or own.rate > 1 and not own.means else _tiles(own) * dims.heads * (dims.head_dim + 2)
+
+
+def _tiles(shape: IndexShape) -> int:
+    """Tiles that the tokens of a choice take."""
+    return -(-shape.listed * shape.spread // PAGE)
 
 
 def _row(shape: IndexShape, keys: int) -> int:
@@ -57,7 +66,7 @@ def _row(shape: IndexShape, keys: int) -> int:
 
 @dataclass(frozen=True)
 class Chosen:
-    """What the tokens of a pass see: `units` int32 [T - first, groups, chosen]; the `first` tokens see all before them."""
+    """What the tokens of a pass see: `units` int32 [T - first, groups, listed]; the `first` tokens see all before them."""
 
     units: np.ndarray
     first: int
@@ -68,15 +77,22 @@ class LayerIndex:
     """The keys of one layer in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
 
     def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
-        self.ops, self.shape, self.memory, self.stored = ops, shape, memory, stored
-        self._choose = ops.registry.select(Call("choose", "f32" if stored == F32 else "f16")).candidate.run
+        keys = len(memory) // (1 + shape.rate * shape.means)
+        self.ops, self.shape, self.memory, self.stored = ops, shape, memory[:keys], stored
+        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.width)  # of means
+        kind = "f32" if stored == F32 else "f16"
+        self._choose = ops.registry.select(Call("choose", kind)).candidate.run
+        self._note_means = ops.registry.select(Call("note means", kind)).candidate.run
 
     def room(self, tokens: int) -> np.ndarray:
-        """Where the choice of so many tokens goes, int32 [T, groups * chosen]."""
-        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.chosen).view(np.int32)
+        """Where the choice of so many tokens goes, int32 [T, groups * listed]."""
+        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.listed).view(np.int32)
 
-    def note(self, k: np.ndarray, position: int) -> None:
-        """Keep keys [T, width] of the tokens from `position` on."""
+    def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | None = None) -> None:
+        """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, and those that are whole, by `closing`."""
+        if self.shape.means:
+            self._note_means(self, k, position, closing)
+            return
         ops, block = self.ops, np.zeros(loops.NOTE_SLOTS, np.int64)
         block[:] = ops.at(k), len(k), position, self.shape.width, self.stored, address(self.memory)
         ops.keep(block)
@@ -100,8 +116,13 @@ class LayerIndex:
         return self.shape.token_nbytes(self.stored)
 
     def nbytes(self, tokens: int) -> int:
-        """Bytes of the keys of so many tokens, in whole blocks."""
-        return self.shape.nbytes(tokens, self.stored)
+        """Bytes of the keys of so many tokens, in whole blocks, and of what means are made of."""
+        blocks = -(-self.shape.keys(tokens) // PAGE)
+        return blocks * self.shape.block_nbytes(self.stored) + self.unseen_nbytes(tokens)
+
+    def unseen_nbytes(self, tokens: int) -> int:
+        """Bytes of what means of so many tokens are made of, which no later one reads once they are whole."""
+        return self.shape.means * tokens * self.rows.itemsize * self.shape.width
 
     def keys(self, count: int) -> np.ndarray:
         """The first keys as they are kept, [count, width]."""
@@ -109,19 +130,31 @@ class LayerIndex:
         return np.concatenate([block.T for block in blocks[: -(-count // PAGE)]])[:count]
 
     def read(self, begin: int, end: int) -> np.ndarray:
-        """The bytes of the keys of tokens [begin, end), token by token, a copy; of a key of several tokens each has its part."""
-        rate = self.shape.rate
-        first, last = begin // rate, -(-end // rate)
-        rows = np.ascontiguousarray(self._rows(first, last)).view(np.uint8).reshape(-1)
-        at = (begin - first * rate) * self.token_nbytes
-        return rows[at : at + (end - begin) * self.token_nbytes]
+        """The bytes of the keys of tokens [begin, end), token by token, a copy; of a key of several tokens each has its part. Behind them
+        lie rows of which keys are means."""
+        found = self._read_keys(begin, end)
+        return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.means else found
 
     def write(self, begin: int, data: np.ndarray) -> None:
         """Put what `read` gave from `begin` on in its place."""
-        blocks, rate = self._blocks(), self.shape.rate
-        first, last = begin // rate, -(-(begin + len(data) // self.token_nbytes) // rate)
+        tokens = len(data) // self.token_nbytes
+        keys = tokens * self.shape.scored_nbytes(self.stored)
+        self._write_keys(begin, data[:keys])
+        if self.shape.means:
+            self.rows[begin : begin + tokens].view(np.uint8).reshape(-1)[:] = data[keys:]
+
+    def _read_keys(self, begin: int, end: int) -> np.ndarray:
+        rate, nbytes = self.shape.rate, self.shape.scored_nbytes(self.stored)
+        first, last = begin // rate, -(-end // rate)
+        rows = np.ascontiguousarray(self._rows(first, last)).view(np.uint8).reshape(-1)
+        at = (begin - first * rate) * nbytes
+        return rows[at : at + (end - begin) * nbytes]
+
+    def _write_keys(self, begin: int, data: np.ndarray) -> None:
+        blocks, rate, nbytes = self._blocks(), self.shape.rate, self.shape.scored_nbytes(self.stored)
+        first, last = begin // rate, -(-(begin + len(data) // nbytes) // rate)
         rows = np.ascontiguousarray(self._rows(first, last))
-        at = (begin - first * rate) * self.token_nbytes
+        at = (begin - first * rate) * nbytes
         rows.view(np.uint8).reshape(-1)[at : at + len(data)] = data
         numbers = np.arange(first, last)
         blocks[numbers // PAGE, :, numbers % PAGE] = rows
@@ -147,7 +180,7 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
     row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
     block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
                 shape.chosen, shape.grain, shape.each, shape.near, address(index.memory), index.stored,
-                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.rate)
+                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.rate, shape.listed)
     ops.keep(block)
     if len(q) > FEW:
         ops.run(loops.choose_many, address(block))
@@ -160,7 +193,37 @@ def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, positio
 def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
     index.ops.flush()
     found = meaning.scores(q, index.keys((position + len(q)) // index.shape.rate), weights, position, index.shape)
-    out[:] = meaning.choose(found, index.shape).reshape(out.shape)
+    out[:] = meaning.choose(found, index.shape, position).reshape(out.shape)
+
+
+def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
+    """The kernel: the tokens of a key are one thread's. `closing`: by what means are normed and turned."""
+    ops, shape, (norm, table) = index.ops, index.shape, closing
+    block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.rate, position, len(k))
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+                address(norm.weight), *turned.at, 2 * turned.cos.shape[1], ops.scratch, ops.scratch_stride, 0)
+    block.view(np.float64)[loops.M_EPS] = norm.eps
+    for kept in (block, turned.cos, turned.sin):
+        ops.keep(kept)
+
+    def move(position: int) -> None:
+        block[loops.M_POSITION] = position
+        turned.move(position)
+
+    ops.refresh(move)
+    ops.run(loops.note_means, address(block), k.size >= SHARE_FROM)
+
+
+def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
+    index.ops.flush()
+    rate, (norm, table), first = index.shape.rate, closing, position // index.shape.rate
+    index.rows[position : position + len(k)] = k
+    last = (position + len(k)) // rate
+    if last > first:
+        places = (first + np.arange(last - first)) * rate
+        made = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate, *table.turns(places))
+        at, held = first + np.arange(len(made)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
+        held[at // PAGE, :, at % PAGE] = made
 
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
@@ -179,11 +242,11 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
     ops, shape, width = pages.ops, chosen.shape, q.shape[1]
     block = np.zeros(chosen_loops.CHOSEN_SLOTS, np.int64)
     block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
-    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, -(-shape.whole // PAGE), address(blocks),
+    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, _tiles(shape), address(blocks),
                                     width // pages.layout.head_dim)
     block[attention.SINKS] = address(sinks)
     lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
-    block[chosen_loops.UNITS :] = address(chosen.units), shape.chosen, shape.groups, shape.grain, lead, same
+    block[chosen_loops.UNITS :] = address(chosen.units), shape.listed, shape.groups, shape.spread, lead, same
     if len(q) > FEW:
         ops.once()
         ops.keep(block)
@@ -193,7 +256,7 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
         call = block.copy()
         call[attention.Q], call[attention.OUT] = ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width
         call[attention.TOKENS], call[attention.POSITION] = 1, position + t
-        call[chosen_loops.UNITS] += 4 * t * shape.groups * shape.chosen
+        call[chosen_loops.UNITS] += 4 * t * shape.groups * shape.listed
         ops.keep(call)
         ops.refresh(lambda position, call=call, t=t: call.__setitem__(attention.POSITION, position + t))
         ops.run(chosen_loops.attend_chosen_few, address(call))

@@ -7,23 +7,28 @@ out, of many tokens the tokens.
 
 from __future__ import annotations
 
-from numpy import int32, int64, uint32
+from numpy import float32, int32, int64, uint32
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import F32, PAGE
-from .arithmetic import INFINITY, MINUS_INF, ZERO, expand, narrow_half
+from ..layout import F32, NORM_RMS_PLUS_ONE, PAGE
+from .arithmetic import INFINITY, MINUS_INF, ONE, ZERO, expand, narrow_half, normalise_here
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
-from .intrinsics import f32_at, f32_to_bits, fetch_add, i32_at, i64_at, u16_at
+from .intrinsics import f32_at, f32_to_bits, f64_at, fetch_add, i32_at, i64_at, u16_at
 
 # Slots of `note_keys`: K [TOKENS, WIDTH] goes to positions POSITION and on of KEYS.
 N_K, N_TOKENS, N_POSITION, N_WIDTH, N_DTYPE, N_KEYS, NOTE_SLOTS = range(7)
-# Slots of the others: Q [TOKENS, HEADS * WIDTH], WEIGHTS [TOKENS, HEADS] or 0 where heads choose EACH for themselves; CHOSEN int32 [TOKENS,
-# groups, COUNT]. SCORES: rows of ROW floats, a row for each token and group, which `choose_few` finds there; `choose_many` has them in the
-# scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile, K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of
-# the groups of each token of a tile.
+# Slots of `note_means`: K [TOKENS, WIDTH] goes to rows POSITION and on of ROWS, and of every RATE rows that are whole then the mean goes
+# into KEYS, normed by WEIGHT and EPS, its first TURNED channels turned by COS and SIN [keys, TURNED / 2] of those that may be whole.
+# Scratch of a worker: a row, and the mean.
+(M_K, M_TOKENS, M_POSITION, M_WIDTH, M_DTYPE, M_KEYS, M_ROWS, M_RATE, M_WEIGHT, M_COS, M_SIN, M_TURNED, M_SCRATCH, M_STRIDE, M_EPS,
+ MEAN_SLOTS) = range(16)
+# Slots of the others: Q [TOKENS, HEADS * WIDTH], WEIGHTS [TOKENS, HEADS] or 0 where heads choose EACH for themselves or count alike;
+# CHOSEN int32 [TOKENS, groups, LISTED], of which the first COUNT are chosen. SCORES: rows of ROW floats, a row for each token and group,
+# which `choose_few` finds there; `choose_many` has them in the scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile,
+# K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of the groups of each token of a tile.
 Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, EACH, NEAR, KEYS, DTYPE = range(13)
-SCORES, ROW, SCRATCH, STRIDE, RATE, SLOTS = range(13, 19)  # RATE: tokens of a key
+SCORES, ROW, SCRATCH, STRIDE, RATE, LISTED, SLOTS = range(13, 20)  # RATE: tokens of a key
 BINS, BYTE, TOP_BIT = 256, int64(255), uint32(1 << 31)
 TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
 
@@ -49,6 +54,70 @@ def note_keys(args, worker, counter):
                 narrow = u16_at(block)
                 for i in range(width):
                     narrow[i * PAGE + at] = narrow_half(source[i])
+
+
+@inlined({"contract"})
+def _turn_halves(row, cos, sin, half):
+    y, z, c, s = f32_at(row), f32_at(row + 4 * half), f32_at(cos), f32_at(sin)
+    for i in range(half):
+        low, high = y[i], z[i]
+        y[i] = low * c[i] - high * s[i]
+        z[i] = high * c[i] + low * s[i]
+
+
+@inlined()
+def _mean(args, group, row, mean):
+    """The key of a group of rows, of which all are there: each is added as it is kept, in their order."""
+    a = i64_at(args)
+    width, rate, item = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2
+    one, total = f32_at(row), f32_at(mean)
+    for i in range(width):
+        total[i] = ZERO
+    for t in range(group * rate, (group + 1) * rate):
+        expand(a[M_ROWS] + t * width * item, a[M_DTYPE], row, width)
+        for i in range(width):
+            total[i] += one[i]
+    share = ONE / float32(rate)
+    for i in range(width):
+        total[i] *= share
+    normalise_here(mean, width, NORM_RMS_PLUS_ONE, a[M_WEIGHT], 0, float32(f64_at(args)[M_EPS]))
+
+
+@kernel()
+def note_means(args, worker, counter):
+    """What tokens give to means, and the means that are whole with them. Blocks are the tokens of one key."""
+    a = i64_at(args)
+    width, rate, item, half = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2, a[M_TURNED] // 2
+    begin, end = a[M_POSITION], a[M_POSITION] + a[M_TOKENS]
+    first, row = begin // rate, a[M_SCRATCH] + worker * a[M_STRIDE]
+    mean = row + 4 * width
+    while True:
+        group = first + fetch_add(counter, 1)
+        if group * rate >= end:
+            return
+        for t in range(max(begin, group * rate), min(end, (group + 1) * rate)):
+            source, target = f32_at(a[M_K] + 4 * (t - begin) * width), a[M_ROWS] + t * width * item
+            if item == 4:
+                wide = f32_at(target)
+                for i in range(width):
+                    wide[i] = source[i]
+            else:
+                narrow = u16_at(target)
+                for i in range(width):
+                    narrow[i] = narrow_half(source[i])
+        if (group + 1) * rate > end:
+            continue
+        _mean(args, group, row, mean)
+        _turn_halves(mean, a[M_COS] + 4 * (group - first) * half, a[M_SIN] + 4 * (group - first) * half, half)
+        made, block, at = f32_at(mean), a[M_KEYS] + group // PAGE * PAGE * width * item, group % PAGE
+        if item == 4:
+            wide = f32_at(block)
+            for i in range(width):
+                wide[i * PAGE + at] = made[i]
+        else:
+            narrow = u16_at(block)
+            for i in range(width):
+                narrow[i * PAGE + at] = narrow_half(made[i])
 
 
 @inlined()
@@ -88,7 +157,7 @@ def _score(a, t, block, query, keys, products, rows):
         for j in range(PAGE):
             row[j] = ZERO
         for head in range(heads):
-            _add_weighed(row, f32_at(products + 4 * head * PAGE), weights[head])
+            _add_weighed(row, f32_at(products + 4 * head * PAGE), weights[head] if a[WEIGHTS] != 0 else ONE)
         return
     grain = a[GRAIN]
     seen = min(PAGE, position + 1 - block * PAGE)
@@ -153,7 +222,10 @@ def _choices(a, t, rows, bins):
     groups = a[HEADS] if a[EACH] else 1
     units = (_keys_at(a, t) - 1) // a[GRAIN] + 1
     for group in range(groups):
-        _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[COUNT]))
+        out = i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[LISTED])
+        _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, out)
+        if a[LISTED] > a[COUNT]:  # the unit whose key is not whole yet
+            out[a[COUNT]] = int32(_keys_at(a, t))
 
 
 @kernel()

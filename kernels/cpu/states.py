@@ -13,6 +13,7 @@ from ..kda_shape import KdaShape
 from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
+from ..ngram_shape import WithNgrams
 from ..registry import Call
 from ..rwkv7_shape import Rwkv7Shape
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO, StateShape
@@ -52,7 +53,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
             **{f"widened{i}": chunk * width for i, width in enumerate(shape.widened)}}
 
 
-def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.ndarray) -> LayerStates:
+def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, told: np.ndarray) -> LayerStates:
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
     from .compressed import CompressedStates
     from .delta import DeltaStates
@@ -60,11 +61,13 @@ def state_layer(ops: CpuOps, shape: StateShape, memory: np.ndarray, told: np.nda
     from .lightning import LightningStates
     from .mamba1 import Mamba1States
     from .mamba2 import Mamba2States
+    from .ngrams import StatesWithNgrams
     from .rwkv7 import Rwkv7States
     from .short_conv import ConvStates
 
     kinds = {CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
-             LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States}
+             LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States,
+             WithNgrams: StatesWithNgrams}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

@@ -28,7 +28,9 @@ attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a
 What chooses the tokens that a layer sees has index_q, index_k and their norms, and index_weights. Keys of several tokens are made by
 key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows, index_row_weights, index_bias and
 index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and outside the layers leave_mix say
-how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit. Layers that attend
+how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit. Where gates say how, these
+are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows of n-grams have ngram_key, ngram_value, ngram_conv
+and norms, and outside the layers `layers.<number>.ngrams`, their table. Layers that attend
 to pictures have attn_share and mlp_share, numbers that say how much of both they add.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
@@ -47,8 +49,9 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
+    from ...quant.state_weights import Ngrams
     from ...quant.weight import Apart, Bundles, Curve, Expert, Index, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
-    from ...quant.wide_weights import Wide
+    from ...quant.wide_weights import Residual, Wide
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..config import ModelConfig
@@ -68,8 +71,8 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mixtral",
             "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
             "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
-            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
+            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open",
+            "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
@@ -91,14 +94,15 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_asr": ("qwen3", "qwen3_asr_text"),
     "qwen3_omni_moe": ("qwen3_omni_moe_text",), "qwen3_vl": ("qwen3_vl_text",), "qwen3_vl_moe": ("qwen3_vl_moe_text",),
+    "qwen4_exp": ("qwen4_exp_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
              "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics3",
              "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
              "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma",
-             "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "smolvlm",
-             "step3p7", "unlimited_ocr", "voxtral")
+             "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe",
+             "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
@@ -184,7 +188,8 @@ class LayerWeights:
     place; `entry_norm`: of what enters the first layer, or
     each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
     attention with keys of several tokens, in the place of q, and what mixes streams. `shares`: of a layer that attends to pictures, what
-    its attention and its MLP are multiplied by.
+    its attention and its MLP are multiplied by. `around`: how attention, or a state, and the MLP meet the streams of a token; `ngrams`:
+    what is made of rows of n-grams.
     """
 
     input_norm: Norm
@@ -225,6 +230,8 @@ class LayerWeights:
     index: Index | None = None
     wide: Wide | None = None
     shares: tuple[float, float] | None = None
+    around: tuple[Residual, Residual] | None = None
+    ngrams: Ngrams | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -33,9 +33,9 @@ def config(keys: Keys) -> ModelConfig:
     return hybrid_config(keys, Defaults(max_position_embeddings=32_768, num_key_value_heads=4, head_dim=256))
 
 
-def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, **features: object) -> ModelConfig:
-    """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by; `features`: what a
-    family decides besides."""
+def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROTATED, **features: object) -> ModelConfig:
+    """What a config with layers of linear attention says, from keys with these defaults, `ahead` of layers to draft by and a `share` of a
+    head that turns; `features`: what a family decides besides."""
     layers, bias = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.flag("attention_bias", False)
     kinds = layer_kinds(keys, layers)
     sizes = {"key_heads": ("linear_num_key_heads", 16, 4096), "value_heads": ("linear_num_value_heads", 32, 4096),
@@ -48,7 +48,7 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, **features: object
                           f"{shape.key_heads}")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        turned = rope_config(keys, head_dim, positions, partial=True, share=ROTATED)
+        turned = rope_config(keys, head_dim, positions, partial=True, share=share)
         return tuple(turned if kind == FULL else None for kind in kinds)
 
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, state=shape,

@@ -82,7 +82,7 @@ class CacheBytes:
         whole = self.indexes[0].shape.whole if choosing.keys is None else choosing.keys.shape.window
         hidden = max(0, self.n - whole) * self.layouts[place].token_nbytes
         if choosing.keys is None or choosing.index is None:
-            return hidden
+            return hidden + (0 if choosing.index is None else choosing.index.unseen_nbytes(self.n))
         return hidden + choosing.keys.nbytes(max(0, self.n - choosing.index.shape.whole))
 
     @property

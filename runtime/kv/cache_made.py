@@ -88,7 +88,7 @@ def _open_states(backends: Sequence[object], specs: Sequence[LayerSpec]) -> tupl
     shapes = {index: getattr(spec, "state", spec) for index, spec in enumerate(specs)
               if not isinstance(spec, AttnSpec | SharedPages | Nothing)}
     stateful = {index: backends[index].state_layer(spec, anonymous(spec.nbytes), told) for index, spec in shapes.items()}
-    return (States([*stateful.values()], next(iter(shapes.values())), told) if shapes else None), stateful
+    return (States([*stateful.values()], [*shapes.values()], told) if shapes else None), stateful
 
 
 def _without_pages(states: States, stateful: Mapping[int, LayerStates], shape: CacheShape, kv: RawCodec | PackedFormat) -> KVCache:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from ...kernels.layout import F16, PAGE, PageLayout
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 from ..compressed import keys_nbytes
+from .states import shape_of
 
 if TYPE_CHECKING:
     from ...kernels.compressed_shape import CompressedShape
@@ -79,7 +80,7 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
         elif layer not in config.state_layers:
             found.append(paged.get(layer) or SharedPages(config.kv_sources[layer]))
         else:
-            own = config.compressed.shapes[layer] if config.compressed else config.state
+            own = shape_of(config, layer)
             found.append(Both(paged[layer], own) if config.attends(layer) else own)
     return found
 

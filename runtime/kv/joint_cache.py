@@ -62,13 +62,25 @@ class JointLayer:
             with self.backend.of_row(row):
                 layer.compress([product[row : row + 1] for product in products], w, table)
 
-    def choose(self, q: object, k: object | None, weights: object | None) -> None:
+    def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None) -> None:
         """As `LayerCache.choose`, row i of each argument in cache i."""
         room = self.layers[0].choosing.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
             with self.backend.of_row(row):
-                layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], room[own])
+                layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], closing, room[own])
+
+    def words(self, ids: np.ndarray, end: int) -> np.ndarray:
+        """As `NgramStates.words`, the id of row i in state i."""
+        return np.concatenate([layer.words(ids[row : row + 1], end) for row, layer in enumerate(self.layers)])
+
+    def add_ngrams(self, x: object, products: Sequence[object], w: object) -> object:
+        """As `NgramStates.add`, row i of each argument in state i."""
+        for row, layer in enumerate(self.layers):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                layer.add_ngrams(x[own], [product[own] for product in products], w)
+        return x
 
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product in state i."""

@@ -44,12 +44,12 @@ class LayerCache:
         """Take the step's tokens into keys of several, by products of the layer's input; they turn by `table`."""
         self.states.compress(products, w, self.cache.step.position, table, self.choosing.keys, self.choosing.index)
 
-    def choose(self, q: object, k: object | None, weights: object | None, out: object | None = None) -> None:
+    def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None, out: object | None = None) -> None:
         """Choose what the step's tokens see, here and in layers behind that share the choice: index queries q `[T, heads * width]`, keys k
-        `[T, width]`, None where `compress` has made them, weights `[T, heads]`."""
+        `[T, width]`, None where `compress` has made them, weights `[T, heads]`. `closing`: norm and rotary table of keys that are means."""
         position, index = self.cache.step.position, self.choosing.index
         if k is not None:
-            index.note(k, position)
+            index.note(k, position, closing)
         self.cache.chosen = index.choose(q, weights, position, out)
 
     def mix(self, products: Sequence[object], w: object) -> object:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Protocol
 import numpy as np
 
 from ...kernels.layout import REPEATED
+from ...kernels.ngram_shape import WithNgrams
 from ...kernels.state_shape import AFTER, CONTROLS, FROM, KEPT, NO_SLOT, TO
 
 if TYPE_CHECKING:
@@ -39,7 +40,14 @@ class LayerStates(Protocol):
 
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
     """Bytes of the state of every layer, 0 of one that has keys and values."""
-    return tuple(config.state.nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
+    return tuple(shape_of(config, layer).nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
+
+
+def shape_of(config: ModelConfig, layer: int) -> StateShape | WithNgrams | None:
+    """What a layer with a state holds."""
+    own = config.compressed.shapes[layer] if config.compressed else config.state
+    beside = None if config.ngrams is None else config.ngrams.shape_of(layer)
+    return own if beside is None else WithNgrams(own, beside)
 
 
 def controls() -> np.ndarray:
@@ -49,12 +57,14 @@ def controls() -> np.ndarray:
 
 
 class States:
-    """Of all layers of a model that have one, which are of one `shape`. `told` is `controls`, which the layers' kernels read."""
+    """Of all layers of a model that have one, whose `shapes` have as many slots. `told` is `controls`, which the layers' kernels read."""
 
-    def __init__(self, layers: Sequence[LayerStates], shape: StateShape, told: np.ndarray) -> None:
-        self.layers, self._told, self._shape = layers, told, shape
+    def __init__(self, layers: Sequence[LayerStates], shapes: Sequence[StateShape | WithNgrams], told: np.ndarray) -> None:
+        self.layers, self._told = layers, told
+        first = next((shape.own if isinstance(shape, WithNgrams) else shape) for shape in shapes)
+        self._slots, self._ways_back = first.slots, first.ways_back
         self.guesses = False  # are answers guesses, which will be taken back?
-        self.nbytes, self.saved_nbytes = len(layers) * shape.nbytes, 4 * len(layers) * shape.slot_floats
+        self.nbytes, self.slot_nbytes = sum(shape.nbytes for shape in shapes), tuple(4 * shape.slot_floats for shape in shapes)
         self.clear()
 
     def clear(self) -> None:
@@ -64,6 +74,11 @@ class States:
         self._coming = NO_SLOT, 0  # a slot that the last pass writes beside, and what it is then behind
         self._tail = NO_SLOT  # of those kept, the one before the end of a prompt that is still being read
         self._reading = False
+
+    @property
+    def saved_nbytes(self) -> int:
+        """Of what `read` gives."""
+        return sum(self.slot_nbytes)
 
     def begin(self, n: int, tokens: int, prompt: bool, keep: int = 0) -> None:
         """A pass of `tokens` behind the `n` that are held. `prompt`: it is of one; `keep`: behind so many tokens of the text it had better
@@ -114,12 +129,12 @@ class States:
         self._tail = slot()
 
     def _make_room(self) -> None:
-        while len(self._kept) >= self._shape.ways_back:
+        while len(self._kept) >= self._ways_back:
             del self._kept[next(iter(self._kept))]
 
     def _free(self) -> int:
         used = {self._from, self._to, self._coming[0], *self._kept}
-        return next(slot for slot in range(self._shape.slots) if slot not in used)
+        return next(slot for slot in range(self._slots) if slot not in used)
 
     def _goes_on(self, n: int) -> bool:
         """Is the state behind `n` tokens one that the last pass leaves, or leaves the means to make?"""

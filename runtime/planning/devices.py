@@ -20,6 +20,7 @@ from ...offload.notes import Fallback
 from ...offload.plan_gpu import Copied, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
+from ..ngrams import held
 from ..weights.copied_layers import matrices
 from ..weights.copied_layers import places as carried_places
 from ..weights.lent_weights import blocks_of
@@ -96,7 +97,7 @@ def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, .
     bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
     basis = max(bases) if packed_kv else 0
     return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values()), basis + sum(map(card_nbytes, roles.values())))
-                 for key, roles in tensors.items())
+                 for key, roles in {**tensors, "outer": held(tensors["outer"])}.items())
 
 
 def card_nbytes(tensor: ModelTensor) -> int:

@@ -5,7 +5,7 @@ An option that was typed and does not fit is an error. One of `EngineOptions.pre
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -103,25 +103,49 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     else:
         whole = config.indexed.shape.whole
         if options.ctx is not None and options.ctx <= whole:
-            return without_index(config), options
+            config = without_index(config)
+            return config, _on_the_host(options, notices) if config.mix_rank else options
         why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
-        instead = f"-c {whole}"
+        instead = "" if config.mix_rank else f"-c {whole}"
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
-             "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse"),
-             "device": ("cpu", "--device cuda", options.device == "cuda"),
-             "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
-    for name, (without, flag, is_asked) in found.items():
-        if not is_asked:
-            continue
-        refused = f"{flag}: {said}, which lie unpacked in memory, on the CPU"
-        if name not in options.preset:
-            raise UsageError(refused, f"leave {flag} out" + (f"; or {instead}, where every token sees all before it" if instead else ""))
-        options = replace(options, **{name: without})
-        notices.append(Fallback(f"{refused}; left out, as it was set for all models"))
+             "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse"), **_of_a_card(options)}
+    options = _without(options, found, f"{said}, which lie unpacked in memory, on the CPU",
+                       f"; or {instead}, where every token sees all before it" if instead else "", notices)
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
+    return config, _on_the_cpu(options, why, f" ({instead} uses it)" if instead else "", notices)
+
+
+Found = Mapping[str, tuple[object, str, bool]]  # options: what they are without, the flag that asks for them, whether it does
+
+
+def _of_a_card(options: EngineOptions) -> Found:
+    return {"device": ("cpu", "--device cuda", options.device == "cuda"),
+            "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
+
+
+def _without(options: EngineOptions, found: Found, said: str, instead: str, notices: list[str]) -> EngineOptions:
+    """The options without those that are asked for, of a person's settings. Raises UsageError for one that was asked of this model."""
+    for name, (without, flag, is_asked) in found.items():
+        if not is_asked:
+            continue
+        refused = f"{flag}: {said}"
+        if name not in options.preset:
+            raise UsageError(refused, f"leave {flag} out{instead}")
+        options = replace(options, **{name: without})
+        notices.append(Fallback(f"{refused}; left out, as it was set for all models"))
+    return options
+
+
+def _on_the_cpu(options: EngineOptions, why: str, instead: str, notices: list[str]) -> EngineOptions:
     if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone" + (f" ({instead} uses it)" if instead else "")))
-    return config, replace(options, device="cpu")
+        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone{instead}"))
+    return replace(options, device="cpu")
+
+
+def _on_the_host(options: EngineOptions, notices: list[str]) -> EngineOptions:
+    """Of a model whose tokens see all before them, but whose streams the CPU alone mixes."""
+    options = _without(options, _of_a_card(options), "the streams of this model's tokens are mixed on the CPU alone", "", notices)
+    return _on_the_cpu(options, "streams of a token are mixed", "", notices)

@@ -25,6 +25,7 @@ from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import expert_of
 from ..kv.cache_shape import index_type, page_sizes
+from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import is_bundled
@@ -105,7 +106,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
-            if key == "outer" and (role.startswith(MTP) or role in ("positions", *TABLES) and role != head):
+            if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
                 continue  # what drafts are made by, or a token's row
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)
@@ -159,8 +160,8 @@ def _chosen_work(config: ModelConfig, attending: Sequence[int], widths: tuple[in
     """Of layers whose tokens choose what they see, and of what chooses."""
     own, shape = config.indexed, config.indexed.shape
     choose = [layer for layer in attending if own.of(layer) is not None]
-    index = shape.token_nbytes(stored)
-    each = (every - index * len(choose)) // len(attending)
+    index = shape.scored_nbytes(stored)
+    each = (every - shape.token_nbytes(stored) * len(choose)) // len(attending)
     windows = tuple(config.windows[layer] if own.sources[layer] is None else shape.whole for layer in attending)
     return {"windows": windows + (None,) * len(choose), "kv_layers": (each,) * len(attending) + (index,) * len(choose),
             "widths": widths + (shape.heads * shape.width,) * len(choose)}

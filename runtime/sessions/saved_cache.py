@@ -58,15 +58,14 @@ LATER_UNLESS_USED = {  # at their default
     "attends_beside", "attention_branches", "behind_eps", "both_ways", "branches_normed", "clip_qkv", "compressed", "cross_layers",
     "curves", "cuts", "embedding_normed", "factors", "gate_bounds", "gates_apart", "gates_softplus", "gates_whole", "head_act",
     "head_bias", "head_in_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values", "kv_sources", "last_norm",
-    "latent", "layer_ffn", "layer_heads", "layer_queries", "layers_scaled", "low_rank", "most_tokens", "norms_apart", "norms_biased",
-    "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "ranks_lists", "shared_blocks", "side_by_side",
-    "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed", "vector_inner", "vector_width", "without_mlp",
-    "words_beside", "written_window"}
-LATER_OF_STATES = ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
+    "latent", "layer_ffn", "layer_heads", "layer_queries", "layers_scaled", "low_rank", "mix_rank", "most_tokens", "ngrams", "norms_apart",
+    "norms_biased", "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "ranks_lists", "shared_blocks",
+    "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "value_dim", "values_normed", "vector_inner", "vector_width",
+    "without_mlp", "words_beside", "written_window"}
 LATER_OF_MIXTURES = (", handed=0", ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None", ", of_inputs=False",
                      ", gated=True", ", apart=False", ", groups=1, kept_groups=1",
                      ", sigmoid=False, factor=1.0, corrected=False, shared_width=None, shared_scaled=False")
-LATER_OF_INDEXES = ", rate=1"
+LATER_OF_INDEXES = ", means=False", ", rate=1"
 
 
 def folder_identity(folder: Path, strict: bool = False) -> dict[str, object]:
@@ -121,7 +120,8 @@ def _of_config(config: ModelConfig) -> str:
     for later in LATER_OF_MIXTURES:
         values["mixture"] = values["mixture"].replace(later, "")
     if "indexed" in values:
-        values["indexed"] = values["indexed"].replace(LATER_OF_INDEXES, "")
+        for later in LATER_OF_INDEXES:
+            values["indexed"] = values["indexed"].replace(later, "")
     if "delta" in values:
         for later in LATER_OF_STATES:
             values["delta"] = values["delta"].replace(later, "")
@@ -317,7 +317,7 @@ def put_state(engine: Engine, store: SessionStore, file: PageFile | None) -> Non
             raise ValueError("NaN or infinity")
     except (DamagedPage, ValueError) as error:
         raise DamagedPage(f"the state behind {engine.cache.n} tokens {_said(error)}") from error
-    states.write(engine.cache.n, np.split(data, len(states.layers)))
+    states.write(engine.cache.n, np.split(data, np.cumsum(states.slot_nbytes)[:-1]))
 
 
 def _said(error: Exception) -> str:

@@ -9,9 +9,11 @@ joined. GPT-2's matrices lie inputs before outputs.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
+from itertools import accumulate
 from math import prod
 from pathlib import Path
 from typing import Protocol
@@ -28,7 +30,7 @@ from .made_store import MadeStore
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
 IN_ONE = ("bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
-JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid")  # and those that hold parts of one apart
+JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")  # and those that hold parts of one apart
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 
@@ -93,12 +95,18 @@ class Joined:
         return self.wholes[0]
 
     def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
-        parts, first = [], 0
-        for whole, height in zip(self.wholes, self.heights, strict=True):
-            low, high = max(begin - first, 0), min(end - first, height)
-            parts += [store.read(whole, low, high)] if low < high else []
-            first += height
+        parts = []
+        while begin < end:  # there may be hundreds, of which a row is asked for
+            place = bisect_right(self.firsts, begin) - 1
+            first, last = self.firsts[place], min(end, self.firsts[place] + self.heights[place])
+            parts.append(store.read(self.wholes[place], begin - first, last - first))
+            begin = last
         return np.concatenate(parts)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first row of each."""
+        return list(accumulate(self.heights, initial=0))[:-1]
 
 
 @dataclass(frozen=True)

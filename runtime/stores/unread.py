@@ -26,7 +26,7 @@ from .import_config import IGNORED
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
                       r"h\.\d+\.attn\.(?:attention\.)?(?:bias|masked_bias|causal_mask)|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
-                      rf"decoder\.version|position_ids|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
+                      rf"decoder\.version|position_ids|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
                    r"(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp_AR|mm_projector|"
                    r"density_router|layerwise_projectors|spatial_projectors|multi_modal_projector|patch_merge_mlp|projector|talker|token2wav|vision_adapter|vision_embedder|"

@@ -33,8 +33,12 @@ def index_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear:
 
 def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,
            rope: RopeTable | None, shape: IndexShape) -> None:
-    """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place."""
+    """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place; of keys
+    that are means so are these, once they are whole."""
     table = None if rope is None else rope.index
+    if shape.means:
+        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, table))
+        return
     k = ops.rope_heads(k, 1, shape.width, positions, table, w.k_norm)
     q = ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm)
     kv.choose(q, k, weights)

@@ -30,6 +30,7 @@ from ...offload.size import format_size
 from ...offload.streaming import FETCH_NBYTES, Part, Range
 from ...quant.weight import Expert, Linear, Norm, Weight
 from ..families import EXPERT, expert_of, expert_roles, kind_of
+from ..ngrams import held
 from . import expert_trace
 from .parts import TABLES, fixed_part
 
@@ -145,12 +146,12 @@ def cut_experts(tensors: Mapping[int | str, Mapping[str, ModelTensor]], experts:
             parts.append(part)
     if not parts:
         return None
-    outer = tensors["outer"]
+    outer = held(tensors["outer"])
     fetched = [outer[role] for role in TABLES
                if role in outer and (role != "embed" or "head" in outer) and _lies_straight(outer[role], store)]
     tables = frozenset(tensor.name for tensor in fetched)
     always = {key: tuple(tensor.info for role, tensor in roles.items() if _stays(role) and tensor.name not in tables)
-              for key, roles in tensors.items()}
+              for key, roles in {**tensors, "outer": outer}.items()}
     always["outer"] += tuple(fixed_part(tensor, store) for tensor in fetched if not tensor.spec.is_raw)
     return ExpertParts(tuple(parts), layers, experts, per_token, always, tables)
 

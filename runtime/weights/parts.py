@@ -22,6 +22,7 @@ from ...offload.pager import resident_nbytes
 from ...offload.placement import pieces
 from ...offload.streaming import FETCH_NBYTES, Part, Range
 from ..families import expert_of, is_for_pictures, is_side_by_side
+from ..ngrams import held
 from ..sparse.bundles import ROLE as BUNDLES
 from ..speculation.mtp_tensors import MTP
 
@@ -78,6 +79,7 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
     if total > MOST_NBYTES:
         return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
+    tensors = {**tensors, "outer": held(tensors["outer"])}
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer" and not is_for_pictures(tensors[key])):
         for stage in stages_of(tensors[key]):

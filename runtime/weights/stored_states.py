@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels import reference_hyper
+from ...kernels import reference_hyper, reference_residuals
 from ...kernels.reference import normalise
 from ...kernels.reference_streams import entered, left
 from ...quant.weight import to_f32
+from ..ngrams import role_of
 from ..tensors import ModelTensor, typed
+from . import residual_weights
 from .compressed_weights import LEAVES, PICKS, correction_of, picks_of
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class StoredStates:
 
     def read_left(self, states: np.ndarray) -> np.ndarray:
         """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
+        if self.config.mix_rank:
+            return self._read_gated(states.reshape(len(states), self.config.streams, -1))
         if LEAVES in self.tensors["outer"]:
             matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
             split = states.reshape(len(states), self.config.streams, -1)
@@ -46,6 +50,13 @@ class StoredStates:
         first, *others = np.split(states, max(1, self.config.streams), axis=1)
         made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
         return left(first, np.stack(made)).astype(np.float32) if made else first
+
+    def _read_gated(self, streams: np.ndarray) -> np.ndarray:
+        """What leaves streams [tokens, S, D] by gates for every channel."""
+        norm, down, up = (self._read_whole(f"{residual_weights.LEAVES}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
+        normed = reference_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
+        opened = reference_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.streams)
+        return reference_residuals.read(normed, opened).astype(np.float32)
 
     def _read_streams(self, role: str) -> Iterator[np.ndarray]:
         for each in (f"streams.{i}.{role}" for i in range(1, self.config.streams)):
@@ -63,9 +74,14 @@ class StoredStates:
         return states + self._read_rows("positions", np.concatenate([self.config.position_offset + np.arange(len(w)) for w in windows]))
 
     def read_inputs(self, layer: int, ids: np.ndarray) -> np.ndarray | None:
-        """What a layer is given of these tokens beside the stream, straight from an unquantized store: float32 [T, P], or where a table
-        says whom they visit corrections of scores [T, E]; None for nothing."""
+        """What a layer is given of these tokens, with which a text begins, beside the stream, straight from an unquantized store: float32
+        [T, P], or where a table says whom they visit corrections of scores [T, E], or rows of n-grams [T, E]; None for nothing."""
         config, roles = self.config, self.tensors["outer"]
+        if config.ngrams is not None and layer in config.ngrams.layers:
+            own, behind = config.ngrams, config.ngrams.shape.size
+            every = np.concatenate([np.full(behind - 1, own.end, np.int64), ids])
+            numbers = own.numbers(layer, np.lib.stride_tricks.sliding_window_view(every, behind))
+            return self._read_rows(role_of(layer), numbers.reshape(-1)).reshape(len(ids), -1)
         width, role = config.input_width, f"{PICKS}{layer}"
         if role in roles:
             table = picks_of(config, {layer: (roles[role], self._read_whole(role))})[layer]

@@ -67,7 +67,7 @@ class StreamedWeights:
         """The embedding, which begins at `place` of its file."""
 
         def fetch(ids: np.ndarray) -> Iterator[tuple[int, np.ndarray, Weight]]:
-            for begin, end, blocks in _batches(ids, height, most):
+            for begin, end, blocks in batches(ids, height, most):
                 ranges = [found for block in blocks
                           for found in sections(tensor, place, block * height, min(tensor.shape[0], (block + 1) * height))]
                 with self.pager.fetch([found for _, found in ranges]) as views:
@@ -82,7 +82,7 @@ class StreamedWeights:
         return Weight(tensor.spec, tensor.shape, {}, fetch=fetch)
 
 
-def _batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int, np.ndarray]]:
+def batches(ids: np.ndarray, height: int, most: int) -> Iterator[tuple[int, int, np.ndarray]]:
     """(begin, end, the blocks of `height` rows that ids [begin, end) lie in, ascending), at most `most` blocks each."""
     begin = 0
     while begin < len(ids):

@@ -17,21 +17,24 @@ from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRa
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
 from ..families.mllama_text_model import SHARES
+from ..ngrams import role_of
 from ..rope import place_fronts
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, as_float32, typed
+from . import residual_weights
 from .compressed_weights import LEAVES, PICKS, hyper_weights, picks_of, wide_weights
 from .index_weights import index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
+from .ngram_table import NgramTable, check_numbers
 from .state_weights import Source, state_weights
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ...quant.weight import SharedBlock
-    from ...quant.wide_weights import Hyper
+    from ...quant.wide_weights import Hyper, Residual
     from ..config import ModelConfig
     from .paged_experts import Paging
     from .streamed import StreamedWeights
@@ -68,7 +71,8 @@ class OuterWeights:
     """What surrounds the layers, on the host. `positions`: the table of learned ones; `inputs`: what makes what layers are given of a token
     beside the stream, a table where there is one, a matrix and a norm; `enter` and `leave`: matrices that make streams of one and one of
     them, none where there is one, or `leaves` what mixes them into it; `picks`: by layer which experts the tokens of a word visit; `mtp`:
-    the layer that the model drafts by; `before`: what lies between `norm` and the head."""
+    the layer that the model drafts by; `before`: what lies between `norm` and the head; `ngrams`: by layer its table of n-grams, which
+    brings rows."""
 
     embed: Weight
     positions: Weight | None
@@ -78,9 +82,10 @@ class OuterWeights:
     enter: tuple[Linear, ...] = ()
     leave: tuple[Linear, ...] = ()
     mtp: OwnLayer | None = None
-    leaves: Hyper | None = None
+    leaves: Hyper | Residual | None = None
     picks: Mapping[int, np.ndarray] = field(default_factory=dict)
     before: BeforeHead | None = None
+    ngrams: Mapping[int, Weight] = field(default_factory=dict)
 
 
 def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray]) -> Curve | None:
@@ -192,6 +197,9 @@ class WeightRecords:
                             fronts=self._fronts(ops) if config.slopes else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
                             wide=wide_weights(config, key, linear, vector, lambda values: ops.put(values, "f32")),
+                            around=residual_weights.residuals_around(config, roles, linear, vector),
+                            ngrams=residual_weights.ngram_weights(config, roles, linear, vector,
+                                                                  lambda taps: ops.put(np.ascontiguousarray(taps.T), "f32")),
                             shares=tuple(math.tanh(as_float32(roles[role], raw)[0]) for role in SHARES) if SHARES[0] in roles else None)
 
     def _fronts(self, ops: object) -> tuple[object, object]:
@@ -229,6 +237,8 @@ class WeightRecords:
     def last_norm(self, raw: Mapping[str, np.ndarray]) -> Norm:
         """The norm before the head, on the host."""
         roles, host = self.tensors["outer"], self.host
+        if self.config.last_norm == "none":
+            return Norm("none")
         if self.config.norms_unit:
             return unit_norm(self.config, host, self.config.hidden_size)
         weight, bias = (host.put(as_float32(roles[role], raw), "f32") if role in roles else None for role in ("norm", "norm_bias"))
@@ -280,10 +290,20 @@ class WeightRecords:
         return OuterWeights(embed, weight("positions"), self.last_norm(raw), Linear(head, self.head_bias(raw)), inputs,
                             *(tuple(Linear(weight(f"streams.{i}.{role}")) for i in range(1, self.config.streams)
                                     if f"streams.{i}.{role}" in roles) for role in ("enter", "leave")), self._own_layer(raw),
-                            self._leaves(raw), self._picks(raw), self.before_head(raw))
+                            self._leaves(raw, weight), self._picks(raw), self.before_head(raw), self._ngrams())
 
-    def _leaves(self, raw: Mapping[str, np.ndarray]) -> Hyper | None:
+    def _ngrams(self) -> dict[int, Weight]:
+        own = self.config.ngrams
+        if own is None:
+            return {}
+        check_numbers(self.config, self.store)
+        return {layer: NgramTable(self.tensors["outer"][role_of(layer)], self.store).weight for layer in own.layers}
+
+    def _leaves(self, raw: Mapping[str, np.ndarray], weight: Callable[[str], Weight]) -> Hyper | Residual | None:
         roles = self.tensors["outer"]
+        if self.config.mix_rank:
+            return residual_weights.residual(self.config, residual_weights.LEAVES, roles, lambda role: Linear(weight(role)),
+                                             lambda role: self.host.put(as_float32(roles[role], raw), "f32"))
         if LEAVES not in roles:
             return None
 

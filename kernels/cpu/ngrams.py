@@ -1,0 +1,134 @@
+"""What n-grams leave in a layer on the CPU, and running its kernels (`ngram_loops.py`); a state of another kind with that beside it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_ngrams as reference
+from ..layout import REPEATED
+from ..ngram_shape import NgramShape, WithNgrams
+from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
+from ..workspace import address
+from . import linear
+from . import ngram_loops as loops
+from .conv_loops import BIAS, X
+from .rows import SHARE_FROM
+from .states import LayerStates, Slots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Ngrams
+    from ...quant.weight import Weight
+    from .ops import CpuOps
+
+
+class NgramStates(Slots):
+    """See the module and `runtime/kv/states.py`. Products are keys [T, S * D] and values [T, D]."""
+
+    shape: NgramShape
+
+    def __init__(self, ops: CpuOps, shape: NgramShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "n-grams", loops.SLOTS)
+        self.block[loops.COUNT : loops.STEP + 1] = shape.count, shape.width, shape.size
+        wide = REPEATED * shape.channels
+        self.raw = self.recent[:wide].reshape(REPEATED, -1)
+        self._ids = self.recent[wide:][:REPEATED].view(np.int32)  # of the last pass, if it was of few tokens, and words before it
+        self._before = np.zeros(shape.size - 1, np.int64)
+
+    def words(self, ids: np.ndarray, end: int) -> np.ndarray:
+        """Windows of words [T, size] that end with these `ids` of the pass that begins, int64; those before the text are `end`. What the
+        next pass asks for of them is kept at once."""
+        told, behind = self._told, self.shape.size - 1
+        before = np.full(behind, end, np.int64) if told[FROM] == NO_SLOT else self._words_of(told[FROM]).astype(np.int64)
+        every = np.concatenate([before, ids])
+        self._words_of(told[TO])[:] = every[len(ids) :]
+        if told[AFTER]:
+            self._words_of(told[KEPT])[:] = every[told[AFTER] :][:behind]
+        if len(ids) <= REPEATED:
+            self._ids[: len(ids)], self._before = ids, before
+        return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
+
+    def add(self, x: np.ndarray, products: Sequence[np.ndarray], w: Ngrams) -> np.ndarray:
+        """x [T, S * D] with what the tokens' n-grams say added, in place; the state goes on."""
+        self.run(self, x, *products, w)
+        return x
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self.raw[:tokens])
+        self._words_of(target)[:] = np.concatenate([self._before, self._ids[:tokens]])[tokens:]
+
+    def _words_of(self, slot: int) -> np.ndarray:
+        return self.state_in(slot).view(np.int32)
+
+
+class StatesWithNgrams:
+    """The states of a layer that is given rows of n-grams, of which its slots hold both."""
+
+    def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, told: np.ndarray) -> None:
+        self.own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], told)
+        self.ngrams = NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], told)
+        self.words, self.add_ngrams, self.mixed, self.mix = self.ngrams.words, self.ngrams.add, self.own.mixed, self.own.mix
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        for each in (self.own, self.ngrams):
+            each.again(source, target, tokens)
+
+    def read_slot(self, slot: int) -> np.ndarray:
+        return np.concatenate([self.own.read_slot(slot), self.ngrams.read_slot(slot)])
+
+    def write_slot(self, slot: int, data: np.ndarray) -> None:
+        first = 4 * self.own.shape.slot_floats
+        self.own.write_slot(slot, data[:first])
+        self.ngrams.write_slot(slot, data[first:])
+
+
+def ngram_products(ops: CpuOps, rows: np.ndarray, w: Ngrams) -> list[np.ndarray]:
+    """See `HostOps`."""
+    if (outs := ops._remembered(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take(name, len(rows), each.weight.shape[0]) for name, each in (("ngram keys", w.key), ("beside", w.value))]
+        ops._matrix(rows, None, [w.key, w.value], outs, linear.PLAIN, "none")
+    return outs
+
+
+def ngram_rows(ops: CpuOps, numbers: np.ndarray, table: Weight, place: int) -> np.ndarray:
+    """What tokens have in a table of n-grams, float32 [T, rows * width], by the numbers of their rows [T, rows]; in a buffer of its own for
+    every `place`, in which jobs of a recorded pass find the next one's."""
+    out = ops.workspace.take(f"ngram rows {place}", len(numbers), numbers.shape[1] * table.shape[1])
+    rows = out.reshape(numbers.size, -1)
+    for begin, own, fetched in table.fetch(numbers.reshape(-1)):
+        ops._embed(own, fetched, 1.0, rows[begin : begin + len(own)])
+        ops.flush()
+    return out
+
+
+# -- what runs them -----------------------------------------------------------------------------------------------------------------------
+
+
+def run(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: Ngrams) -> None:
+    ops, block, shape, tokens = states.ops, states.block, states.shape, len(x)
+    take = ops.workspace.take
+    made, mixed, gates = take("normed streams", *x.shape), take("opened", *x.shape), take("said", tokens, shape.count)
+    raw = address(states.raw) if tokens <= REPEATED else 0
+    block[X:BIAS] = ops.at(made), tokens, ops.at(mixed), raw, address(w.conv)
+    block[loops.STREAMS : loops.COUNT] = (ops.at(x), ops.at(keys), ops.at(values), ops.at(gates),
+                                          *(address(norm.weight) for norm in (w.of_streams, w.of_keys, w.behind)))
+    block.view(np.float64)[loops.EPS] = w.behind.eps
+    ops.run(loops.gate_values, address(block), x.size >= SHARE_FROM, block)
+    ops.run(loops.add_values, address(block), x.size >= SHARE_FROM, block)
+
+
+def run_reference(states: NgramStates, x: np.ndarray, keys: np.ndarray, values: np.ndarray, w: Ngrams) -> None:
+    states.ops.flush()
+    shape = states.shape
+    streams = x.reshape(len(x), shape.count, -1)
+    norms = [norm.weight for norm in (w.of_streams, w.of_keys, w.behind)]
+    made, convolved = reference.gated(streams, keys.reshape(streams.shape), values, norms, w.behind.eps)
+    convolved = convolved.reshape(x.shape).astype(np.float32)
+    before = states.last_inputs(states.told()[FROM], convolved[:0])
+    x[:] = x + made.reshape(x.shape) + reference.convolve(convolved, before, w.conv.reshape(shape.kernel, -1), shape.size)
+    states.keep_inputs(convolved)
+    if len(x) <= REPEATED:
+        states.raw[: len(x)] = convolved

@@ -1,0 +1,56 @@
+"""What rows of n-grams mean to the streams of a token (Qwen 4), in NumPy; sums in float64.
+
+`n` words one behind the other, each times an odd number of its own, are mixed bit by bit and leave a remainder by the size of every table
+that n-grams of this length have: the number of its row there. Words before the text, and those before the last one that ends a text,
+count as that one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from .reference import activate
+from .reference_residuals import normed, sigmoid
+
+LEAST = 1e-6  # of a match, whose root is taken
+
+
+def ended(words: np.ndarray, end: int) -> np.ndarray:
+    """Windows of words [T, n], the latest last, in which those before an `end` that is not the latest count as one too."""
+    words = words.copy()
+    for back in range(words.shape[1] - 2, -1, -1):
+        words[(words[:, back + 1 : -1] == end).any(1), back] = end
+    return words
+
+
+def rows(words: np.ndarray, multipliers: Sequence[int], sizes: Sequence[int], end: int) -> np.ndarray:
+    """Which rows the last words of windows [T, n] have in a table of all: int64 [T, tables]. `sizes`: of the tables one behind the other,
+    as many of n-grams of every length from 2 on."""
+    words, each = ended(words, end), len(sizes) // (len(multipliers) - 1)
+    firsts = np.concatenate([[0], np.cumsum(sizes)[:-1]]).astype(np.int64)
+    mixed, found = words[:, -1] * np.int64(multipliers[0]), []
+    for back in range(1, len(multipliers)):
+        mixed = mixed ^ (words[:, -1 - back] * np.int64(multipliers[back]))
+        own = slice((back - 1) * each, back * each)
+        found.append(mixed[:, None] % np.asarray(sizes[own], np.int64) + firsts[own])
+    return np.concatenate(found, 1)
+
+
+def gated(streams: np.ndarray, keys: np.ndarray, values: np.ndarray, norms: Sequence[np.ndarray],
+          eps: float) -> tuple[np.ndarray, np.ndarray]:
+    """(what is added to streams [T, S, D] at once, what is convolved first), both like these, of keys [T, S, D] and values [T, D]; weights
+    [S * D] of the norms of streams, keys and of what is convolved."""
+    of_streams, of_keys, behind = norms
+    match = (normed(keys, of_keys, eps) * normed(streams, of_streams, eps)).sum(-1) / np.sqrt(streams.shape[-1])
+    gate = sigmoid(np.sqrt(np.maximum(np.abs(match), LEAST)) * np.sign(match))
+    made = gate[..., None] * values[:, None].astype(np.float64)
+    return made, normed(made, behind, eps)
+
+
+def convolve(x: np.ndarray, before: np.ndarray, weight: np.ndarray, step: int) -> np.ndarray:
+    """silu of the causal convolution of x [T, C] behind `before` [(taps - 1) * step, C], channel by channel, by taps that are `step` tokens
+    apart: weight [taps, C], the last of `x`."""
+    whole = np.concatenate([before, x]).astype(np.float64)
+    return activate(sum(weight[tap] * whole[tap * step : tap * step + len(x)] for tap in range(len(weight))), "silu")

@@ -1,0 +1,204 @@
+"""Qwen 4 Exp (Qwen 3.8 Flash Next), text: the layers of Qwen 3.5's mixtures without norms, around which a token has several streams.
+
+What a branch reads of the streams says a gate for every channel, and numbers of the token say what each stream gets of it
+(`kernels/reference_residuals.py`). Layers with attention choose blocks of tokens by the means of their keys (QSA,
+`kernels/index_shape.py`). Some layers with a state add, before all else, what the last words say: rows of a large table
+(`kernels/reference_ngrams.py`, `runtime/ngrams.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...kernels.index_shape import IndexShape
+from ...kernels.ngram_shape import NgramShape
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, is_count, show
+from ..indexed import Indexed
+from ..ngrams import Ngrams, role_of
+from ..weights.index_weights import choose
+from . import LayerWeights, TensorRule, llama, qwen3_5_moe_text
+from .mixtral import expert_tensors, mixture
+from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import HostOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = qwen3_5_moe_text.KEYS_USED | {
+    "hc_count", "hc_lowrank", "heads_per_ngram", "indexer_budget", "indexer_compress_ratio", "indexer_head_dim", "indexer_kv_heads",
+    "indexer_n_heads", "make_ngram_vocab_size_divisible_by", "ngram_size", "ngram_vocab_size_base", "norm_topk_prob", "output_gate_type",
+    "ple_conv_kernel_size", "ple_embed_dim", "ple_layer_ids", "seed", "split_ngram_parts"}
+# Of training, of layers that guess ahead, which are left out, and how many buffers transformers keeps.
+KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS | {"number_of_conv_states"}
+REFUSED_UNLESS: Mapping[str, object] = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items()
+                                        if key not in ("norm_topk_prob", "output_gate_type")}
+SIZES = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "moe_intermediate_size": 512}
+CHOOSING = "indexed_attention"  # as transformers names what published configs call full
+GATES = {"silu": False, "swish": False, "sigmoid": True}  # of what a state gives: is it the sigmoid alone?
+MOST_ROWS, MOST_TABLES = 2**28, 4096  # of a table of n-grams, and of these
+PLE = "ple.ple_embedding.ngram_embedding"
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=2, head_dim=256, ffn_key="moe_intermediate_size", sizes=SIZES)
+    layers, most = base.size(keys, "num_hidden_layers"), 2**22
+    own = mixture(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers), apart=True,
+                  shared_width=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_scaled=True)
+    kinds = keys.words("layer_types", layers)
+    if kinds is not None:
+        keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
+    gate = keys.text("output_gate_type", None) or "silu"
+    if gate not in GATES:
+        raise keys.fail("output_gate_type", " or ".join(GATES))
+    made = hybrid_config(keys.saying(num_hidden_layers=layers), base, share=1.0, mixture=own, last_norm="none",
+                         streams=keys.integer("hc_count", 4, low=2, high=16), mix_rank=keys.integer("hc_lowrank", 320, high=2**16))
+    made = replace(made, state=replace(made.state, sigmoid=GATES[gate]), mtp_layers=0)
+    return replace(made, indexed=_indexed(keys, made), ngrams=_ngrams(keys, made))
+
+
+def _indexed(keys: Keys, made: ModelConfig) -> Indexed:
+    """What chooses, of which all has to be said."""
+    heads, kv_heads, width, budget, rate = (keys.integer(f"indexer_{name}", high=high) for name, high in (
+        ("n_heads", 1024), ("kv_heads", 1024), ("head_dim", 1024), ("budget", 2**27), ("compress_ratio", 4096)))
+    rope = int(made.head_dim * next(rope for rope in made.ropes if rope is not None).partial_rotary_factor)
+    if kv_heads != 1 or budget % rate or rate < 2 or width % rate or not rope <= width:
+        raise ConfigError(f"config.json: indexer_kv_heads {kv_heads}, indexer_head_dim {width}, indexer_budget {budget} and "
+                          f"indexer_compress_ratio {rate} are not supported together",
+                          f"one head of keys at least {rope} wide, blocks of two tokens or more that divide its width and the budget")
+    shape = IndexShape(heads, width, rope, budget // rate, rate=rate, means=True)
+    sources = tuple(None if layer in made.state_layers else layer for layer in range(made.num_hidden_layers))
+    return Indexed(shape, sources, False, ("rms+1", made.norm_eps))
+
+
+def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
+    """The layers that are given rows of n-grams, if any are."""
+    keys.asked.add("ple_layer_ids")
+    stated = keys.raw.get("ple_layer_ids") or []
+    size, each = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
+    shape = NgramShape(made.streams, made.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), size,
+                       keys.integer("ple_embed_dim", made.hidden_size, high=2**20))
+    numbers = (keys.integer("ngram_vocab_size_base", 20_000_000, low=2, high=MOST_ROWS),
+               keys.integer("make_ngram_vocab_size_divisible_by", 128, high=2**20), keys.integer("seed", 1234, low=0, high=2**62))
+    parts = keys.integer("split_ngram_parts", 512, high=2**16)
+    if not isinstance(stated, list) or not all(is_count(own) and 1 <= own <= made.num_hidden_layers for own in stated):
+        raise keys.fail("ple_layer_ids", f"numbers of layers from 1 to {made.num_hidden_layers}")
+    if not stated:
+        return None
+    layers = tuple(sorted({own - 1 for own in stated}))
+    if (stray := next((own for own in layers if own not in made.state_layers), None)) is not None:
+        raise ConfigError(f"config.json: ple_layer_ids holds {stray + 1}, a layer of another kind than {LINEAR}: this is not supported")
+    if len(layers) * each * size > MOST_TABLES:
+        raise ConfigError(f"config.json: ple_layer_ids and heads_per_ngram ask for more than {MOST_TABLES} tables of n-grams")
+    if shape.rows % ((size - 1) * each):
+        raise ConfigError(f"config.json: ple_embed_dim {shape.rows} is not a multiple of the {(size - 1) * each} rows of n-grams that a "
+                          "token has", "(ngram_size - 1) times heads_per_ngram")
+    ends = keys.raw.get("eos_token_id")
+    end = ends[0] if isinstance(ends, list) and ends else ends
+    if not is_count(end) or end >= made.vocab_size:
+        raise ConfigError(f"config.json: eos_token_id {show(ends)} with ple_layer_ids is not supported",
+                          "n-grams begin anew behind the first token that it names")
+    return Ngrams(layers, shape, each, *numbers, end, made.vocab_size, parts)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    prefix, hidden, wide = f"model.layers.{layer}.", config.hidden_size, config.streams * config.hidden_size
+    rules = hybrid_tensors(config, layer, expert_tensors(config, layer, "mlp", NAMES, shared="shared_expert"))
+    for role in ("input_norm", "post_norm"):
+        del rules[role]
+    for role, name in (("attn_mix", "attn"), ("mlp_mix", "mlp")):
+        rules |= _mix_tensors(config, role, f"{prefix}{name}_hyper_connection.")
+    if config.indexed is not None and (own := config.indexed.of(layer)) is not None:
+        place, queries = f"{prefix}self_attn.indexer.", own.heads * own.width
+        whole = f"{place}index_qk_proj.weight", queries + own.width
+        rules |= {"index_q": TensorRule(f"{place}index_q_proj.weight", (queries, hidden), part_of=(whole[0], 0, whole[1]), plain=True),
+                  "index_k": TensorRule(f"{place}index_k_proj.weight", (own.width, hidden), part_of=(whole[0], queries, whole[1]),
+                                        plain=True),
+                  "index_q_norm": TensorRule(f"{place}q_layernorm.weight", (own.width,)),
+                  "index_k_norm": TensorRule(f"{place}k_layernorm.weight", (own.width,))}
+    if config.ngrams is not None and (shape := config.ngrams.shape_of(layer)) is not None:
+        for role, (name, *size) in {"ngram_key": ("key_proj", wide, shape.rows), "ngram_value": ("value_proj", hidden, shape.rows),
+                                    "ngram_conv": ("conv1d", wide, 1, shape.kernel), "ngram_key_norm": ("norm_key", wide),
+                                    "ngram_query_norm": ("norm_query", wide), "ngram_conv_norm": ("norm_conv", wide)}.items():
+            rules[role] = TensorRule(f"{prefix}ple.{name}.weight", tuple(size))
+    return rules
+
+
+def _mix_tensors(config: ModelConfig, role: str, place: str) -> dict[str, TensorRule]:
+    """What a token's streams say of what a branch reads of them, and of what each gets of it."""
+    wide, rank = config.streams * config.hidden_size, config.mix_rank
+    return {f"{role}.mix_norm": TensorRule(f"{place}hc_norm.weight", (wide,)),
+            f"{role}.mix_down": TensorRule(f"{place}input_mix_weight_down.weight", (rank, wide)),
+            f"{role}.mix_up": TensorRule(f"{place}input_mix_weight_up.weight", (wide, rank)),
+            f"{role}.mix_in": TensorRule(f"{place}block_inject_weight.weight", (config.streams, wide), plain=True)}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config) | _mix_tensors(config, "leave_mix", "model.hyper_connection_mixer.")
+    for role in ("norm", "leave_mix.mix_in"):
+        del rules[role]
+    own = config.ngrams
+    for layer in () if own is None else own.layers:
+        rules[role_of(layer)] = TensorRule(f"model.layers.{layer}.{PLE}.weight", (own.rows_of(layer), own.width), plain=True)
+    return rules
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """A layer's table of n-grams -> the tensors in which it is stored, with their rows."""
+    own = config.ngrams
+    if own is None or layer not in own.layers:
+        return {}
+    place = f"model.layers.{layer}.{PLE}."
+    return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.part_rows(layer)))}
+
+
+def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None], rows: object | None = None) -> object:
+    """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
+    they see x of other families, but for block_out."""
+    around_attention, around_mlp = w.around
+    if w.ngrams is not None:
+        tap("ngrams_in", layer, rows)
+        x = kv.add_ngrams(x, ops.ngram_products(rows, w.ngrams), w.ngrams)
+    own = ops.gathered(x, around_attention)
+    tap("block_in", layer, own)
+    if w.state is not None:
+        gave, last = kv.mix(ops.norm_linear(own, None, w.state.products), w.state.own), w.state.out
+        tap("state_out", layer, gave)
+    else:
+        gave, last = attention(ops, w, own, kv, positions, rope, config, layer, tap), w.o
+        tap("attn_out", layer, gave)
+    (branch,) = ops.norm_linear(gave, None, [last])
+    x = ops.mixed(x, branch, around_attention)
+    own = ops.gathered(x, around_mlp)
+    tap("mlp_in", layer, own)
+    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                               partial(tap, "visits", layer), w.correction, w.shared)
+    x = ops.mixed(x, branch, around_mlp)
+    tap("block_out", layer, x)
+    return x
+
+
+def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """What o reads, [T, H * head_dim], of what a branch reads."""
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(layer)
+    index = () if w.index is None else (w.index.q, w.index.k)
+    gated, k, v, *by = ops.norm_linear(x, None, [w.q, w.k, w.v, *index])
+    if by:
+        choose(ops, w.index, *by, None, kv, positions, rope, config.indexed.shape)
+    q = ops.rope_heads(ops.part_queries(gated, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
+    k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, value)
+    return ops.gate_heads(kv.attend(q, k, v), gated, heads, head_dim)

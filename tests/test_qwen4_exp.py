@@ -1,0 +1,255 @@
+"""Qwen 4 Exp through the program: choices among blocks of tokens against transformers, what n-grams make of the words before a token
+wherever a text is cut, and what a run, its plan, sessions, drafts, company and converted folders make of such a model."""
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from newer_cases import QWEN_4
+from transformers import PreTrainedModel
+from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
+
+from effllm import UsageError
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import CheckpointError
+from effllm.quant.weight import Weight
+from effllm.runtime.calibrate import Calibration, LayerStats
+from effllm.runtime.config import read_config
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.model import Model, dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.source import open_store
+from effllm.runtime.stores.container import read_container
+
+sys.path.insert(0, str(Path(__file__).parent))
+from choosing_models import AS_GOOD, noted
+from conversions import options, run
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, answer, opened, read
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+)
+
+RATE = 4
+WIDE = {**QWEN_4, "hidden_size": 128, "ple_embed_dim": 96, "initializer_range": 0.08, "max_position_embeddings": CTX, "indexer_budget": 80}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("qwen4") / "model"
+    return folder, written(Case("qwen4_exp_text", WIDE), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, PreTrainedModel]) -> Path:
+    return model[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = opened(folder)
+    yield made
+    made.close()
+
+
+def guided(model: PreTrainedModel, ids: list[int], chosen: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
+    """The oracle's logits where its indexer chooses blocks as ours did, and how many choices that were. Asserts that those are among the
+    best, and that the tokens behind the last whole block are seen too."""
+    held, place = 0, iter(range(RATE - 1, len(ids)))  # tokens before them have no block to choose
+
+    def choose(scores: torch.Tensor, count: int, dim: int) -> object:
+        nonlocal held
+        found, position = usual(scores, count, dim=dim), next(place)
+        if position not in chosen:
+            return found
+        (units,) = chosen[position]
+        assert units[-1] == (position + 1) // RATE and len(set(units[:-1])) == count == len(units) - 1
+        indices = torch.from_numpy(units[:-1].astype(np.int64))
+        assert (found.values.min() - scores[indices].min()) <= AS_GOOD * scores.std()
+        held += 1
+        return type(found)((scores[indices], indices))
+
+    def forward(self: torch.nn.Module, *args: object, **more: object) -> torch.Tensor:
+        with patch.object(torch.Tensor, "topk", choose):
+            return real(self, *args, **more)
+
+    usual, real = torch.Tensor.topk, theirs_of.Qwen4ExpTextQSAIndexer.forward
+    with patch.object(theirs_of.Qwen4ExpTextQSAIndexer, "forward", forward):
+        logits = oracle(model, ids)
+    assert next(place, None) is None
+    return logits, held
+
+
+def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:
+    """Of a prompt and of single tokens behind it; without the choice, or without any part of what is the family's, logits are others."""
+    folder, theirs = model
+    engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
+    whole, config = engine.config.indexed.shape.whole, engine.config
+    assert whole == 83 and len(engine.cache.choosing) == 1
+    with noted(engine) as (chosen,):
+        anew(engine, IDS[:tokens])
+        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        expected, held = guided(theirs, IDS[: tokens + steps], chosen)
+        assert held == tokens + steps - whole
+    assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
+    engine.close()
+    own = config.ngrams
+    for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
+                  {"ngrams": replace(own, end=8)}, {"ngrams": replace(own, shape=replace(own.shape, count=4, size=3, kernel=4))}):
+        asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
+        prepared = partial(prepare_with, folder, replace(config, **taken), open_store(folder), asked)
+        other = list(open_prepared(prepared, ("raw", "mixers")))[-1]
+        anew(other, IDS[:tokens])
+        found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        other.close()
+        same = taken == {"ngrams": own}
+        assert same == np.array_equal(found, rows) and (same or np.abs(found - rows).max() > 1e-3 * np.abs(rows).max()), taken
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
+    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+
+
+@pytest.mark.parametrize("held", [200, 70])
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
+    """Where some of them see all tokens before them too, and passes come again."""
+    rows = []
+    for step in (1, 7):
+        anew(engine, IDS[:held])
+        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + 21, step)]))
+    assert np.array_equal(*rows)
+
+
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    assert_drafts_change_nothing(engine, 190, right)
+
+
+def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
+    """A state is kept a little before the end of a prompt, with the words before it."""
+    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
+    anew(engine, IDS[:400])
+    answer(engine, 10)
+    here = read(engine, [*IDS[:380], *IDS[500:520]])
+    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+
+
+def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
+    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+    anew(engine, IDS[:455])
+    for token in IDS[455:458]:
+        engine.forward_logits([token])
+    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+
+
+def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
+    engine = opened(folder)
+    try:
+        cache, own = engine.cache, engine.config.ngrams
+        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        held += sum(len(each.memory) + each.rows.nbytes for each in cache.indexes)
+        assert held - 128 * 4 * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
+        assert cache.states.nbytes == 3 * engine.config.state.nbytes + own.shape.nbytes
+        table = own.rows_of(1) * own.width * 4
+        assert engine.model.nbytes - table == engine.placement.weights_bytes
+        assert any("table of n-grams" in said and "6 rows" in said for said in engine.prepared.notices)
+        read(engine, IDS[:500])
+        engine.forward_logits([1])
+        assert cache.allocated_nbytes <= engine.placement.kv_bytes + 128 * 4 * sum(cache.index_sizes)
+        assert all(len(buffer) == engine.backends["cpu"].workspace.floats[name]
+                   for name, buffer in engine.backends["cpu"].workspace._buffers.items())
+    finally:
+        engine.close()
+
+
+def test_a_table_is_quantized_and_its_rows_are_read_where_they_lie(folder: Path, tmp_path: Path) -> None:
+    """In the format of an embedding; what decides what is seen, and who is routed where, stays as it is."""
+    run(folder, tmp_path / "4bit", options("4bit"))
+    made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
+    plan.store.close()
+    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
+    assert kept == {"router", "index_q", "index_k", "attn_mix.mix_in", "mlp_mix.mix_in", "shared.scale", "state_beta", "state_rate"}
+    table = next(job for job in plan.jobs if job.role == "layers.1.ngrams")
+    assert str(made.tensors[table.name].spec) == str(made.tensors["model.embed_tokens.weight"].spec) == "symmetric6:32"
+    engine, exact = opened(tmp_path / "4bit"), opened(folder)
+    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
+    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+    numbers = np.random.default_rng(4).integers(0, table.shape[0], (90, 6))
+    with engine.model.outer() as outer:
+        own, ops = outer.ngrams[1], engine.backends["cpu"]
+        found = ops.ngram_rows(numbers, own, 0).copy()
+    with open_store(tmp_path / "4bit") as store:
+        blob = store.read(store.tensors[table.name])
+    whole = Weight.low_bit(made.tensors[table.name].spec, table.shape, blob).to_f32()
+    assert np.allclose(found, whole[numbers].reshape(90, -1), rtol=1e-6)
+    for each in (engine, exact):
+        each.close()
+
+
+@pytest.mark.slow
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
+    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
+    with open_store(folder) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+        left = calibration.model.read_left(calibration.states)
+    engine = opened(folder, kv="32bit")
+    for i, window in enumerate(cut):
+        engine.cache.truncate(0)
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    engine.close()
+    assert {"ngram_key", "ngram_value", "state_in", "state_out", "shared.down", "experts.3.down"} <= set(stats[1].roles)
+    assert {"q", "k", "o", "experts.3.up"} <= set(stats[3].roles)
+
+
+@pytest.mark.parametrize(("asked", "flag"), [({"kv": "4bit"}, "--kv 4bit"), ({"kv_ram": "1M"}, "--kv-ram"), ({"device": "cuda"},
+                                             "--device cuda"), ({"gpu_layers": 2}, "-ngl 2")])
+def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str, object], flag: str) -> None:
+    with pytest.raises(UsageError, match="beyond 83 tokens this model attends to chosen ones alone") as caught:
+        prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
+    assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out"
+    placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
+    assert any(flag in said and "left out" in said for said in placed.notices)
+    assert prepare(folder, EngineOptions(ctx=CTX, kv="auto", device="cpu")).options.kv == "16bit"
+
+
+def test_where_all_tokens_are_seen_there_is_no_indexer_and_no_gpu_either(folder: Path, engine: Engine) -> None:
+    short = opened(folder, ctx=83)
+    assert short.config.indexed is None and not short.cache.choosing
+    assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
+    short.close()
+    with pytest.raises(UsageError, match="the streams of this model's tokens are mixed on the CPU alone") as caught:
+        prepare(folder, EngineOptions(ctx=83, device="cuda"))
+    assert caught.value.hint == "leave --device cuda out"
+
+
+def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> None:
+    """Of which a checkpoint keeps what words are multiplied by."""
+    config = json.loads((folder / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"seed": 5}))
+    (tmp_path / "model.safetensors").write_bytes((folder / "model.safetensors").read_bytes())
+    engine = opened(tmp_path)
+    with pytest.raises(CheckpointError, match="layer_multipliers.* are not those of its config.json"):
+        read(engine, IDS[:10])
+    engine.close()
