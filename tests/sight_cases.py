@@ -1,10 +1,9 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady, UnlimitedOcrReady
-from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from fastvit_torch import ARGS
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, UnifiedReady
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
