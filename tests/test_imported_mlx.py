@@ -27,6 +27,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.events import Notice
+from effllm.runtime.library.listing import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.import_config import expected_formats, section_of
 
@@ -98,6 +99,13 @@ def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path,
     (ours, said), (wanted, _) = logits_of(folder, exact=True), logits_of(plain, exact=True)
     assert any("43 MLX weights of" in text and ("order of the kernels" if name in CODES else "widened to f16") in text for text in said)
     assert np.abs(ours - wanted).max() < (2e-5 if name in CODES else 2e-3) * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize("checkpoint", ["affine 4", "affine 3"], indirect=True)
+def test_a_list_counts_weights_and_not_words(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
+    name, folder, meant = checkpoint
+    facts = local_model("m", folder)
+    assert facts.params == sum(values.size for values in meant.values()) and abs(facts.bits - float(name[-1])) < 0.6
 
 
 @pytest.mark.parametrize("checkpoint", [name for name in CASES if "floats" not in name], indirect=True)

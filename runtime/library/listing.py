@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ..stores.container import StoredTensor
 
 IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ and compressed-tensors
-EXPONENTS = "F8_E8M0"  # the type of scales that are powers of two
+PARTS = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
 
 
 @dataclass(frozen=True)
@@ -330,7 +330,7 @@ def _writes(config: EncoderConfig | ModelConfig) -> bool:
 def _counted(folder: Path, store: TensorStore) -> int:
     """How many weights a folder that effllm did not make holds. Of codes in words, or beside exponents, their number tells nothing: their
     store is asked."""
-    if not any(name.endswith(IN_WORDS) or info.dtype == EXPONENTS for name, info in store.tensors.items()):
+    if not any(name.endswith(IN_WORDS) or info.dtype in PARTS for name, info in store.tensors.items()):
         return sum(_weights(*each) for each in store.tensors.items())
     from ..source import open_store
 
