@@ -25,13 +25,12 @@ if TYPE_CHECKING:
     from ..kv.states import LayerStates
     from ..rope import RopeTable
 
-KEYS_USED = frozenset({"a_low_rank_dim", "attn_mode", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
+KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
                        "norm_eps", "num_heads", "v_low_rank_dim", "value_dim"})
-# Of training, of programs, and of attention, which nothing has.
+# Of training, of programs, and of positions, which nothing has.
 KEYS_HARMLESS = frozenset({
-    "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight", "num_attention_heads",
-    "num_key_value_heads", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
-    "use_l2warp"})
+    "attn_mode", "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "use_l2warp"})
 REFUSED_UNLESS: Mapping[str, object] = {"attn": None, "norm_first": True, "sliding_window": None}
 CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # of published ones, which this is
 ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
@@ -49,7 +48,8 @@ def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
-    ffn = keys.integer("intermediate_size", None, high=2**22) or -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
+    ffn, ratio = keys.integer("intermediate_size", None, high=2**22), keys.number("hidden_ratio", 4.0)
+    ffn = ffn or -(-int(hidden * ratio) // 32) * 32
     if keys.raw.get("hidden_act", ACTS[0]) not in ACTS:
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
                           f"this family runs only with hidden_act = {ACTS[0]}")
@@ -67,7 +67,7 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
         head_dim = 64 if heads is None else hidden // heads
     if hidden % head_dim or heads not in (None, hidden // head_dim):
         raise ConfigError(f"config.json: {'heads' if heads is None else heads} of head_dim {head_dim} do not make hidden_size {hidden}")
-    values = keys.raw.get("value_dim")
+    values = keys.raw["value_dim"] if keys.holds("value_dim") else None
     if values is not None and any(each != hidden for each in (values if isinstance(values, list) else [values])):
         raise ConfigError(f"config.json: value_dim = {show(values)} is not supported for {keys.text('model_type')} models",
                           "published models of this family have values as wide as the model")

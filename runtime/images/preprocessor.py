@@ -16,7 +16,7 @@ from ..config_reader import Keys, read_json, show
 FILE, OUTER = "preprocessor_config.json", "processor_config.json"
 NEAREST, LANCZOS, BILINEAR, BICUBIC = 0, 1, 2, 3  # as files and Pillow number them
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
-HALF = [0.5, 0.5, 0.5]
+HALF, IMAGENET_MEAN, IMAGENET_STD = [0.5, 0.5, 0.5], [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
 MOST_SIDE = 1 << 14
 
 
