@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from family_models import Case, written
+from family_models import Case
+from saved_models import saved
 from streamed_models import streams
 
 from effllm.runtime.conversion.bundle_ffn import bundle
@@ -43,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], tuple[P
     @cache
     def made(name: str) -> tuple[Path, Path]:
         base = tmp_path_factory.mktemp("bundles")
-        written(CASES[name], base / "model")
+        saved(CASES[name], base / "model")
         bundled(base / "model", base / "bundled")
         return base / "model", base / "bundled"
 

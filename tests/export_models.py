@@ -20,10 +20,10 @@ from family_models import (
     NEMOTRON_EXPERTS,
     Case,
     rope,
-    written,
 )
 from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
 from gguf_samples import FABLE
+from saved_models import saved
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import Exported, export_gguf
@@ -261,7 +261,7 @@ MODELS = {
 def model(name: str, folder: Path, **changes: object) -> Path:
     """A random model with 16-bit weights and a tokenizer."""
     case = MODELS[name]
-    written(replace(case, changes={**SIZES, **case.changes, **changes}, dtype="float16"), folder)
+    saved(replace(case, changes={**SIZES, **case.changes, **changes}, dtype="float16"), folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((FABLE / file).read_bytes())
     return folder

@@ -1,6 +1,5 @@
 """Tiny random models of every family, made by transformers, for tests: what a checkpoint means is what transformers makes of it."""
 
-import json
 from collections.abc import Callable
 from copy import deepcopy
 from pathlib import Path
@@ -34,16 +33,13 @@ from family_sizes import (
     Case,
     rope,
 )
-from newer_cases import BESIDE, NEWER, SIGHT, SIGHTS
-from retold_models import LIKE, RETOLD
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
+from newer_cases import NEWER
+from saved_models import written as written
+from transformers import PreTrainedModel
 
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 
 TOLERANCE = 1e-4  # of the largest logit
-# The models that take images, by their text part.
-IMAGES = {"gemma3_text": "gemma3", "gemma4_text": "gemma4", "gemma4_unified_text": "gemma4_unified",
-          "mistral": "mistral3", "ministral3": "mistral3", "qwen3_5_text": "qwen3_5", "qwen3_5_moe_text": "qwen3_5_moe"}
 CASES = {
     "llama, odd vocabulary": Case("llama", {"vocab_size": 301}),
     "llama, biases": Case("llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 32, "num_key_value_heads": 4, "hidden_act":
@@ -266,52 +262,6 @@ CASES = {
                                                  "num_key_value_heads": 4, "eos_token_id": None}, dtype="float16"),
     **NEWER,
 }
-
-
-def written(case: Case, folder: Path) -> PreTrainedModel:
-    """Save a random model in `folder` and return it as transformers reads it, in float32."""
-    config = AutoConfig.for_model(LIKE.get(case.family, case.family), **{
-        "vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
-        "num_key_value_heads": 2, "max_position_embeddings": CONTEXT, "initializer_range": 0.2, "pad_token_id": None,
-        **case.changes})
-    outer = case.inside or (IMAGES[case.family] if case.images else "")
-    if outer:
-        sight = None if case.family.startswith("gemma4") else SIGHTS.get(outer, SIGHT)
-        tied = getattr(config, "tie_word_embeddings", False)
-        more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": tied, **BESIDE.get(outer, {})}
-        config = AutoConfig.for_model(outer, text_config=config.to_dict(), vision_config=sight, **more)
-    torch.manual_seed(1)
-    read = AutoModelForImageTextToText if outer else AutoModelForCausalLM
-    model = read.from_config(config)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):  # norms start at 1, biases at 0
-                parameter.add_(0.3 * torch.randn_like(parameter))
-            elif name.endswith(("router.gate.weight", "ple.conv1d.weight")) and not parameter.any():  # which would choose alike, or add 0
-                parameter.normal_(0, 0.2)
-        for name, buffer in model.named_buffers():
-            if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
-                buffer.add_(0.3 * torch.randn_like(buffer))
-            elif name.endswith("tid2eid"):
-                buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
-    model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
-    model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    if (told := outer if outer in RETOLD else case.family) in RETOLD:
-        RETOLD[told](folder)
-    if case.older:
-        path = folder / "config.json"
-        raw = json.loads(path.read_text())
-        inner = raw.pop("text_config", raw)
-        section, kind = inner.pop("rope_parameters"), None if inner is raw else "mrope"
-        raw = {**inner, **raw, "rope_theta": section.pop("rope_theta"), "torch_dtype": raw.pop("dtype"), "rope_scaling":
-               {"type": kind or section["rope_type"], **{key: value for key, value in section.items() if key != "rope_type"}}}
-        raw.pop("dtype", None)
-        path.write_text(json.dumps(raw))
-        model = read.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager").eval()
-    if case.family.startswith("gemma") and case.dtype != "float32":  # the factor has the type of the weights
-        for scaled in (module for module in model.modules() if hasattr(module, "embed_scale")):
-            scaled.embed_scale = scaled.embed_scale.to(getattr(torch, case.dtype)).float()
-    return model
 
 
 # Model -> (its tensors when it was copied, each with how often it was written to; the copies by type).

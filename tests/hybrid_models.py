@@ -6,8 +6,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from conversions import options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from family_sizes import ONE_GROUP
+from saved_models import saved
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
@@ -59,7 +60,7 @@ LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "minimax", "mamba2", "jamba", "rw
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hybrid") / request.param
-    written(MODELS[request.param], made)
+    saved(MODELS[request.param], made)
     return made
 
 

@@ -2,7 +2,8 @@
 
 from pathlib import Path
 
-from family_models import CASES, SHARPENED, Case, written
+from family_models import CASES, SHARPENED, Case
+from saved_models import saved
 
 CTX = 640
 CALM = {"initializer_range": 0.08, "max_position_embeddings": CTX, "hidden_size": 128, "moe_intermediate_size": 64,
@@ -14,5 +15,5 @@ LATENT_CASES = {"deepseek_v3": Case("deepseek_v3", {**CASES["deepseek_v3"].chang
 
 def latent_model(name: str, folder: Path) -> Path:
     """The model of LATENT_CASES in `folder`, float32."""
-    written(LATENT_CASES[name], folder)
+    saved(LATENT_CASES[name], folder)
     return folder

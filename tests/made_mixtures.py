@@ -6,9 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from family_models import Case, written
+from family_models import Case
 from gguf_samples import weights
 from safetensors.torch import save_file
+from saved_models import saved
 from test_imported import CASES as IMPORTED
 
 GPTQ_SHAPE = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 6, "num_experts_per_tok": 2, "head_dim": 32,
@@ -18,7 +19,7 @@ GPTQ_SHAPE = {"hidden_size": 256, "intermediate_size": 128, "num_experts": 6, "n
 def imported_mixture(folder: Path, name: str, shape: Mapping[str, object] = GPTQ_SHAPE, family: str = "qwen3_moe") -> None:
     """A random mixture, all of whose matrices but router, embedding and head are quantized as a case of `test_imported.py` is."""
     section, quantize = IMPORTED[name]
-    written(Case(family, dict(shape)), folder)
+    saved(Case(family, dict(shape)), folder)
     tensors = {}
     for tensor, values in weights(folder).items():
         if "_proj" not in tensor:

@@ -35,10 +35,11 @@ from effllm.runtime.tensors import check_tensors, typed
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from newer_cases import NEWER
+from saved_models import saved
 from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -93,7 +94,7 @@ def assert_near(ours: np.ndarray, theirs: np.ndarray, share: float = 1e-4) -> No
 @pytest.mark.parametrize("name", [*QUICK, *(pytest.param(name, marks=pytest.mark.slow) for name in OTHERS)])
 def test_what_is_beside_is_what_merging_makes(name: str, tmp_path: Path) -> None:
     """Every stage of every kind of layer: joined matrices, states, latents, experts beside an MLP, gates of attention."""
-    written(replace(ALL[name], dtype="float32"), tmp_path / "base")
+    saved(replace(ALL[name], dtype="float32"), tmp_path / "base")
     own = of_all_matrices(tmp_path / "base", tmp_path / "own")
     list(merge(tmp_path / "base", own, tmp_path / "out"))
     made, plain = logits(opened(tmp_path / "out")), logits(opened(tmp_path / "base"))
@@ -126,7 +127,7 @@ def test_the_bits_are_the_same_on_any_threads_and_from_the_disk(base: Path, own:
 
 def test_gates_that_are_cut_before_they_gate_have_theirs_from_the_disk_too(tmp_path: Path) -> None:
     """Gemma 3n's, whose gate and what it gates come row by row together where nothing is beside them."""
-    written(ALL["gemma3n_text"], tmp_path / "base")
+    saved(ALL["gemma3n_text"], tmp_path / "base")
     own = str(of_all_matrices(tmp_path / "base", tmp_path / "own"))
     expected = logits(opened(tmp_path / "base", own, kv="16bit"))
     assert np.array_equal(logits(streaming(tmp_path / "base", ctx=256, spec="off", lora=(own,))), expected)
@@ -199,7 +200,7 @@ def test_layers_on_a_card_have_theirs_there(own: Path) -> None:
 
 
 def test_several_are_their_sum_and_a_scale_is_a_share(tmp_path: Path) -> None:
-    written(Case("llama"), base := tmp_path / "base")
+    saved(Case("llama"), base := tmp_path / "base")
     first, second = (of_all_matrices(base, tmp_path / name, seed) for name, seed in (("a", 1), ("b", 50)))
     list(merge(base, first, tmp_path / "one"))
     list(merge(tmp_path / "one", second, tmp_path / "both"))
@@ -211,7 +212,7 @@ def test_several_are_their_sum_and_a_scale_is_a_share(tmp_path: Path) -> None:
 
 
 def test_it_is_kept_as_narrow_as_loses_nothing(tmp_path: Path) -> None:
-    written(Case("llama"), base := tmp_path / "base")
+    saved(Case("llama"), base := tmp_path / "base")
     a, b = random(RANK, 64), random(64, RANK)
     pairs = {"model.layers.0.self_attn.o_proj": (a.bfloat16(), b.half())}
     own = adapter(tmp_path / "own", peft(pairs), lora_alpha=2 * RANK)
@@ -238,7 +239,7 @@ def test_a_plan_counts_it(own: Path) -> None:
 
 @pytest.fixture
 def mixture(tmp_path: Path) -> Path:
-    written(Case("mixtral"), tmp_path / "mixture")
+    saved(Case("mixtral"), tmp_path / "mixture")
     return tmp_path / "mixture"
 
 
@@ -251,7 +252,7 @@ def mixture(tmp_path: Path) -> Path:
     (lambda made: {name.replace("layers.0", "layers.7"): each for name, each in made.items()}, "which the model does not have"),
     (lambda made: {name: math.nan * each for name, each in made.items()}, "NaN or infinity")])
 def test_what_only_merging_can_do_is_refused(tmp_path: Path, change, expected: str) -> None:
-    written(Case("llama", {"tie_word_embeddings": False}), base := tmp_path / "base")
+    saved(Case("llama", {"tie_word_embeddings": False}), base := tmp_path / "base")
     made = peft({"model.layers.0.self_attn.q_proj": (random(4, 64), random(64, 4))})
     with pytest.raises(EffllmError) as refused:
         opened(base, adapter(tmp_path / "own", change(made)))
@@ -277,7 +278,7 @@ def test_a_scale_is_a_number(own: Path) -> None:
 
 def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:
     """It is of another shape as a rule, and guesses by itself."""
-    written(Case("llama", {"vocab_size": 4096}), tmp_path / "small")
+    saved(Case("llama", {"vocab_size": 4096}), tmp_path / "small")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(FABLE / name, tmp_path / "small" / name)
     engine = opened(FABLE, own, draft=str(tmp_path / "small"), spec="auto")
@@ -286,7 +287,7 @@ def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:
 
 
 def test_it_may_be_wider_than_the_model(tmp_path: Path) -> None:
-    written(Case("llama"), base := tmp_path / "base")
+    saved(Case("llama"), base := tmp_path / "base")
     name = "model.layers.0.self_attn.o_proj"
     own = adapter(tmp_path / "own", peft({name: (0.05 * random(700, 64), 0.05 * random(64, 700))}), lora_alpha=RANK)
     list(merge(base, own, tmp_path / "out"))
@@ -348,7 +349,7 @@ def test_a_gguf_file_of_something_else_is_refused(own: Path, tmp_path: Path) -> 
                              ({"architecture": "nosuch"}, "which is not supported")):
         with pytest.raises(EffllmError, match=expected):
             opened(FABLE, as_gguf(own, tmp_path / "other.gguf", **stated))
-    written(Case("llama"), tmp_path / "base")
+    saved(Case("llama"), tmp_path / "base")
     with pytest.raises(EffllmError, match="by matrices of|beside which nothing is added"):
         opened(tmp_path / "base", as_gguf(own, tmp_path / "other.gguf"))
 

@@ -18,8 +18,9 @@ from effllm.runtime.adapters.merge import Merged, merge
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from export_models import MODELS, exported, model
-from family_models import Case, written
+from family_models import Case
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from saved_models import saved
 from test_adapters import assert_near, logits, of_all_matrices, opened
 
 # Model -> the matrix of its checkpoints that holds others, and the part of a layer that is all adapters of it change.
@@ -85,7 +86,7 @@ def test_one_adapter_beside_a_folder_and_a_file_and_in_either_form(name: str, tm
 
 def test_low_bit_weights_by_themselves_have_that_of_the_one_that_held_them(tmp_path: Path) -> None:
     """What is quantized has no matrix of the adapter's names any more."""
-    written(MODELS["gpt2"], base := tmp_path / "base")
+    saved(MODELS["gpt2"], base := tmp_path / "base")
     own = of_all_matrices(base, tmp_path / "own", size=0.2)
     run(base, tmp_path / "8bit", options("8bit"))
     plain, beside, expected = (logits(opened(*each)) for each in ((base,), (tmp_path / "8bit", own), (base, own)))
@@ -96,7 +97,7 @@ def test_parts_that_are_read_as_one_may_be_changed_alone(tmp_path: Path) -> None
     """OLMo Hybrid's queries, keys and values of linear attention; what is of no adapter stays."""
     from test_adapters import ALL
 
-    written(ALL["olmo_hybrid"], base := tmp_path / "base")
+    saved(ALL["olmo_hybrid"], base := tmp_path / "base")
     name = next(each for each in weights(base) if each.endswith("linear_attn.k_proj.weight")).removesuffix(".weight")
     rows, columns = weights(base)[f"{name}.weight"].shape
     own = adapter(tmp_path / "own", peft({name: (0.1 * random(RANK, columns), 0.1 * random(rows, RANK))}))
@@ -108,7 +109,7 @@ def test_parts_that_are_read_as_one_may_be_changed_alone(tmp_path: Path) -> None
 
 def turned_over(folder: Path) -> tuple[str, torch.Tensor, torch.Tensor, torch.Tensor]:
     """A model whose matrices lie inputs before outputs; one that is as wide as high, with an A and a B."""
-    written(Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7}), folder)
+    saved(Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7}), folder)
     name = "transformer.h.1.attn.c_proj"
     stored = weights(folder)[f"{name}.weight"]
     assert stored.shape == (64, 64)
@@ -127,7 +128,7 @@ def test_what_lies_inputs_before_outputs_is_added_to_and_lengthened_by_outputs(t
 
 
 def test_what_comes_whole_lies_as_the_model_s(tmp_path: Path) -> None:
-    written(Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7}), tmp_path / "base")
+    saved(Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7}), tmp_path / "base")
     name = "transformer.h.1.mlp.c_fc"
     whole = random(*weights(tmp_path / "base")[f"{name}.weight"].shape)
     list(merge(tmp_path / "base", adapter(tmp_path / "own", {f"{PREFIX}{name}.weight": whole}), tmp_path / "out"))
@@ -148,7 +149,7 @@ def test_the_table_is_called_by_its_name_there(tmp_path: Path) -> None:
 
 
 def test_a_file_that_changes_a_head_of_its_own_is_merged(tmp_path: Path) -> None:
-    written(Case("llama", {"tie_word_embeddings": False}), base := tmp_path / "base")
+    saved(Case("llama", {"tie_word_embeddings": False}), base := tmp_path / "base")
     before = weights(base)
     a, b = random(RANK, before["lm_head.weight"].shape[1]), random(len(before["lm_head.weight"]), RANK)
     writer = gguf.GGUFWriter(tmp_path / "own.gguf", "llama")

@@ -19,9 +19,10 @@ from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, written
+from family_models import Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from saved_models import saved
 from streamed_models import streaming
 from test_adapters import (  # noqa: F401  a fixture
     ALL,
@@ -56,7 +57,7 @@ def lengthened(folder: Path, out: Path, seed: int = 1) -> Path:
                                   *(pytest.param(name, marks=pytest.mark.slow) for name in ("deepseek_v2", "cohere", "gemma3n_text"))])
 def test_what_is_beside_is_what_merging_makes(name: str, tmp_path: Path) -> None:
     """With biases, which have no length; behind norms; rows of a matrix that holds several."""
-    written(replace(ALL[name], dtype="float32"), tmp_path / "base")
+    saved(replace(ALL[name], dtype="float32"), tmp_path / "base")
     own = lengthened(tmp_path / "base", tmp_path / "own")
     list(merge(tmp_path / "base", own, tmp_path / "out"))
     made, plain = logits(opened(tmp_path / "out")), logits(opened(tmp_path / "base"))
@@ -92,7 +93,7 @@ def test_layers_on_a_card_have_theirs_there(own: Path) -> None:
 
 def test_a_share_is_one_of_what_it_changes(tmp_path: Path) -> None:
     """Beside another that has no lengths, and nothing of it is the model alone, to the bit."""
-    written(Case("llama", {"attention_bias": True}), base := tmp_path / "base")
+    saved(Case("llama", {"attention_bias": True}), base := tmp_path / "base")
     first, second = lengthened(base, tmp_path / "first"), of_all_matrices(base, tmp_path / "second", 50)
     for each in ("first", "second"):
         list(merge(base, tmp_path / each, tmp_path / f"{each} merged"))
@@ -143,7 +144,7 @@ def test_a_plan_says_how_long_measuring_takes(own: Path, tmp_path: Path) -> None
 
 
 def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:
-    written(Case("llama"), base := tmp_path / "base")
+    saved(Case("llama"), base := tmp_path / "base")
     name = "model.layers.0.self_attn.o_proj"
     tensors = weights(base)
     tensors[f"{name}.weight"][5] = 0
@@ -155,7 +156,7 @@ def test_what_has_no_direction_is_refused(tmp_path: Path) -> None:
 
 def test_of_parts_of_a_matrix_each_has_lengths_or_none(tmp_path: Path) -> None:
     """Rows of a part without lengths, and of one without an adapter, stay as long as they are."""
-    written(replace(ALL["olmo_hybrid"], dtype="float32"), base := tmp_path / "base")
+    saved(replace(ALL["olmo_hybrid"], dtype="float32"), base := tmp_path / "base")
     made = load_file(path := lengthened(base, tmp_path / "own") / "adapter_model.safetensors")
     left = {name: each for name, each in made.items()
             if not ("linear_attn.k_proj" in name and "magnitude" in name or "linear_attn.v_proj" in name)}

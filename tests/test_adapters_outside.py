@@ -15,8 +15,9 @@ from effllm.runtime.adapters.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import FABLE, SIZES, exported
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from saved_models import saved
 from test_adapters import opened
 
 EXPERTS, KINDS = 5, {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
@@ -65,7 +66,7 @@ def as_converted(out: Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
 @pytest.fixture(scope="module")
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = Case("mixtral", {**SIZES, "num_local_experts": EXPERTS, "num_experts_per_tok": 2})
-    written(case, folder := tmp_path_factory.mktemp("mixture") / "base")
+    saved(case, folder := tmp_path_factory.mktemp("mixture") / "base")
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((FABLE / file).read_bytes())
     return folder
@@ -98,7 +99,7 @@ def test_what_they_change_is_told_to_want_merging(base: Path, forms: tuple[Path,
 
 
 def test_embeddings_that_are_the_head_too_are_not_changed_alone(tmp_path: Path) -> None:
-    written(CASES["mixtral, window, bfloat16"], base := tmp_path / "base")
+    saved(CASES["mixtral, window, bfloat16"], base := tmp_path / "base")
     table = table_of(base)
     own = as_file(tmp_path / "own.gguf", {"token_embd.weight.lora_a": table[0].T, "token_embd.weight.lora_b": table[1]})
     with pytest.raises(EffllmError, match="changes the embeddings and not the head in the same way"):

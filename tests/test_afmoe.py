@@ -26,7 +26,8 @@ from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
+from saved_models import saved
 from streamed_models import paging, streaming
 
 GATES = {"afmoe": "gate_proj", "laguna": "g_proj"}  # what their matrices are called
@@ -43,7 +44,7 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     own = {"laguna": {"gating": "per-element"},  # gates of heads are too few to be rounded
            "kolibri1": {"num_experts_per_tok": 6, "num_hidden_layers": 3, "layer_types": [
                "sliding_attention", "sliding_attention", "full_attention"]}}
-    written(Case(family, {**CASES[family].changes, **wide, **own.get(family, {})}), base / "whole")
+    saved(Case(family, {**CASES[family].changes, **wide, **own.get(family, {})}), base / "whole")
     run(base / "whole", base / "4bit", options("4bit"))
     return {"whole": base / "whole", "4bit": base / "4bit", "family": family}
 

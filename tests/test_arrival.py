@@ -23,9 +23,10 @@ from effllm.runtime.stores import expert_store, made_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 import test_imported
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from gguf_samples import counts, write_model
 from made_mixtures import GPTQ_SHAPE, imported_mixture
+from saved_models import saved
 from test_mxfp4 import packed_model
 
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1", "NVFP4")
@@ -95,7 +96,7 @@ def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtures") / "source"
-    written(SMALL, folder)
+    saved(SMALL, folder)
     return folder
 
 
@@ -126,7 +127,7 @@ def test_gate_and_up_that_lie_in_one_are_read_once(tmp_path: Path, cut: bool) ->
     for low_bit in (True, False):
         with open_store(tmp_path / "oss", low_bit=low_bit) as store:
             assert check(store) == (192 // 32 + 64 // 16 if cut else 2)
-    written(CASES["gpt_oss, bfloat16"], tmp_path / "wide")
+    saved(CASES["gpt_oss, bfloat16"], tmp_path / "wide")
     with open_store(tmp_path / "wide") as store:
         assert check(store) == 2
 

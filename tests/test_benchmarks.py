@@ -11,8 +11,9 @@ import pytest
 import effllm
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import Case, written
+from family_models import Case
 from gpu_runs import card_here, simulated
+from saved_models import saved
 
 ROOT = Path(__file__).resolve().parent.parent
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -104,7 +105,7 @@ def test_a_card_is_measured_by_turns_with_the_processor(script, tmp_path: Path, 
                                                         capsys: pytest.CaptureFixture[str]) -> None:
     gpu: ModuleType = script("gpu_decode")
     gpu.PROMPT, gpu.TOKENS, gpu.CTX, gpu.GIB = 12, 2, 64, 1 << 20
-    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
+    saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
     words = ["--shape", str(tmp_path / "config.json"), "--bits", "4bit", "--rounds", "1", "--no-results"]
     monkeypatch.setattr(sys, "argv", ["gpu_decode.py", *words])
     with card_here(simulated()):

@@ -34,8 +34,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed
 from conversions import options as conversion
 from conversions import run as convert_run
-from family_models import Case, written
+from family_models import Case
 from gguf_samples import FABLE, fable_gguf
+from saved_models import saved
 
 __all__ = ["folders"]  # a fixture
 MINUTE = 60.0
@@ -291,7 +292,7 @@ def test_a_file_that_became_shorter_is_an_error_and_no_answer(tmp_path: Path, re
 @pytest.mark.parametrize("changes, said", (({"hidden_act": "silu"}, "silu is zero for no neuron"),
                                            ({"intermediate_size": 88}, "64 neurons and 16 channels")))
 def test_what_would_gain_nothing_is_refused(changes: dict[str, object], said: str, tmp_path: Path) -> None:
-    written(Case("llama", {**RELU, **changes}), tmp_path / "model")
+    saved(Case("llama", {**RELU, **changes}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):
         list(bundle(tmp_path / "model", tmp_path / "out"))
     assert not (tmp_path / "out").exists()
@@ -320,7 +321,7 @@ def test_a_bundled_folder_is_not_bundled_or_quantized_again(tmp_path: Path, fold
 def test_neurons_of_a_quantized_model_are_bundled_beside_its_codes(family: str, sizes: dict, rule: str, tmp_path: Path) -> None:
     """Attention, gates, embeddings in 4 bits; what is read neuron by neuron as it was published."""
     quantized, out = tmp_path / "quantized", tmp_path / "out"
-    written(Case(family, sizes, dtype="bfloat16"), tmp_path / "model")
+    saved(Case(family, sizes, dtype="bfloat16"), tmp_path / "model")
     convert_run(tmp_path / "model", quantized, conversion("4bit", rules=(rule,)))
     with pytest.raises(UsageError, match="quantized is the model itself"):
         bundled(quantized, quantized, replace=True)

@@ -9,8 +9,9 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from gpu_runs import CTX, divergence, logits, opened, simulated
+from saved_models import saved
 from test_device_memory import watched
 from test_gpu_tier import planned
 
@@ -46,7 +47,7 @@ def test_logits_are_those_of_the_processor(spec: str | None, tmp_path: Path) -> 
                                   Case("llama", {"tie_word_embeddings": False}, dtype="float16"), Case("phi"),
                                   Case("olmo", {"clip_qkv": 0.7}), CASES["phimoe"], CASES["afmoe"], CASES["gpt_neox"]])
 def test_every_kind_of_head(case: Case, tmp_path: Path) -> None:
-    written(case, tmp_path)
+    saved(case, tmp_path)
     engine, _ = opened(tmp_path, simulated(), ctx=100)
     assert engine.model.card_head is not None
     assert divergence(logits(engine, 60, 40), logits(opened(tmp_path, None, ctx=100, exact=True)[0], 60, 40)) < 1e-6
@@ -86,7 +87,7 @@ def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypa
 
     for module in (products, stages):
         monkeypatch.setattr(module, "_kernels", missing)
-    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
+    saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
     engine, said = opened(tmp_path, SimulatedDevice(link=1.0, compiles=True), ctx=100)
     assert engine.placement.card.head_bytes > 0 and engine.model.card_head is None
     assert "Triton is not installed" in " ".join(said)

@@ -22,9 +22,10 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import folder_files, open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case, written
+from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case
 from gguf_samples import FABLE, weights
 from retold_models import LIKE
+from saved_models import saved
 
 IDS = [0, 1, 17, 200, 2, 40]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.08}
@@ -60,7 +61,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory):
     @cache
     def made(name: str) -> tuple[Path, Path]:
         base = tmp_path_factory.mktemp(name)
-        written(CASES[name], base / "model")
+        saved(CASES[name], base / "model")
         list(export_compressed(base / "model", base / "out", "INT4"))
         return base / "model", base / "out"
 
@@ -169,14 +170,14 @@ def test_the_text_part_of_a_model_that_takes_images_is_a_model_of_its_own(folder
     assert described["model_type"] == "gemma3_text" and described["architectures"] == ["Gemma3ForCausalLM"]
     assert not {"text_config", "vision_config"} & described.keys()
     assert all(described[key] == whole["text_config"][key] for key in ("hidden_size", "layer_types", "rope_parameters"))
-    written(CASES["gemma3_text"], tmp_path / "text")
+    saved(CASES["gemma3_text"], tmp_path / "text")
     with TensorStore.open(tmp_path / "text") as store:
         assert set.union(*names(out)) == set(store.tensors), "the names of a text model"
 
 
 def test_the_text_part_of_a_mistral_names_the_class_of_its_family(tmp_path: Path) -> None:
     """The class of the whole is spelled otherwise than that of either text part."""
-    written(Case("ministral3", {**SIZES, "head_dim": 64, "rope_parameters": GROWING}, images=True), tmp_path / "model")
+    saved(Case("ministral3", {**SIZES, "head_dim": 64, "rope_parameters": GROWING}, images=True), tmp_path / "model")
     list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
     described = config(tmp_path / "out")
     assert described["model_type"] == "ministral3" and described["architectures"] == ["Ministral3ForCausalLM"]
@@ -202,6 +203,6 @@ def test_a_folder_names_the_class_that_reads_it_though_its_source_does_not(tmp_p
                                                         ("exaone", {}, "by code of the checkpoints' own"), ("gpt2", {}, "turned over"),
                                                         ("stablelm", {"qk_layernorm": True}, "one by one")])
 def test_what_other_tools_want_to_lie_otherwise_is_not_written(tmp_path: Path, family: str, changes: dict, why: str) -> None:
-    written(Case(family, changes), tmp_path / "model")
+    saved(Case(family, changes), tmp_path / "model")
     with pytest.raises(UsageError, match=why):
         list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))

@@ -18,8 +18,8 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import written as made
 from gguf_samples import FABLE
+from saved_models import saved
 from test_compressed_families import CASES as FAMILIES
 from test_compressed_families import logits
 
@@ -108,7 +108,7 @@ def test_transformers_reads_it(tmp_path: Path, kind: str, bound: float) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_transformers_reads_every_kind_of_family(name: str, tmp_path: Path) -> None:
     """Experts, joined matrices, a text part: nothing is missing, nothing is left over, and it computes what we compute."""
-    made(FAMILIES[name], tmp_path / "model")
+    saved(FAMILIES[name], tmp_path / "model")
     list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
     child(READ_ANY, tmp_path / "out", tmp_path / "theirs")
     theirs = load_file(tmp_path / "theirs")["logits"]

@@ -22,7 +22,8 @@ from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_alone
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, SMALL, refused
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {
@@ -335,7 +336,7 @@ def test_defaults_of_text_parts_are_those_of_transformers() -> None:
 
 @pytest.mark.parametrize("force", [False, True])
 def test_a_context_beyond_what_is_seen_at_once_is_refused_by_the_number(tmp_path: Path, force: bool) -> None:
-    written(replace(CASES["llama4_text"], changes={**CASES["llama4_text"].changes, "attention_chunk_size": 100}), tmp_path)
+    saved(replace(CASES["llama4_text"], changes={**CASES["llama4_text"].changes, "attention_chunk_size": 100}), tmp_path)
     with pytest.raises(UsageError, match="a context of 101 is more than the 100 tokens") as caught:
         prepare(tmp_path, EngineOptions(device="cpu", ctx=101, force=force))
     assert "at most 100" in caught.value.hint

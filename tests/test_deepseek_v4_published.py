@@ -27,9 +27,10 @@ from effllm.runtime.tensors import check_tensors, parameters
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import Case, assert_close, oracle, written
+from family_models import Case, assert_close, oracle
 from float_checkpoints import as_fp8, as_mxfp4
 from hybrid_models import IDS, anew, opened, read
+from saved_models import saved
 from streamed_models import paging, streaming
 from test_deepseek_v4 import WIDE
 
@@ -46,7 +47,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.n
     """The folder, and what its experts mean; beside it, as `plain`, a folder of the numbers that all of its weights mean."""
     home = tmp_path_factory.mktemp("published")
     folder, plain = home / "model", home / "plain"
-    written(Case("deepseek_v4", SMALL), plain)
+    saved(Case("deepseek_v4", SMALL), plain)
     folder.mkdir()
     tensors, meant, wide = {}, {}, {}
     for name, value in load_file(plain / "model.safetensors").items():

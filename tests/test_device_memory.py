@@ -13,8 +13,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from gpu_runs import opened, simulated
+from saved_models import saved
 
 
 class Allocations(TorchDispatchMode):
@@ -63,7 +64,7 @@ def test_working_memory_stays_below_the_plan(name: str, kv: str, tmp_path: Path)
     if isinstance(made, str):
         run(FABLE, folder := tmp_path / "small", options(made))
     elif made is not None:
-        written(made, folder := tmp_path)
+        saved(made, folder := tmp_path)
     engine, _ = opened(folder, simulated(), kv=kv)
     ids = np.random.default_rng(1).integers(0, engine.config.vocab_size, 480).tolist()
     try:

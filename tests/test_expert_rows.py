@@ -14,7 +14,8 @@ from effllm.runtime.source import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 from test_paged_models import paged, resident
 
 PLACE = "transformer.blocks.1.ffn.experts."
@@ -23,7 +24,7 @@ PLACE = "transformer.blocks.1.ffn.experts."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("rows") / "model"
-    written(CASES["dbrx"], made)
+    saved(CASES["dbrx"], made)
     return made
 
 

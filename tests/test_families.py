@@ -37,6 +37,7 @@ from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, rotary_of, share_angles, text, written
+from saved_models import saved
 
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320
@@ -344,7 +345,7 @@ def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("prefix", ["model.", "language_model.model.", "model.language_model."])
 def test_gemma3_is_found_under_each_prefix_it_is_published_with(prefix: str, tmp_path: Path) -> None:
-    written(Case("gemma3_text", {"head_dim": 16, "tie_word_embeddings": False}), tmp_path)
+    saved(Case("gemma3_text", {"head_dim": 16, "tie_word_embeddings": False}), tmp_path)
     head = "language_model.lm_head.weight" if prefix.startswith("language") else "lm_head.weight"
     tensors = load_file(tmp_path / "model.safetensors")
     renamed = {head if name == "lm_head.weight" else prefix + name.removeprefix("model."): tensor for name, tensor in tensors.items()}

@@ -36,7 +36,8 @@ from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
+from saved_models import saved
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 # Weights drawn less wide than where exactness is judged: attention is then no lottery that any rounding decides.
@@ -70,7 +71,7 @@ MLP = {"post_norm", "gate", "up", "down"}  # of a layer of linear attention, whe
 @pytest.fixture(params=NEW, scope="module")
 def source(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("models") / request.param
-    written(NEW[request.param], folder)
+    saved(NEW[request.param], folder)
     return folder
 
 
@@ -213,7 +214,7 @@ def test_the_workspace_is_what_was_planned(source: Path, engine: Engine) -> None
 
 
 def test_positions_that_were_never_learned_are_refused(tmp_path: Path) -> None:
-    written(CASES["opt"], tmp_path)
+    saved(CASES["opt"], tmp_path)
     for force in (False, True):
         with pytest.raises(UsageError, match="513 is more than the 512") as caught:
             prepare(tmp_path, EngineOptions(device="cpu", ctx=513, force=force))
@@ -228,7 +229,7 @@ def test_a_gemma_through_every_command(tmp_path: Path) -> None:
     """Asked with a system prompt that its template has no role for, planned, shown, quantized with calibration, measured, asked again."""
     folder, out, text = tmp_path / "gemma", tmp_path / "gemma-4bit", tmp_path / "text.txt"
     vocab = json.loads((FABLE / "config.json").read_text())["vocab_size"]
-    written(Case("gemma2", {**CASES["gemma2"].changes, "vocab_size": vocab, "eos_token_id": [1, 2]}), folder)
+    saved(Case("gemma2", {**CASES["gemma2"].changes, "vocab_size": vocab, "eos_token_id": [1, 2]}), folder)
     for path in FABLE.glob("tokenizer*"):
         shutil.copy(path, folder)
     (folder / "chat_template.jinja").write_text(

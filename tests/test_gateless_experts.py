@@ -33,6 +33,7 @@ from effllm.runtime.tensors import check_tensors
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, text, written
+from saved_models import saved
 from streamed_models import paging
 from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
@@ -177,7 +178,7 @@ def test_an_expert_without_a_gate_has_half_the_job() -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("nemotron") / "model"
-    written(CASES["nemotron_h, experts"], made)
+    saved(CASES["nemotron_h, experts"], made)
     return made
 
 
@@ -220,7 +221,7 @@ def test_a_pass_reads_what_a_token_visits(folder: Path) -> None:
 
 def test_a_paged_expert_is_one_read_of_two_matrices(tmp_path: Path) -> None:
     """In a folder that effllm wrote; a plan counts these bytes."""
-    written(CASES["nemotron_h, experts"], tmp_path / "model")
+    saved(CASES["nemotron_h, experts"], tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("4bit"))
     engine = paging(tmp_path / "out", 16, ctx=256)
     pager, tensors, before = engine.model.pager, engine.model.tensors, engine.model.pager.traffic.reads

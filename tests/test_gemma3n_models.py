@@ -32,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, options, run
 from family_models import assert_close, oracle, text, written
 from family_sizes import GEMMA_3N, Case
+from saved_models import saved
 from streamed_models import streaming
 
 WIDE = {**GEMMA_3N, "hidden_size": 128, "intermediate_size": [384, 384, 352, 384, 416, 384], "hidden_size_per_layer_input": 32,
@@ -42,7 +43,7 @@ WIDE = {**GEMMA_3N, "hidden_size": 128, "intermediate_size": [384, 384, 352, 384
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In bfloat16, and beside it in 4 bits."""
     made = tmp_path_factory.mktemp("gemma3n") / "model"
-    written(Case("gemma3n_text", WIDE, dtype="bfloat16"), made)
+    saved(Case("gemma3n_text", WIDE, dtype="bfloat16"), made)
     run(made, low(made), options("4bit"))
     return made
 
@@ -169,7 +170,7 @@ def test_calibration_is_a_pass_of_the_model(folder):
 def test_gptq_rounds_by_what_it_saw(tmp_path):
     """A method that asks for statistics finds those of each matrix of a layer, and outside the layers does without."""
     source = tmp_path / "model"
-    written(Case("gemma3n_text", {**WIDE, "vocab_size": 4096}, dtype="bfloat16"), source)
+    saved(Case("gemma3n_text", {**WIDE, "vocab_size": 4096}, dtype="bfloat16"), source)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (source / file).write_bytes((FABLE / file).read_bytes())
     run(source, tmp_path / "rtn", options("4bit"))

@@ -31,6 +31,7 @@ from effllm.runtime.tensors import check_tensors
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import GEMMA_4, GEMMA_EXPERTS, KEYS_AS_VALUES, Case, assert_close, oracle, text, written
+from saved_models import saved
 from streamed_models import paging, streaming
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "hidden_size_per_layer_input": 32, "vocab_size": 384, "max_position_embeddings": 1024}
@@ -43,7 +44,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Of each kind a folder in bfloat16 and one in 4 bits."""
     base, found = tmp_path_factory.mktemp("gemma4"), {}
     for kind, changes in KINDS.items():
-        written(Case("gemma4_text", changes, dtype="bfloat16"), base / kind)
+        saved(Case("gemma4_text", changes, dtype="bfloat16"), base / kind)
         run(base / kind, base / f"{kind}-4bit", options("4bit"))
         found |= {kind: base / kind, f"{kind}-4bit": base / f"{kind}-4bit"}
     return found

@@ -16,9 +16,10 @@ from effllm.runtime.gguf.deepseek4 import NAMES, WHOLE
 from effllm.runtime.source import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, written
+from family_models import Case
 from gguf_samples import add_fable_tokenizer, blocks_near
 from hybrid_models import IDS, anew, opened
+from saved_models import saved
 from test_deepseek_v4 import WIDE
 
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
@@ -91,7 +92,7 @@ def write(folder: Path, path: Path, kind: str = "F32", change: Callable[[gguf.GG
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("deepseek4") / "model"
-    written(Case("deepseek_v4", MODEL), made)
+    saved(Case("deepseek_v4", MODEL), made)
     return made
 
 

@@ -19,8 +19,9 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import MODELS, exported, model, opened, scores
-from family_models import GROWING, Case, rope, written
+from family_models import GROWING, Case, rope
 from gguf_samples import Reader, write_model
+from saved_models import saved
 
 PROMPTS, STEPS = (1, 12, 70), 24
 FIRST = {case.family: name for name, case in reversed(MODELS.items())}.values()  # of each family
@@ -161,7 +162,7 @@ def test_a_file_may_be_made_with_another_tokenizer_or_none(tmp_path: Path) -> No
 
 
 def test_opt_is_refused_for_its_reason(tmp_path: Path) -> None:
-    written(Case("opt", {"ffn_dim": 88}), tmp_path)
+    saved(Case("opt", {"ffn_dim": 88}), tmp_path)
     with pytest.raises(EffllmError, match="opt models are not exported as GGUF: llama.cpp does not run them"):
         exported_as(read_config(tmp_path))
 

@@ -31,6 +31,7 @@ from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
 from pulls import Person
+from saved_models import saved
 from test_paged_models import paged, resident
 
 IDS = np.random.default_rng(4).integers(0, 300, 90).tolist()
@@ -88,7 +89,7 @@ def test_the_order_of_heads_is_what_the_file_means(folders: dict[str, Path], tmp
 
 
 def test_as_many_heads_of_values_as_of_keys_have_no_other_order(tmp_path: Path) -> None:
-    written(replace(CASES[DENSE], changes={**CASES[DENSE].changes, "linear_num_key_heads": 6}), tmp_path / "source")
+    saved(replace(CASES[DENSE], changes={**CASES[DENSE].changes, "linear_num_key_heads": 6}), tmp_path / "source")
     write(tmp_path / "source", tmp_path / "m.gguf")
     assert read_config(tmp_path / "m.gguf").state == read_config(tmp_path / "source").state
     assert near(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), 2e-5)

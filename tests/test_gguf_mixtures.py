@@ -20,6 +20,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import ERNIE_EXPERTS, FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
 from gguf_samples import FABLE, counts, fable_gguf, write_model
+from saved_models import saved
 
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
 SIZES = {"intermediate_size": 96, "hidden_size": 64}  # multiples of a block
@@ -67,7 +68,7 @@ def test_a_mixture_answers_as_transformers_does(tmp_path: Path, family: str) -> 
 def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
     """A file counts them among its blocks."""
     arch, case = MIXTURES["glm4_moe"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def behind(writer: gguf.GGUFWriter) -> None:
         counts(case)(writer)
@@ -88,7 +89,7 @@ def test_layers_of_multi_token_prediction_are_left_out(tmp_path: Path) -> None:
 def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(tmp_path: Path, family: str, key: str, said: str) -> None:
     """And not what transformers does of a config."""
     arch, case = MIXTURES[family]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def without(writer: gguf.GGUFWriter) -> None:
         counts(case)(writer)
@@ -104,7 +105,7 @@ def test_what_a_file_leaves_out_is_what_llamacpp_takes_for_granted(tmp_path: Pat
 @pytest.mark.parametrize("family", MIXTURES)
 def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: str) -> None:
     arch, case = MIXTURES[family]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def without(writer: gguf.GGUFWriter) -> None:
         counts(case)(writer)
@@ -117,7 +118,7 @@ def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: st
 
 def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
     arch, case = MIXTURES["ernie4_5_moe"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def wider(writer: gguf.GGUFWriter) -> None:
         counts(case)(writer)
@@ -135,7 +136,7 @@ def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:
     (lambda writer: writer.add_nextn_predict_layers(2**31), "nextn_predict_layers")])
 def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: object, said: str) -> None:
     arch, case = MIXTURES["glm4_moe" if "nextn" in said else "dots1"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def both(writer: gguf.GGUFWriter) -> None:
         counts(case)(writer)
@@ -152,7 +153,7 @@ def test_what_a_file_of_corrected_scores_may_not_say(tmp_path: Path, change: obj
 def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
     """Each type means what the package says: in blocks as codes; the router stays exact."""
     arch, case = MIXTURES[family]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
     meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, counts(MIXTURES[family][1]))
     with open_gguf_store(tmp_path / "m.gguf", "f32") as store:
         assert store.tensors.keys() == meant.keys()
@@ -175,7 +176,7 @@ def test_experts_in_blocks(tmp_path: Path, family: str, kind: str) -> None:
 
 def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, case = MIXTURES["mixtral"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "new.gguf", "F32", arch, counts(MIXTURES["mixtral"][1]))
     real = gguf.GGUFWriter.add_tensor
 
@@ -195,7 +196,7 @@ def test_a_tensor_for_every_expert_as_older_files_have_it(tmp_path: Path, monkey
     ("expert_shared_count", 1, "expert_shared_count"), ("attention.clamp_kqv", 8.0, "clamp_kqv")])
 def test_mixtures_that_are_another(tmp_path: Path, name: str, value: object, named: str) -> None:
     arch, case = MIXTURES["olmoe"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def change(writer: gguf.GGUFWriter) -> None:
         stated = {"expert_count": 3, "expert_used_count": 2, name: value}
@@ -211,7 +212,7 @@ def test_mixtures_that_are_another(tmp_path: Path, name: str, value: object, nam
 def test_a_tensor_that_the_family_does_not_use_is_refused(tmp_path: Path) -> None:
     """It would be left out in silence, and the answer would be another model's."""
     arch, case = MIXTURES["qwen3_moe"]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
 
     def change(writer: gguf.GGUFWriter) -> None:
         counts(MIXTURES["qwen3_moe"][1])(writer)

@@ -17,8 +17,9 @@ from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, rope, written
+from family_models import Case, rope
 from gguf_samples import weights, write_model
+from saved_models import saved
 
 SIZES = {"intermediate_size": 96}  # whole blocks
 CASES = {  # the family's model, and the architecture of its files
@@ -50,7 +51,7 @@ def turning(case: Case) -> Callable[[gguf.GGUFWriter], None]:
 @pytest.mark.parametrize("name", CASES)
 def test_a_file_answers_as_its_weights_in_a_folder(name: str, kind: str, tmp_path: Path) -> None:
     case, arch = CASES[name]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
     meant = write_model(tmp_path / "source", tmp_path / "m.gguf", kind, arch, change=turning(case))
     assert read_config(tmp_path / "m.gguf", strict=True).family == case.family
     save_file({each: torch.from_numpy(np.ascontiguousarray(values)) for each, values in meant.items()},
@@ -63,7 +64,7 @@ def test_a_file_answers_as_its_weights_in_a_folder(name: str, kind: str, tmp_pat
 @pytest.mark.parametrize("name", ["glm", "glm, no biases"])
 def test_files_of_the_first_glm_4_hold_q_k_and_v_in_one_and_no_width_of_heads(name: str, kind: str, tmp_path: Path) -> None:
     case, _ = CASES[name]
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
     before, held = load_file(tmp_path / "source" / "model.safetensors"), {}
     for each, values in before.items():
         part = each.replace(".q_proj.", ".qkv_proj.")
@@ -90,7 +91,7 @@ def test_files_of_the_first_glm_4_hold_q_k_and_v_in_one_and_no_width_of_heads(na
 
 def test_rows_are_handed_over_as_they_lie(tmp_path: Path) -> None:
     """Nothing is moved, so that a file can be streamed, and what is made of one is what would be made of the folder."""
-    written(CASES["glm4"][0], tmp_path / "source")
+    saved(CASES["glm4"][0], tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", "glm4", change=turning(CASES["glm4"][0]))
     held = weights(tmp_path / "source")
     with open_gguf_store(tmp_path / "m.gguf", "f32") as store:
@@ -100,7 +101,7 @@ def test_rows_are_handed_over_as_they_lie(tmp_path: Path) -> None:
 
 
 def test_what_of_a_head_turns_is_all_of_it_where_a_file_does_not_say(tmp_path: Path) -> None:
-    written(CASES["glm4"][0], tmp_path / "source")
+    saved(CASES["glm4"][0], tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", "glm4")
     assert read_config(tmp_path / "m.gguf").rope.partial_rotary_factor == 1.0
 
@@ -110,7 +111,7 @@ def test_what_of_a_head_turns_is_all_of_it_where_a_file_does_not_say(tmp_path: P
     (lambda made: made.add_sliding_window(24), "glm4.attention.sliding_window")])
 def test_what_glm_does_not_have_is_refused(change: Callable[[gguf.GGUFWriter], None], said: str, tmp_path: Path) -> None:
     """Sections are of models that take images, whose text parts are stored in the order of halves."""
-    written(CASES["glm4"][0], tmp_path / "source")
+    saved(CASES["glm4"][0], tmp_path / "source")
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", "glm4", change=change)
     with pytest.raises(CheckpointError, match=said):
         read_config(tmp_path / "m.gguf")

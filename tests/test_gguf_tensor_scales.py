@@ -13,8 +13,8 @@ from effllm.quant.weight import Weight
 from effllm.runtime.gguf.store import open_gguf_store
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import written
 from gguf_samples import FABLE, SCALES, add_scales, counts, fable_gguf, write_model
+from saved_models import saved
 from test_gguf import IDS, folder_of, logits
 from test_gguf_mixtures import MIXTURES
 
@@ -46,7 +46,7 @@ def test_nvfp4_has_a_scale_of_a_tensor_beside(tmp_path: Path) -> None:
 def test_each_expert_of_a_stack_has_its_own(tmp_path: Path) -> None:
     arch, case = MIXTURES["qwen3_moe"]
     case = replace(case, changes={**case.changes, "moe_intermediate_size": 64, "intermediate_size": 128})  # whole blocks
-    written(case, tmp_path / "source")
+    saved(case, tmp_path / "source")
     keys = counts(case)
 
     def change(own: object) -> object:

@@ -17,6 +17,7 @@ from effllm.runtime.tensors import check_tensors
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import Case, scored, text, written
+from saved_models import saved
 
 TINY = Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7})
 
@@ -34,7 +35,7 @@ def test_the_first_ones_have_no_prefix_and_hold_their_masks(tmp_path: Path) -> N
 
 
 def test_rows_of_a_matrix_are_columns_of_what_is_stored(tmp_path: Path) -> None:
-    written(TINY, tmp_path)
+    saved(TINY, tmp_path)
     stored, config = load_file(tmp_path / "model.safetensors"), read_config(tmp_path)
     with open_store(tmp_path) as store:
         found = check_tensors(config, store)[1]
@@ -58,7 +59,7 @@ def test_what_is_made_of_one_lies_as_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("change", "said"), [
     (lambda tensor: tensor.T.contiguous(), "expected 64 inputs before its outputs"), (lambda tensor: tensor.to(torch.int8), "turned over")])
 def test_what_cannot_be_turned_over_is_refused(tmp_path: Path, change: object, said: str) -> None:
-    written(TINY, tmp_path)
+    saved(TINY, tmp_path)
     tensors, name = load_file(tmp_path / "model.safetensors"), "transformer.h.0.attn.c_attn.weight"
     save_file({**tensors, name: change(tensors[name])}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match=said) as caught:
@@ -67,7 +68,7 @@ def test_what_cannot_be_turned_over_is_refused(tmp_path: Path, change: object, s
 
 
 def test_sizes_under_either_name(tmp_path: Path) -> None:
-    written(TINY, tmp_path)
+    saved(TINY, tmp_path)
     raw = json.loads((tmp_path / "config.json").read_text())
     own = {"n_embd": "hidden_size", "n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_positions":
            "max_position_embeddings"}

@@ -10,8 +10,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
-from family_models import GROWING, Case, written
+from family_models import GROWING, Case
 from gpu_runs import divergence, opened, simulated
+from saved_models import saved
 
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.kernels.cuda.repeated import Repeats
@@ -59,7 +60,7 @@ def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkey
 
 def test_queries_that_grow_do_so_in_recorded_passes(tmp_path: Path) -> None:
     """Keys and queries have tables of their own, and both follow the position."""
-    written(Case("ministral3", {"vocab_size": 4096, "rope_parameters": GROWING}), tmp_path)
+    saved(Case("ministral3", {"vocab_size": 4096, "rope_parameters": GROWING}), tmp_path)
     engine, _ = opened(tmp_path, simulated(), gpu_layers=3)
     repeats = engine.backends["cuda"].repeats
     found = answers(engine)
@@ -91,7 +92,7 @@ def test_a_pass_that_cannot_be_recorded_is_run_and_told_once() -> None:
 def test_what_the_host_decides_for_every_token_is_not_recorded(case: Case | None, kv: str, tmp_path: Path) -> None:
     folder = FABLE if case is None else tmp_path
     if case is not None:
-        written(case, folder)
+        saved(case, folder)
     engine, _ = opened(folder, simulated(), kv=kv)
     engine.backends["cuda"].on.recorded = None  # never called
     list(engine.prefill([1] * 20))

@@ -25,8 +25,9 @@ from effllm.runtime.prepare import EngineOptions, prepare
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bundle_models import RELU, bundled
 from conversions import FABLE, options, run
-from family_models import Case, written
+from family_models import Case
 from gpu_runs import CTX, card_here, divergence, logits, opened, simulated
+from saved_models import saved
 from streamed_models import larger_than_memory
 
 LAYERS, LINK = 6, 2e9
@@ -109,7 +110,7 @@ def test_low_bit_layers_run_on_the_card_as_codes(tmp_path: Path, asked: dict[str
                                   Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64}),
                                   Case("olmo2", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 128})])
 def test_bundles_run_on_the_card(case: Case, tmp_path: Path) -> None:
-    written(case, tmp_path / "model")
+    saved(case, tmp_path / "model")
     bundled(tmp_path / "model", tmp_path / "bundled")
     want, found = (logits(opened(tmp_path / "bundled", card, ctx=400)[0]) for card in (None, simulated()))
     assert divergence(found, want) < 1e-5
@@ -144,7 +145,7 @@ def test_pages_spill_beneath_the_card(tmp_path: Path) -> None:
 
 
 def test_experts_page_beneath_the_card(tmp_path: Path, no_baseline: None) -> None:
-    written(Case("qwen3_moe", {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 128,
+    saved(Case("qwen3_moe", {"num_hidden_layers": 4, "num_experts": 16, "num_experts_per_tok": 2, "hidden_size": 128,
                                "moe_intermediate_size": 256}, dtype="bfloat16"), tmp_path)
     roomy, _ = opened(tmp_path, simulated(), gpu_layers=1)
     tight, _ = opened(tmp_path, simulated(), gpu_layers=1, ram=str(roomy.placement.total_bytes - 1))
@@ -260,7 +261,7 @@ def test_long_passes_copy_the_hosts_layers(folder: str, tmp_path: Path) -> None:
     if folder == "4bit":
         run(FABLE, path := tmp_path / "small", options("4bit"))
     elif folder == "mixture":
-        written(Case("mixtral", {"num_hidden_layers": 4}, dtype="bfloat16"), path := tmp_path)
+        saved(Case("mixtral", {"num_hidden_layers": 4}, dtype="bfloat16"), path := tmp_path)
     card = simulated(4 << 30, LINK)
     engine, said = opened(path, card, gpu_layers=1, exact=folder == "4bit")
     placement, host = engine.placement, engine.config.num_hidden_layers - 1

@@ -8,8 +8,8 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
-from family_models import written as random_model
 from gguf_samples import FABLE
+from saved_models import saved
 from test_imported import CASES, GROUP, plain, written
 
 from effllm.offload.checkpoint import CheckpointError
@@ -97,7 +97,7 @@ def test_the_older_name_of_the_section_is_named(tmp_path: Path) -> None:
 
 def test_the_text_part_of_a_composite_may_say_how_it_is_quantized(tmp_path: Path) -> None:
     """Its weights are what they are where the whole model says it."""
-    random_model(Case("gemma3_text", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}), tmp_path / "model")
+    saved(Case("gemma3_text", {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}), tmp_path / "model")
     *_, made = export_compressed(tmp_path / "model", tmp_path / "words", "INT4")
     path = made.folder / "config.json"
     inner = json.loads(path.read_text())

@@ -38,8 +38,9 @@ from effllm.runtime.policy.salient import Salient
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import GPT_OSS, Case, written
+from family_models import GPT_OSS, Case
 from kv_samples import SHARE, Stream, moments_basis, packed_cache, relative
+from saved_models import saved
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
@@ -310,7 +311,7 @@ def test_a_page_that_learned_sinks_leave_nothing_is_worth_nothing(tmp_path):
     """gpt-oss: shares were taken of what keys get alone, as though there were no sinks."""
     import safetensors.torch as files
 
-    written(Case("gpt_oss", GPT_OSS), tmp_path)
+    saved(Case("gpt_oss", GPT_OSS), tmp_path)
     path = tmp_path / "model.safetensors"
     weights = files.load_file(path)
     weights["model.layers.1.self_attn.sinks"][:] = 200.0

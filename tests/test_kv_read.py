@@ -21,11 +21,11 @@ from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import written
 from gpu_runs import card_here, simulated
 from gpu_runs import opened as opened_beside
 from hybrid_models import MODELS
 from pulls import FABLE
+from saved_models import saved
 
 MAMBA = MODELS["mamba"]
 TIER = {"ctx": 2048, "kv_ram": "8M", "device": "cpu"}
@@ -144,7 +144,7 @@ def test_a_model_that_sees_windows_alone_has_nothing_to_pick(tmp_path: Path) -> 
 
 
 def test_a_model_without_keys_and_values_is_told_so(tmp_path: Path) -> None:
-    written(MAMBA, tmp_path / "mamba")
+    saved(MAMBA, tmp_path / "mamba")
     with pytest.raises(UsageError, match="no layer of this model has keys and values"):
         prepare(tmp_path / "mamba", EngineOptions(device="cpu", kv_read="sparse"))
 

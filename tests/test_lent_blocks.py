@@ -26,7 +26,8 @@ from effllm.runtime.weights.lent_weights import uses
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
 from conversions import options, run
-from family_models import CASES, Case, written
+from family_models import CASES, Case
+from saved_models import saved
 from streamed_models import streaming
 from test_afmoe import found_by, resident
 
@@ -47,7 +48,7 @@ ZAMBA = {
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base = tmp_path_factory.mktemp("lent")
-    written(Case("zamba2", {**CASES["zamba2"].changes, **WIDE}), base / "whole")
+    saved(Case("zamba2", {**CASES["zamba2"].changes, **WIDE}), base / "whole")
     run(base / "whole", base / "4bit", options("4bit"))
     return {"whole": base / "whole", "4bit": base / "4bit"}
 

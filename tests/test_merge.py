@@ -21,8 +21,9 @@ from effllm.runtime.adapters.merge import Merged, merge
 from effllm.runtime.events import Notice
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import DELTA, Case, assert_scored_as, text, written
+from family_models import DELTA, Case, assert_scored_as, text
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from saved_models import saved
 
 LAYER = "model.layers.1."
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
@@ -32,7 +33,7 @@ MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")
 def base(request, tmp_path_factory) -> Path:
     """In several files."""
     folder = tmp_path_factory.mktemp("base") / "model"
-    written(Case("llama", {"tie_word_embeddings": False}, shard="150KB", dtype=request.param), folder)
+    saved(Case("llama", {"tie_word_embeddings": False}, shard="150KB", dtype=request.param), folder)
     assert len([*folder.glob("*.safetensors")]) > 1
     return folder
 
@@ -215,7 +216,7 @@ def test_matrices_in_words_are_refused(base, tmp_path):
 
 
 def test_a_head_that_is_the_embeddings(tmp_path):
-    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    saved(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
     table = weights(base)["model.embed_tokens.weight"]
     both = {f"{PREFIX}{name}.weight": table + 1 for name in ("lm_head", "model.embed_tokens")}
     merged(base, adapter(tmp_path / "both", both), tmp_path / "out")
@@ -255,7 +256,7 @@ def test_from_the_command_line_to_a_run(person, tmp_path):
                    "model.embed_tokens.lora_embedding_B": random(table.shape[1], RANK)}], ids=["alone", "apart", "by two matrices"])
 def test_a_table_that_was_trained_without_the_head_that_it_is(tmp_path, tensors):
     """PEFT leaves the head as it was there, unless it is told to keep them alike."""
-    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    saved(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
     own = {f"{PREFIX}{name}": each for name, each in tensors(weights(base)["model.embed_tokens.weight"]).items()}
     with pytest.raises(EffllmError, match="not the head in the same way") as refused:
         merged(base, adapter(tmp_path / "adapter", own), tmp_path / "out")
@@ -265,7 +266,7 @@ def test_a_table_that_was_trained_without_the_head_that_it_is(tmp_path, tensors)
 
 
 def test_a_head_that_was_trained_with_its_table(tmp_path):
-    written(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
+    saved(Case("llama", {"tie_word_embeddings": True}), base := tmp_path / "base")
     table = weights(base)["model.embed_tokens.weight"]
     a, b = random(RANK, len(table)), random(table.shape[1], RANK)
     own = {"model.embed_tokens.lora_embedding_A": a, "model.embed_tokens.lora_embedding_B": b, "lm_head.lora_A.weight": b.T.clone(),
@@ -288,18 +289,18 @@ def assert_changes_a_query(base: Path, part: str, called, tmp_path: Path) -> Non
 @pytest.mark.parametrize("family", ["gemma3_text", "mistral"])
 def test_of_layers_of_text_and_of_images_those_of_the_text(tmp_path, family, prefix):
     """Both have matrices of the same names, and programs turn the words before round."""
-    written(Case(family, images=True), base := tmp_path / "base")
+    saved(Case(family, images=True), base := tmp_path / "base")
     assert_changes_a_query(base, "language_model", lambda name: f"{prefix}layers.0.self_attn.q_proj", tmp_path)
 
 
 def test_matrices_of_layers_of_images(tmp_path):
-    written(Case("gemma3_text", images=True), base := tmp_path / "base")
+    saved(Case("gemma3_text", images=True), base := tmp_path / "base")
     assert_changes_a_query(base, "vision", lambda name: f"model.{name.removeprefix('model.').removesuffix('.weight')}", tmp_path)
 
 
 def test_blocks_of_a_number_that_the_model_does_not_have(tmp_path):
     """Where they are not called layers their number is among the words before."""
-    written(Case("qwen3_5_text", DELTA, images=True), base := tmp_path / "base")
+    saved(Case("qwen3_5_text", DELTA, images=True), base := tmp_path / "base")
     name = next(each for each in weights(base) if ".blocks.0." in each and each.endswith("attn.qkv.weight")).removesuffix(".weight")
     rows, columns = weights(base)[f"{name}.weight"].shape
     pair = random(RANK, columns), random(rows, RANK)

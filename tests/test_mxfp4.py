@@ -42,6 +42,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 from conversions import FABLE, options, run
 from family_models import CASES, oracle, text, written
+from saved_models import saved
 
 EXPERTS, HIDDEN, WIDTH, LAYERS = 5, 64, 96, 3
 SHAPES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}
@@ -250,7 +251,7 @@ def source(request: pytest.FixtureRequest, checkpoint: tuple[Path, object], tmp_
     folder = checkpoint[0]
     if request.param == "bfloat16":
         folder = tmp_path / "wide"
-        written(CASES["gpt_oss, bfloat16"], folder)
+        saved(CASES["gpt_oss, bfloat16"], folder)
     yield folder
 
 

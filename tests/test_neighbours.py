@@ -19,8 +19,9 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, rope, written
+from family_models import Case, rope
 from gguf_samples import FABLE
+from saved_models import saved
 
 SIZES = {"vocab_size": 4096, "head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False, "eos_token_id": None}
 CASES = {"ernie4_5": Case("ernie4_5", {**SIZES, **rope("linear", factor=2.0), "use_bias": True}, dtype="float16"),
@@ -52,7 +53,7 @@ def in_halves(folder: Path, out: Path) -> Path:
 @pytest.fixture(params=CASES, scope="module")
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     base = tmp_path_factory.mktemp(request.param)
-    written(CASES[request.param], base / "model")
+    saved(CASES[request.param], base / "model")
     return base / "model", in_halves(base / "model", base / "halves")
 
 

@@ -16,9 +16,10 @@ from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights.paged_experts import RECORD_NBYTES, cut_experts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import FEW_EXPERTS, Case, written
+from family_models import FEW_EXPERTS, Case
 from gguf_samples import add_fable_tokenizer, counts, write_model
 from made_mixtures import imported_mixture
+from saved_models import saved
 from streamed_models import FABLE, paging, random_folder
 from test_mxfp4 import packed_model
 from test_paged_models import logits, paged, resident
@@ -33,7 +34,7 @@ SLOTS = 20  # of 36: experts of two tokens take 18
 @pytest.fixture(scope="module")
 def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("mixtures") / "source"
-    written(QWEN, folder)
+    saved(QWEN, folder)
     return folder
 
 

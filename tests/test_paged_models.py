@@ -13,7 +13,8 @@ from effllm.runtime.weights.paged_experts import LayerExperts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 from streamed_models import paging
 from test_moe_models import mixture_model
 
@@ -122,7 +123,7 @@ def test_those_that_are_often_asked_are_families() -> None:
 
 @pytest.mark.parametrize("name", [name if name in OFTEN else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
 def test_every_family_gives_the_same_bits(name: str, tmp_path: Path) -> None:
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     assert np.array_equal(paged(tmp_path / "model", FAMILIES[name]), resident(tmp_path / "model"))
 
 
@@ -130,7 +131,7 @@ def test_every_family_gives_the_same_bits(name: str, tmp_path: Path) -> None:
                                          ("qwen2_moe", 20), ("glm4_moe", 13), ("nemotron_h, experts", 16), ("llama4_text", 9)))
 def test_quantized_families_give_the_same_bits(name: str, slots: int, tmp_path: Path) -> None:
     """gpt-oss with its biases and clamped gates: taken apart by the conversion, it pages."""
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("4bit"))
     if slots < 24:
         assert np.array_equal(paged(tmp_path / "out", slots), resident(tmp_path / "out"))

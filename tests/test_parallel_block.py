@@ -13,7 +13,8 @@ from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 from streamed_models import streaming
 
 IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
@@ -23,7 +24,7 @@ IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_NBYTES", 8 << 10)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
-    written(CASES[name], tmp_path)
+    saved(CASES[name], tmp_path)
     *_, resident = open_engine(tmp_path, EngineOptions(device="cpu", ctx=128))
     engine = streaming(tmp_path, ctx=128)
     try:
@@ -47,7 +48,7 @@ def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp
 
 def test_other_layers_have_o_before_the_mlp(tmp_path: Path) -> None:
     for name in ("cohere2", "gpt_neox", "phi", "llama, tied, one KV head", "olmo2", "opt", "gemma2"):
-        written(CASES[name], tmp_path / name)
+        saved(CASES[name], tmp_path / name)
         config = read_config(tmp_path / name)
         stages = parts.stages_of(families.get(config.family).layer_tensors(config, 0))
         assert sorted(stages) == sorted(parts.STAGES)

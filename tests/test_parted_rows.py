@@ -19,8 +19,9 @@ from effllm.runtime.source import check_mapping, open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, written
+from family_models import CASES
 from hybrid_models import CALM, IDS, anew, answer, opened
+from saved_models import saved
 
 # Every token visits all experts, so that no rounding chooses others.
 CASE = replace(CASES["qwen3_next"], changes={**CASES["qwen3_next"].changes, **CALM, "num_experts": 3})
@@ -30,7 +31,7 @@ PREFIX = "model.layers.0.linear_attn."
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("joined") / "model"
-    written(CASE, made)
+    saved(CASE, made)
     return made
 
 

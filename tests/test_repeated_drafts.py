@@ -13,8 +13,9 @@ from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, written
+from family_models import CASES
 from family_sizes import OF_ALL_KINDS
+from saved_models import saved
 from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 from test_recorded_passes import Counted, opened
@@ -85,7 +86,7 @@ def test_pages_on_the_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in CASES])
 def test_families(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(CASES[name], tmp_path)
+    saved(CASES[name], tmp_path)
     recorded, anew = (plain(tmp_path, ctx=None) for _ in range(2))
     monkeypatch.setattr(anew.model.backends["cpu"], "replay", lambda *more: False)
     assert all(np.array_equal(a, b) for a, b in zip(passes(recorded, 3, 3), passes(anew, 3, 3), strict=True))

@@ -11,8 +11,9 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, written
+from family_models import CASES
 from family_sizes import OF_ALL_KINDS
+from saved_models import saved
 from streamed_models import paging, random_model, streaming
 
 # One case of each family.
@@ -55,7 +56,7 @@ def assert_rows_alone(engine: Engine) -> None:
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in OF_ALL_KINDS else pytest.mark.slow)
                                     for family in sorted(BY_FAMILY)])
 def test_rows_are_those_of_passes_alone(family: str, tmp_path: Path) -> None:
-    written(BY_FAMILY[family], tmp_path)
+    saved(BY_FAMILY[family], tmp_path)
     *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", ctx=256, parallel=2 * len(LENGTHS)))
     assert_rows_alone(engine)
 
@@ -68,7 +69,7 @@ def test_weights_from_the_disk(tmp_path: Path) -> None:
 
 
 def test_experts_from_the_disk(tmp_path: Path) -> None:
-    written(BY_FAMILY["qwen3_moe"], tmp_path)
+    saved(BY_FAMILY["qwen3_moe"], tmp_path)
     assert_rows_alone(paging(tmp_path, slots=9, ctx=256, parallel=2 * len(LENGTHS)))
 
 

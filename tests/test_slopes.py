@@ -26,6 +26,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
 from conversions import options, run
 from family_models import CASES, Case, assert_scored_as, scored, text, written
+from saved_models import saved
 from streamed_models import streaming
 from test_afmoe import found_by, resident
 
@@ -52,7 +53,7 @@ BLOOM = {
 @pytest.fixture(scope="module", params=("mpt", "bloom"))
 def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     base, family = tmp_path_factory.mktemp("slopes"), request.param
-    written(Case(family, {**CASES[family].changes, **WIDE[family]}), base / "whole")
+    saved(Case(family, {**CASES[family].changes, **WIDE[family]}), base / "whole")
     run(base / "whole", base / "4bit", options("4bit"))
     return {"whole": base / "whole", "4bit": base / "4bit"}
 
@@ -86,7 +87,7 @@ def test_plans_count_what_heads_are_wider(folders: dict[str, Path]) -> None:
 def test_values_narrower_than_keys(tmp_path: Path) -> None:
     """MiMo V2 Flash, whose heads of values are widened too: in few bits and in packed caches it says nearly the same."""
     own = {"hidden_size": 128, "intermediate_size": 192, "moe_intermediate_size": 64, "num_experts_per_tok": 6, "initializer_range": 0.08}
-    written(Case("mimo_v2_flash", {**CASES["mimo_v2_flash"].changes, **own}), tmp_path / "whole")
+    saved(Case("mimo_v2_flash", {**CASES["mimo_v2_flash"].changes, **own}), tmp_path / "whole")
     run(tmp_path / "whole", tmp_path / "4bit", options("4bit"))
     exact, packed = (found_by(resident(tmp_path / "whole", kv=kv, kv_sink=0, kv_window=0)) for kv in ("32bit", "8bit"))
     rounded = found_by(resident(tmp_path / "4bit", kv="32bit"))

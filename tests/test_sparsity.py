@@ -33,7 +33,8 @@ from bundle_models import RELU, bundled, folders, found, resident, windowed
 from command_line import Ran
 from conversions import options as conversion
 from conversions import run as convert_run
-from family_models import Case, written
+from family_models import Case
+from saved_models import saved
 from streamed_models import FABLE, long_context_mixture, random_model, streams
 
 __all__ = ["folders"]  # a fixture
@@ -87,7 +88,7 @@ def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: 
 
 @pytest.mark.parametrize("act, share, said", (("relu", 0.5, "leaves neurons out by itself"), ("silu", 1.5, "no share of gates")))
 def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said: str, tmp_path: Path) -> None:
-    written(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
+    saved(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):
         list(bundle(tmp_path / "model", tmp_path / "out", gate_sparsity=share))
 
@@ -106,9 +107,9 @@ def test_families_that_multiply_their_mlps_as_a_whole_are_refused(family: str) -
 
 
 def test_what_headers_tell_is_refused_before_the_model_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    written(Case("llama", {**RELU, "hidden_act": "silu"}, dtype="bfloat16"), tmp_path / "model")
+    saved(Case("llama", {**RELU, "hidden_act": "silu"}, dtype="bfloat16"), tmp_path / "model")
     convert_run(tmp_path / "model", tmp_path / "low", conversion("4bit"))
-    written(Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "activation_function": "gelu"}), tmp_path / "flat")
+    saved(Case("opt", {"hidden_size": 64, "ffn_dim": 128, "word_embed_proj_dim": 64, "activation_function": "gelu"}), tmp_path / "flat")
     monkeypatch.setattr(bundle_ffn, "gate_thresholds", lambda *given: pytest.fail("the model was run first"))
     for name, said in (("low", "neurons are read one by one in 16 or 32 bits"), ("flat", "needs an MLP with a gate, opt has none")):
         with pytest.raises(UsageError, match=said):

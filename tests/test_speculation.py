@@ -27,7 +27,8 @@ from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -171,7 +172,7 @@ def test_tokens_side_by_side_have_the_bits_of_tokens_alone(engines: dict[str, En
                                       "llama, biases", "qwen3", "phi3", "gemma3", "olmo2", "granite", "mistral, window", "qwen3_moe",
                                       "glm4"))))
 def test_every_family_has_them(name: str, tmp_path: Path) -> None:
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     engine = opened(tmp_path / "model", ctx=300)
     wide, narrow = wide_and_narrow(engine, 50, 90)
     assert np.array_equal(wide, narrow)

@@ -13,8 +13,9 @@ from effllm.runtime.config import read_config
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, Case, written
+from family_models import CASES, Case
 from hybrid_models import opened, read
+from saved_models import saved
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 
@@ -23,7 +24,7 @@ FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """One that speaks, if nonsense."""
     made = tmp_path_factory.mktemp("alone") / request.param
-    written(Case(request.param, {**CASES[request.param].changes, "vocab_size": 4096, "max_position_embeddings": 640}), made)
+    saved(Case(request.param, {**CASES[request.param].changes, "vocab_size": 4096, "max_position_embeddings": 640}), made)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (made / file).write_bytes((FABLE / file).read_bytes())
     return made

@@ -8,6 +8,7 @@ from conversions import options, run
 from family_models import CASES, Case, assert_close, assert_scored_as, oracle, text, written
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
 from effllm import UsageError
@@ -38,7 +39,7 @@ def test_experts_that_are_stored_together(name: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("shape", [(5, 64), (5, 175, 64), (5, 0, 64), (70_000, 2, 1)])
 def test_experts_together_in_no_form_that_there_is(shape: tuple[int, ...], tmp_path: Path) -> None:
-    written(CASES["mixtral"], tmp_path)
+    saved(CASES["mixtral"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors") | {"model.layers.0.mlp.experts.gate_up_proj": torch.zeros(shape)}
     save_file(tensors, tmp_path / "model.safetensors", metadata={"format": "pt"})
     with pytest.raises(CheckpointError, match="mlp.experts.gate_up_proj"):
@@ -81,7 +82,7 @@ def test_weights_in_double_precision_are_rounded(tmp_path: Path) -> None:
 
 
 def test_weights_in_double_precision_are_not_mapped(tmp_path: Path) -> None:
-    written(CASES["llama, float16"], tmp_path)
+    saved(CASES["llama, float16"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     check_mapping(tmp_path)
     save_file(tensors | {"model.norm.weight": tensors["model.norm.weight"].double()}, tmp_path / "model.safetensors")

@@ -24,9 +24,10 @@ from effllm.quant.weight import Linear, Norm, Weight
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import options, run
-from family_models import Case, written
+from family_models import Case
 from gpu_runs import divergence, logits, opened, simulated
 from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
+from saved_models import saved
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOME = ("codebook4:16", "codebook3:16", "affine5:64", "symmetric8:128", "ternary:32", "block4:32", "mxfp4:32", "offset8:32", "super5:32",
@@ -103,7 +104,7 @@ def test_sixteen_bit_weights_are_multiplied(stored: str) -> None:
 def test_a_model_is_multiplied_by_them(made: str, tmp_path: Path) -> None:
     """All of its layers, passes that are run again among them."""
     folder = tmp_path / "wide"
-    written(Case("llama", {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_hidden_layers": 1}, dtype="bfloat16"), folder)
+    saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48, "vocab_size": 64, "num_hidden_layers": 1}, dtype="bfloat16"), folder)
     if made != "wide":
         run(tmp_path / "wide", folder := tmp_path / made, options(made))
     card = SimulatedDevice(link=1.0, compiles=True)

@@ -16,7 +16,8 @@ from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import odd_model, options, run
-from family_models import CASES, written
+from family_models import CASES
+from saved_models import saved
 from streamed_models import random_model, streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -111,14 +112,14 @@ FAMILIES = ("llama, odd vocabulary", "llama, biases", "llama, tied, one KV head"
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_every_kind_of_block_gives_the_same_bits(name: str, tmp_path: Path, small_parts: None) -> None:
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     assert np.array_equal(streamed(tmp_path / "model", keep=3), resident(tmp_path / "model"))
 
 
 @pytest.mark.parametrize("name", ("phi3", "qwen3", "opt", "ernie4_5", "glm4", "qwen3_5_text", "lfm2", "granitemoehybrid, state spaces",
                                   "nemotron_h", "falcon_h1"))
 def test_quantized_families_give_the_same_bits(name: str, tmp_path: Path, small_parts: None) -> None:
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("4bit"))
     assert np.array_equal(streamed(tmp_path / "out"), resident(tmp_path / "out"))
 

@@ -11,6 +11,7 @@ from conversions import options, run
 from family_models import CASES, Case, assert_scored_as, oracle, scored, text, written
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file, save_model
+from saved_models import saved
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime import convert as convert_module
@@ -73,7 +74,7 @@ def test_a_head_that_is_the_embedding_again_stays_tied(tmp_path: Path) -> None:
 
 def test_what_is_made_of_a_model_has_its_head(tmp_path: Path) -> None:
     folder = tmp_path / "model"
-    written(Case("llama", {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}), folder)
+    saved(Case("llama", {"tie_word_embeddings": True, "hidden_size": 128, "intermediate_size": 128, "head_dim": 32}), folder)
     with_head(folder)
     model = reread(folder)
     ids = text(model, IDS)
@@ -93,7 +94,7 @@ def test_what_is_made_of_a_model_has_its_head(tmp_path: Path) -> None:
 
 def test_a_head_is_kept_while_nobody_can_tell(tmp_path: Path) -> None:
     """Of weights that are still to come both look the same."""
-    written(CASES["qwen3"], tmp_path)
+    saved(CASES["qwen3"], tmp_path)
     with_head(tmp_path, like=1.0)
     for whole, roles in ((True, {"embed"}), (False, {"embed", "head"})):
         with (plan := plan_conversion(tmp_path, options().recipe, whole=whole)).store:

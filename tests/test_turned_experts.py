@@ -17,6 +17,7 @@ from effllm.runtime.source import check_mapping, open_store
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, assert_scored_as, scored, text, written
+from saved_models import saved
 from test_paged_models import paged, resident
 
 NAME = "qwen3_vl_moe"
@@ -27,7 +28,7 @@ JOINT = "model.language_model.layers.0.mlp.experts."
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """As these models are published, which is not how a new one is saved."""
     made = tmp_path_factory.mktemp("turned") / "model"
-    written(CASES[NAME], made)
+    saved(CASES[NAME], made)
     path = made / "model.safetensors"
     save_file({name: value.transpose(1, 2).contiguous() if ".experts." in name else value for name, value in load_file(path).items()},
               path, {"format": "pt"})
@@ -74,7 +75,7 @@ def test_those_that_lie_as_usual_stay_as_they_are(folder: Path, tmp_path: Path) 
 
 
 def test_what_is_no_tensor_of_experts_is_refused(folder: Path, tmp_path: Path) -> None:
-    written(CASES[NAME], tmp_path / "flat")
+    saved(CASES[NAME], tmp_path / "flat")
     path = tmp_path / "flat" / "model.safetensors"
     stored = load_file(path)
     save_file({**stored, f"{JOINT}down_proj": stored[f"{JOINT}down_proj"].reshape(-1, 64)}, path, {"format": "pt"})

@@ -8,8 +8,9 @@ import numpy as np
 import pytest
 import torch
 from conversions import odd_model, options, run
-from family_models import CASES, written
+from family_models import CASES
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 
 from effllm import UsageError
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -77,7 +78,7 @@ def test_a_bias_of_zeros_adds_nothing(tmp_path: Path) -> None:
 
 def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> None:
     """As many as the config says: one more does not belong to it."""
-    written(CASES["glm4_moe"], tmp_path)
+    saved(CASES["glm4_moe"], tmp_path)
     tensors = load_file(tmp_path / "model.safetensors")
     tensors |= {f"model.layers.{layer}.eh_proj.weight": torch.ones(4) for layer in (3, 4)}
     save_file(tensors, tmp_path / "model.safetensors")
@@ -89,7 +90,7 @@ def test_layers_of_multi_token_prediction_are_passed_over(tmp_path: Path) -> Non
 
 def test_keys_and_values_of_layers_that_have_none_are_passed_over(tmp_path: Path) -> None:
     """Gemma 4's checkpoints keep them, and its encoders."""
-    written(CASES["gemma4_text"], tmp_path)
+    saved(CASES["gemma4_text"], tmp_path)
     tensors, sight = load_file(tmp_path / "model.safetensors"), "model.embed_vision.embedding_projection.weight"
     kept = [f"model.layers.5.self_attn.{name}.weight" for name in ("k_proj", "v_proj", "k_norm")]
     save_file(tensors | {name: torch.ones(4) for name in (*kept, sight)}, tmp_path / "model.safetensors")
@@ -101,7 +102,7 @@ def test_keys_and_values_of_layers_that_have_none_are_passed_over(tmp_path: Path
 @pytest.mark.parametrize("name", ["gemma3", "gemma4_unified", "phi3", "glm4", "gpt_oss", "qwen3_moe", "qwen2_moe", "glm4_moe", "opt"])
 def test_no_model_has_tensors_that_are_not_used(name: str, tmp_path: Path) -> None:
     """An encoder of images, matrices that are stored as one, experts that are taken apart; nor has what is made of them."""
-    written(CASES[name], tmp_path / "model")
+    saved(CASES[name], tmp_path / "model")
     assert not notices(tmp_path / "model")
     made, _ = run(tmp_path / "model", tmp_path / "made", options())
     assert not notices(made.folder)

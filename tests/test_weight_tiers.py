@@ -11,7 +11,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import bundled
 from conversions import options, run
-from family_models import Case, written
+from family_models import Case
+from saved_models import saved
 from streamed_models import FABLE, larger_than_memory, random_model, streams
 
 from effllm import DoesNotFit
@@ -75,7 +76,7 @@ def test_rows_of_an_embedding_are_on_the_disk(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("slots", [2, 5])
 def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None:
-    written(Case("mixtral", {"tie_word_embeddings": False}), tmp_path)
+    saved(Case("mixtral", {"tie_word_embeddings": False}), tmp_path)
     prepared = prepare(tmp_path, ASKED)
     own, tensors = prepared.config.mixture, check_tensors(prepared.config, prepared.store, prepared.container)
     parts = cut_experts(tensors, own.experts, own.per_token, prepared.store)
@@ -87,7 +88,7 @@ def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None
 
 
 def test_neurons_are_in_the_window_or_on_the_disk(tmp_path: Path) -> None:
-    written(Case("llama", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_key_value_heads": 2},
+    saved(Case("llama", {"hidden_act": "relu", "hidden_size": 64, "intermediate_size": 192, "head_dim": 16, "num_key_value_heads": 2},
                  dtype="bfloat16"), tmp_path / "model")
     bundled(tmp_path / "model", tmp_path / "bundled")
     made, _ = streaming(tmp_path / "bundled", 1)

@@ -22,10 +22,11 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_models import GEMMA_4, KEYS_AS_VALUES, Case, written
+from family_models import GEMMA_4, KEYS_AS_VALUES, Case
 from hybrid_models import CTX, IDS, anew, opened, read
 from latent_models import LATENT_CASES
 from same_bits import restore, save
+from saved_models import saved
 from test_hybrid_caches import Numbers
 
 HEADS = {"head_dim": 256, "global_head_dim": 512, "hidden_size": 128, "max_position_embeddings": CTX, "sliding_window": 150}
@@ -38,7 +39,7 @@ PACKED = {"kv": "4bit", "kv_window": 32}
 @pytest.fixture(scope="module", params=CASES)
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("wide") / request.param
-    written(CASES[request.param], made)
+    saved(CASES[request.param], made)
     return made
 
 
