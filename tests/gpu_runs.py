@@ -1,5 +1,7 @@
 """Models opened with some layers on a simulated GPU, and what every way of placing them must answer."""
 
+import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -7,6 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.cli.app import main
+from effllm.cli.environment import Environment
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
@@ -31,6 +35,14 @@ def card_here(card: SimulatedDevice | None) -> Iterator[None]:
         patch.setattr(devices, "probe", lambda: card)
         patch.setattr(devices.roofs, "known", lambda wanted: NO_ROOFS)
         yield
+
+
+def typed(*argv: object, card: SimulatedDevice | None = None) -> tuple[int, str, str]:
+    """The code of a command, and what it wrote."""
+    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
+    with card_here(card):
+        code = main([str(each) for each in argv], environment)
+    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 def opened(folder: Path, card: SimulatedDevice | None, **asked: object) -> tuple[Engine, list[str]]:

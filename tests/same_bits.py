@@ -31,6 +31,15 @@ def assert_threads_and_chunks_change_nothing(folder: Path, end: int = 450, ways:
     assert all(np.array_equal(found[0], other) for other in found[1:])
 
 
+def assert_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int, count: int = 21) -> None:
+    """Of `count` tokens, sevens, behind a prompt of `held`."""
+    rows = []
+    for step in (1, 7):
+        anew(engine, IDS[:held])
+        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + count, step)]))
+    assert np.array_equal(*rows)
+
+
 def assert_drafts_change_nothing(engine: Engine, held: int, right: float) -> None:
     """Neither the answer behind a prompt of `held` tokens nor what the cache holds after it; `right`: the share of guesses that are."""
     anew(engine, IDS[:held])

@@ -97,6 +97,16 @@ def random_model(folder: Path, **changes: object) -> Path:
     return random_folder(folder, {**json.loads((FABLE / "config.json").read_text()), **changes})
 
 
+def differing(rng: np.random.Generator) -> Callable[[str, np.ndarray], np.ndarray]:
+    """What `random_folder` changes so that tokens differ, and so go to different experts."""
+    def change(name: str, values: np.ndarray) -> np.ndarray:
+        if "embed" not in name and not name.endswith("mlp.gate.weight"):
+            return values
+        return (rng.standard_normal(values.nbytes // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
+
+    return change
+
+
 def random_folder(folder: Path, shape: Mapping[str, object],
                   change: Callable[[str, np.ndarray], np.ndarray] = lambda _, values: values) -> Path:
     """Random weights for a config, the packaged model's tokenizer; `change` makes other bytes of a tensor's."""

@@ -40,6 +40,7 @@ from same_bits import (
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
     rows_of,
     save,
 )
@@ -109,11 +110,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 @pytest.mark.parametrize("held", [200, 60, 140])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all before them too, and passes come again."""
-    rows = []
-    for step in (1, 7):
-        anew(engine, IDS[:held])
-        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + 21, step)]))
-    assert np.array_equal(*rows)
+    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
 
 
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:

@@ -45,6 +45,7 @@ from same_bits import (
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
     rows_of,
     save,
 )
@@ -106,11 +107,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 @pytest.mark.parametrize("held", [200, 70])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all keys before them too, and passes come again."""
-    rows = []
-    for step in (1, 7):
-        anew(engine, IDS[:held])
-        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + 21, step)]))
-    assert np.array_equal(*rows)
+    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
 
 
 @pytest.mark.parametrize("right", [0.0, 0.6, 1.0])

@@ -1,7 +1,5 @@
 """A card that is short of memory, or asked for in vain: what a run does then, and what a person is told."""
 
-import io
-import os
 import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
@@ -10,8 +8,6 @@ import pytest
 import torch
 
 from effllm import DoesNotFit, UsageError
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.kernels.cuda import device
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -22,17 +18,10 @@ from effllm.runtime.prepare import EngineOptions, weighed
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE
-from gpu_runs import card_here, logits, opened, simulated
+from gpu_runs import logits, opened, simulated, typed
 from test_gpu_tier import planned
 
 LINK = 2e9
-
-
-def typed(*argv: object, card: SimulatedDevice | None) -> tuple[int, str, str]:
-    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-    with card_here(card):
-        code = main([str(each) for each in argv], environment)
-    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 def test_a_card_that_is_nearly_full_is_left_alone() -> None:

@@ -1,9 +1,7 @@
 """Layers on a GPU, simulated on CPU tensors: what goes where to the byte, what crosses, and the same answer wherever the bytes are."""
 
 import gc
-import io
 import json
-import os
 import sys
 from dataclasses import replace
 from functools import cache, partial
@@ -13,8 +11,6 @@ import numpy as np
 import pytest
 
 from effllm import DoesNotFit, UsageError
-from effllm.cli.app import main
-from effllm.cli.environment import Environment
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.offload.plan_gpu import LinkRates, copied_from
 from effllm.runtime import prepare as preparing
@@ -26,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from bundle_models import RELU, bundled
 from conversions import FABLE, options, run
 from family_models import Case
-from gpu_runs import CTX, card_here, divergence, logits, opened, simulated
+from gpu_runs import CTX, card_here, divergence, logits, opened, simulated, typed
 from saved_models import saved
 from streamed_models import larger_than_memory
 
@@ -191,13 +187,6 @@ def test_a_card_that_filled_up_meanwhile_is_one_line(large: Path) -> None:
 
 
 # -- what a person is told -----------------------------------------------------------------------------------------------------
-
-
-def typed(*argv: object, card: SimulatedDevice | None = None) -> tuple[int, str, str]:
-    environment = Environment(io.StringIO(), io.StringIO(), io.StringIO(), os.environ)
-    with card_here(card):
-        code = main([str(each) for each in argv], environment)
-    return code, environment.stdout.getvalue(), environment.stderr.getvalue()
 
 
 def test_the_plan_draws_the_card() -> None:

@@ -43,7 +43,12 @@ from gguf_samples import FABLE
 from gpu_runs import logits, simulated
 from gpu_runs import opened as with_card
 from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
-from same_bits import assert_drafts_change_nothing, assert_threads_and_chunks_change_nothing, rows_of
+from same_bits import (
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    rows_of,
+)
 from streamed_models import streaming
 from test_speculation import Ticks
 
@@ -54,11 +59,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    anew(engine, IDS[:200])
-    at_once = engine.forward_logits(IDS[200:207]).copy()
-    anew(engine, IDS[:200])
-    for row, token in zip(at_once, IDS[200:207], strict=True):
-        assert np.array_equal(engine.forward_logits([token])[0], row)
+    assert_tokens_at_once_are_tokens_one_by_one(engine, 200, 7)
 
 
 def test_a_chat_that_goes_on_is_one_text(engine: Engine) -> None:

@@ -38,7 +38,13 @@ from gguf_samples import FABLE
 from hybrid_models import IDS, anew, answer, opened, read
 from latent_models import CTX, LATENT_CASES, latent_model
 from made_mixtures import imported_mixture
-from same_bits import assert_a_saved_text_goes_on, assert_drafts_change_nothing, assert_threads_and_chunks_change_nothing, rows_of
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    rows_of,
+)
 from streamed_models import paging, streaming
 from test_hybrid_caches import Numbers
 from test_speculation import Ticks
@@ -69,11 +75,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:
 
 
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
-    anew(engine, IDS[:200])
-    at_once = engine.forward_logits(IDS[200:207]).copy()
-    anew(engine, IDS[:200])
-    for row, token in zip(at_once, IDS[200:207], strict=True):
-        assert np.array_equal(engine.forward_logits([token])[0], row)
+    assert_tokens_at_once_are_tokens_one_by_one(engine, 200, 7)
 
 
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:

@@ -20,7 +20,7 @@ from family_models import FEW_EXPERTS, Case
 from gguf_samples import add_fable_tokenizer, counts, write_model
 from made_mixtures import imported_mixture
 from saved_models import saved
-from streamed_models import FABLE, paging, random_folder
+from streamed_models import FABLE, differing, paging, random_folder
 from test_mxfp4 import packed_model
 from test_paged_models import logits, paged, resident
 from test_paged_runs import answer
@@ -139,14 +139,8 @@ LARGE = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "h
 def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """63 million weights of experts with a tokenizer, in one file: 67 MB."""
     base = tmp_path_factory.mktemp("large")
-    fable, rng = json.loads((FABLE / "config.json").read_text()), np.random.default_rng(5)
-
-    def differing(name: str, values: np.ndarray) -> np.ndarray:
-        if "embed" not in name and not name.endswith("mlp.gate.weight"):
-            return values
-        return (rng.standard_normal(values.nbytes // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-    random_folder(base / "source", {**LARGE, "vocab_size": fable["vocab_size"]}, differing)
+    fable = json.loads((FABLE / "config.json").read_text())
+    random_folder(base / "source", {**LARGE, "vocab_size": fable["vocab_size"]}, differing(np.random.default_rng(5)))
 
     def change(writer: object) -> None:
         counts(Case("qwen3_moe", LARGE))(writer)

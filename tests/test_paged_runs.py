@@ -17,7 +17,7 @@ from effllm.runtime.weights import expert_trace
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
-from streamed_models import FABLE, random_folder
+from streamed_models import FABLE, differing, random_folder
 from test_streamed_runs import HANGS, MIB, MINUTES, finish, peak, start
 
 LAYERS, EXPERTS, TOP = 6, 24, 2
@@ -33,15 +33,7 @@ def large_mixture(folder: Path) -> Path:
              "num_key_value_heads": 2, "head_dim": 64, "num_experts": EXPERTS, "num_experts_per_tok": TOP, "norm_topk_prob": True,
              "max_position_embeddings": 2048, "vocab_size": fable["vocab_size"], "bos_token_id": fable.get("bos_token_id"),
              "eos_token_id": fable.get("eos_token_id"), "tie_word_embeddings": False, "torch_dtype": "bfloat16"}
-    rng = np.random.default_rng(5)
-
-    def differing(name: str, values: np.ndarray) -> np.ndarray:
-        """Tokens that differ, so that they go to different experts."""
-        if "embed" not in name and not name.endswith("mlp.gate.weight"):
-            return values
-        return (rng.standard_normal(values.nbytes // 2).astype(np.float32).view(np.uint32) >> 16).astype(np.uint16)
-
-    return random_folder(folder, shape, differing)
+    return random_folder(folder, shape, differing(np.random.default_rng(5)))
 
 
 @pytest.fixture(scope="module")
