@@ -129,7 +129,7 @@ def test_the_reference_candidate_reads_the_same_pages(pool):
 
 
 @pytest.mark.parametrize("sinks", (None, SINKS), ids=("plain", "sinks"))
-def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(pool, sinks):
+def test_bits_do_not_depend_on_threads_or_on_how_few_come_together(sinks):
     outs = []
     for workers, cuts in ((1, [300] + [1] * 16), (2, [300] + [2] * 8), (4, [300, 8, 8]), (3, [300, 3, 5, 8])):
         other = ThreadPool(workers)

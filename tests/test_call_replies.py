@@ -190,7 +190,7 @@ CHANNELS = ("{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in m
             "{% if add_generation_prompt %}<|start|>assistant{% endif %}")
 
 
-def test_channels(engine, monkeypatch):
+def test_channels(engine):
     """gpt-oss calls on a channel of its own, whichever part of the header names the function."""
     tokenizer = marked(engine, CHANNELS, "<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|return|>", "<|call|>", "<|constrain|>")
     calling = Calling(tokenizer)

@@ -252,7 +252,7 @@ def test_a_partial_download_names_what_is_missing(env: dict[str, str]) -> None:
     assert "config.json" in failed("org/name", env).message
 
 
-def test_names_cannot_leave_the_cache(env: dict[str, str], tmp_path: Path) -> None:
+def test_names_cannot_leave_the_cache(env: dict[str, str]) -> None:
     add_snapshot(env, "org/name")
     root = hub.cache_folder(env) / "models--org--name"
     for repo in ("../cache", "org/..", "org--name", "-x/y", "a/b/c", ""):

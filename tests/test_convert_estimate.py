@@ -172,7 +172,7 @@ def test_a_text_of_a_large_model_is_sampled_by_fewer_tokens(plan: ConversionPlan
     assert text_operations(plan) == TEXT
 
 
-def test_what_experts_read_is_summed_later(plan: ConversionPlan, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_experts_read_is_summed_later(plan: ConversionPlan) -> None:
     """Two experts, of which a token visits one: gate and up read the same, down its own."""
     of = {job.role: job for job in plan.jobs if job.key == 0}
     experts = [replace(of[role], role=expert_role(expert, role)) for expert in (0, 1) for role in ("gate", "up", "down")]

@@ -72,7 +72,7 @@ def test_an_end_that_is_ignored_ends_nothing(tmp_path: Path) -> None:
         assert seen > 0 and process.poll() is None
 
 
-def test_a_later_signal_ends_at_once_also_what_is_saved(tmp_path: Path) -> None:
+def test_a_later_signal_ends_at_once_also_what_is_saved() -> None:
     code = f"""
 import os, signal, time
 from effllm.cli.interrupt import ONE_SIGNAL_S, interruptible

@@ -41,7 +41,7 @@ def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSett
     return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
-def test_opening_tells_what_happens(tmp_path):
+def test_opening_tells_what_happens():
     events = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=512)))
     loads = [event for event in events if isinstance(event, Progress) and event.phase == "loading"]
     assert loads[-1].done == loads[-1].total == 11_540_992 and all(a.done <= b.done for a, b in zip(loads, loads[1:]))

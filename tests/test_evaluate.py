@@ -62,7 +62,7 @@ def test_kld_of_the_16_bit_cache_is_tiny_and_of_itself_zero(engines, tokenizer):
     assert abs(same.kld_mean) < 1e-12 and same.same_top == 1
 
 
-def test_windows_cut_the_text_and_refuse_too_little(engines, tokenizer):
+def test_windows_cut_the_text_and_refuse_too_little(tokenizer):
     cut = windows(tokenizer, TEXT, 100)
     assert sum(map(len, cut)) in (len(tokenizer.encode(TEXT)), len(tokenizer.encode(TEXT)) - 1) and max(map(len, cut)) == 100
     with pytest.raises(UsageError, match="nothing to score"):

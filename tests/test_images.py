@@ -211,7 +211,7 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     assert said(later.ask("And now?", [])) and again.seen is not None, "given once more it is known"
 
 
-def test_a_picture_that_has_no_room_is_not_looked_at(made, session):
+def test_a_picture_that_has_no_room_is_not_looked_at(session):
     sight = session.engine.album.sights[PICTURES]
     with pytest.raises(ContextOverflow, match="512"):
         list(session.ask("word " * 520, [session.picture(picture(10))]))

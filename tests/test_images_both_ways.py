@@ -117,7 +117,7 @@ def test_answers_in_every_way_of_running_are_alike(made, engine):
     assert len(set(answers[:2] + answers[3:])) == 1 and len(answers[2]) == 8
 
 
-def test_passes_are_not_cut_inside_a_picture_beside_others(made, engine):
+def test_passes_are_not_cut_inside_a_picture_beside_others(engine):
     ids = prompt_of(engine, 100, picture(5), 20)
     engine.reset()
     list(engine.prefill(ids))

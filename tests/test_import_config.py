@@ -85,7 +85,7 @@ def test_a_section_that_is_no_object_is_said_to_be_none(section: object) -> None
     assert repr(section) in caught.value.message and "must be an object with a quant_method" in caught.value.hint
 
 
-def test_the_older_name_of_the_section_is_named(tmp_path: Path) -> None:
+def test_the_older_name_of_the_section_is_named() -> None:
     """Unless the newer stands beside it."""
     section = plain("pack-quantized", num_bits=4, group_size=GROUP)
     raw = json.loads((FABLE / "config.json").read_text()) | {"compression_config": section}

@@ -248,7 +248,7 @@ def test_other_weights_under_the_same_names_are_noticed(folder: Path, tmp_path: 
 
 
 @pytest.mark.slow
-def test_the_command_says_what_it_found(folder: Path, tmp_path: Path) -> None:
+def test_the_command_says_what_it_found(tmp_path: Path) -> None:
     copy = shutil.copytree(FABLE, tmp_path / "copy")
     sample = tmp_path / "sample.txt"
     sample.write_text(TEXT)

@@ -120,7 +120,7 @@ def test_tools_are_listed_and_called(client, tmp_path):
     assert not is_alive(begun["pid"])
 
 
-def test_a_server_that_dies_is_told_and_begun_anew(client, tmp_path):
+def test_a_server_that_dies_is_told_and_begun_anew(client):
     list(client.connect(never))
     with pytest.raises(ServerFailed, match="demo ended with exit code 3: out of cheese") as failed:
         list(client.call("dies", {}, never))

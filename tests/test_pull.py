@@ -51,7 +51,7 @@ def test_other_tools_find_the_files(hub: Hub, person: Person) -> None:
     assert not report.warnings and found.repo_id == REPO and found.size_on_disk == sum(map(len, repo.files.values()))
 
 
-def test_what_another_tool_has_downloaded_is_not_fetched_again(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_another_tool_has_downloaded_is_not_fetched_again(hub: Hub, person: Person) -> None:
     """And with that the library of the hub says that this server is one."""
     from huggingface_hub import HfApi, snapshot_download
 

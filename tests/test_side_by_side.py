@@ -166,7 +166,7 @@ def test_passes_are_of_all_and_come_again(replies, monkeypatch):
     assert again.count(True) > 20  # a page of one is full now and then
 
 
-def test_more_than_a_pass_takes_go_in_groups(monkeypatch):
+def test_more_than_a_pass_takes_go_in_groups():
     engine = opened()
     engines, _ = side_by_side(engine, MOST + 2)
     replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
@@ -296,7 +296,7 @@ def test_a_conversation_goes_on_where_it_was(replies):
     assert [len(slot.engine.tokens) > 20 for slot in replies._slots].count(True) == 3
 
 
-def test_a_beginning_that_another_has_read_is_copied(replies, monkeypatch):
+def test_a_beginning_that_another_has_read_is_copied(replies):
     """Beside an answer that is being written, and where several come at once: the first reads, the others wait for it."""
     before = FOX * 50
     wanted = {who: lambda who=who: replies.reply(asked(f"{before} And the {who}?"), wish(max_tokens=40)) for who in ("king", "sea", "boat")}

@@ -237,7 +237,7 @@ def test_commands_that_contradict_themselves_are_refused(arguments: tuple, said:
     assert not (tmp_path / "out").exists()
 
 
-def test_a_text_that_is_too_short_is_refused(tmp_path: Path) -> None:
+def test_a_text_that_is_too_short_is_refused() -> None:
     ran = Ran("calibrate-sparsity", "fable", "--tokens", 10)
     assert ran.code == 2 and "too few" in ran.err
     ran = Ran("calibrate-sparsity", "fable")

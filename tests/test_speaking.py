@@ -61,7 +61,7 @@ def made(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     return folder, model
 
 
-def test_logits_are_those_of_what_writes(made: tuple[Path, torch.nn.Module], tmp_path: Path) -> None:
+def test_logits_are_those_of_what_writes(made: tuple[Path, torch.nn.Module]) -> None:
     folder, model = made
     ids = np.random.default_rng(3).integers(0, 300, 200).tolist()
     assert_close(scored(folder, ids), oracle(model, ids))

@@ -247,7 +247,7 @@ def test_nothing_drafted_has_a_reason(engines: dict[str, Engine]) -> None:
 
 
 @pytest.mark.slow
-def test_the_end_of_the_context_and_shifting(engines: dict[str, Engine]) -> None:
+def test_the_end_of_the_context_and_shifting() -> None:
     for more, tokens in (({}, None), ({"overflow": "shift"}, 180), ({"overflow": "shift", "kv": "4bit", "kv_window": 16}, 180)):
         engine = opened(ctx=256, **more)
         steps = same(engine, lookup(), story(engine), tokens, replace(SEEDED, temperature=0.6))
