@@ -12,7 +12,7 @@ from .. import UsageError
 from .eval import named, read_text
 from .flags import add_command, flag
 from .loading import find, follow, last, open_with_progress
-from .options import COMPUTE, OUTPUT, Json, Model
+from .options import OUTPUT, TEXT, Json, Model, Sample, Threads
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -24,13 +24,9 @@ EXAMPLES = """examples
   effllm calibrate-sparsity ./my-relu-model --text story.txt --trace story.npz --json
   effllm calibrate-sparsity ./neurons --predictor 64
 """
-TEXT = "text"
-
-Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
 Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "tokens of it (2048)")]
 Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "keep which neurons every token activates, as an .npz file")]
 Predictor = Annotated[int | None, flag(OUTPUT, "--predictor", "RANK", "train predictors of this rank: run --predict-neurons (none)")]
-Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 
 
 def register(app: typer.Typer) -> None:

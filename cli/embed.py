@@ -13,7 +13,7 @@ from .. import UsageError, not_written, typed
 from .eval import named, read_text
 from .flags import add_command, flag
 from .loading import at_bits, find_any, follow, last, loaded
-from .options import OUTPUT, EngineFlags, Json, Model, WeightFlags
+from .options import OUTPUT, TEXT, EngineFlags, Json, Model, WeightFlags
 from .prompt import is_fed, typed_text
 from .screen import Screen
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
 
 OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
-TEXT, ARRAY, ELSEWHERE = "text", ".npy", "give another place with -o"
+ARRAY, ELSEWHERE = ".npy", "give another place with -o"
 EXAMPLES = """examples
 
   effllm embed Qwen/Qwen3-Embedding-0.6B "The fox is king." "The sea was calm." --rank "Who rules?"

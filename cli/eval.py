@@ -12,7 +12,7 @@ from .. import UsageError
 from .flags import add_command, flag, token_count
 from .help import PlainGroup
 from .loading import at_bits, find, find_any, follow, last, loaded
-from .options import COMPUTE, MEMORY, EngineFlags, Json, Lora, Model, WeightFlags
+from .options import MEMORY, TEXT, EngineFlags, Json, Lora, Model, Sample, Threads, WeightFlags
 from .prompt import read_file, read_stream
 from .screen import Screen
 
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from ..runtime.measuring.recall import RecallResult
 
 WINDOW = 1024  # tokens, where -c does not say: long enough that most of them see a context
-TEXT = "text"
 
 PPL_EXAMPLES = """examples
 
@@ -49,9 +48,7 @@ RECALL_EXAMPLES = """examples
 """
 
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
-Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
 Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "time to take at most, about (60)")]
-Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
 Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a "
                                          "32-bit cache and no adapter)")]

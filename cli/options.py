@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from ..runtime.forms.constraint import Form
     from ..runtime.sampler import SamplerSettings
 
-COMPUTE, MEMORY, CACHE, ANSWER, TOOLS, OUTPUT = "compute", "memory", "KV cache", "answer", "tools", "output"
+COMPUTE, MEMORY, CACHE, ANSWER, TOOLS, OUTPUT, TEXT = "compute", "memory", "KV cache", "answer", "tools", "output", "text"
 SAMPLING = "sampling (unset: the model's generation_config.json; without one, the value in brackets)"
 
 
@@ -73,6 +73,8 @@ Model = Annotated[str, model_argument()]
 AnyModel = Annotated[str | None, model_argument()]
 AbsentModel = Annotated[str, model_argument(complete=complete_absent)]
 Models = Annotated[list[str] | None, model_argument("MODEL ...")]
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
+Sample = Annotated[str | None, flag(TEXT, "--text", "FILE", "the text to record on, - is standard input (a sample)")]
 Json = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON object")]
 Yes = Annotated[bool, flag(OUTPUT, "-y --yes", "", "answer yes to questions")]
 
@@ -98,7 +100,7 @@ class EngineFlags(Group):
     """Where and how a model runs."""
 
     device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda", "where layers live (auto)")] = None
-    threads: Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")] = None
+    threads: Threads = None
     kernel: Annotated[Literal["auto", "dot", "lut"] | None, flag(COMPUTE, "--kernel", "auto|dot|lut",
                                                                  "low-bit weights: dot products or lookup, by measurement (auto)")] = None
     exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False

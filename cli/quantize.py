@@ -13,7 +13,7 @@ from .. import EffllmError, UsageError, typed
 from .eval import WINDOW, named, read_text
 from .flags import add_command, flag, is_typed
 from .loading import find, follow, last, open_with_progress, resumable
-from .options import COMPUTE, OUTPUT, Json, Model
+from .options import OUTPUT, Json, Model, Threads
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -51,7 +51,6 @@ Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text be
 NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a folder that effllm quantize made", "quantize")]
-Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads (all physical cores)")]
 
 
 def register(app: typer.Typer) -> None:

@@ -14,13 +14,12 @@ import unicodedata
 from collections.abc import Callable
 from functools import lru_cache
 
-from .markdown import OFF
+from .markdown import FENCE, OFF
 
 LONG = 32  # columns of a word that is given no better place than where it begins: an address, say
 HEAD = 200  # characters of a line that say what kind of line it is
 TAB = 8
 PARTS = re.compile(r"\x1b\[[0-9;]*m|.", re.DOTALL)
-FENCE = re.compile(r" *(`{3,}|~{3,})[^`]*")
 # What the lines behind a broken one are indented by: its own blanks, the mark of a list or of a quotation.
 HANG = re.compile(r" *(?:(?:[-*+•>│]|\d{1,3}[.)]) +)*")
 JOINER, WIDE = "\u200d", "\ufe0f"  # of several pictures to one, of a letter to a picture

@@ -21,7 +21,7 @@ from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, comp
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
 from .pictures import in_chat
-from .problems import BUSY, LEAVE_IT, Problem
+from .problems import BUSY, LEAVE_IT, UNSUPPORTED, Problem
 from .several import in_turn, varied
 from .shapes import FINGERPRINT
 from .streams import json_response
@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from .application import Service
     from .one_model import OneModel
 
-UNSUPPORTED = "not_supported_error"
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
 A_CODER = "models for code have them, as Qwen 2.5 Coder"

@@ -17,14 +17,13 @@ from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
 from .bodies import body_of
 from .fields import Body, parsed
 from .guard import RECORD
-from .problems import Problem
+from .problems import UNSUPPORTED, Problem
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
     from ...runtime.answers.slot import Slot
     from .application import Service
 
-UNSUPPORTED = "not_supported_error"
 NO_FOLDER = f"what slots hold is not saved by this server: start it with {FLAG} DIR"
 A_NAME = "filename is the name of a file: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
 ACTION = "action is save, restore or erase"

@@ -10,6 +10,7 @@ from ...runtime.images.marks import PictureGone
 from ...runtime.templates.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
+UNSUPPORTED = "not_supported_error"
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
 MESSAGES = "/v1/messages"  # Anthropic's API

@@ -17,8 +17,7 @@ from ...runtime.events import Ranked
 from .embeddings import MOST, EmbeddingsAsked
 from .fields import Body
 from .guard import RECORD
-from .llama_paths import UNSUPPORTED
-from .problems import BY_PARTS, Problem, said
+from .problems import BY_PARTS, UNSUPPORTED, Problem, said
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
