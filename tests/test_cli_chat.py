@@ -42,8 +42,10 @@ class Chat:
         return plain(self.terminal.before)
 
     def say(self, keys: str) -> str:
-        """Type a line; the answer to it."""
+        """Type a line; the answer to it. The program waits for it, so pexpect need not pause before it types, a twentieth of a second."""
+        pause, self.terminal.delaybeforesend = self.terminal.delaybeforesend, None
         self.type(keys + ENTER)
+        self.terminal.delaybeforesend = pause
         self.terminal.expect_exact(HAS_LINE)
         return self.wait()
 
@@ -259,6 +261,7 @@ def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
                          ("/think on", "/set think on")):
         assert f"there is no command {typed.split()[0]}, did you mean {meant}?" in chat.say(typed)
     chat.type("/sho" + TAB)
+    chat.terminal.expect("/sho.*w")
     assert "model fable: llama" in chat.say("")
     assert chat.say(" /clear is a word here").strip(), "a space before the slash sends the line to the model"
 
