@@ -14,6 +14,11 @@ from effllm.runtime.encoders.gguf_file import own_name
 MARK = "\u2581"
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
 POOLING = {"mean": 1, "cls": 2, "lasttoken": 3, "rank": 4}
+# What DistilBERT calls otherwise than BERT, of which its files are.
+DISTILLED = {"distilbert.": "", "transformer.layer": "encoder.layer", "attention.q_lin": "attention.self.query",
+             "attention.k_lin": "attention.self.key", "attention.v_lin": "attention.self.value",
+             "attention.out_lin": "attention.output.dense", "sa_layer_norm": "attention.output.LayerNorm", "ffn.lin1": "intermediate.dense",
+             "ffn.lin2": "output.dense", "output_layer_norm": "output.LayerNorm", "pre_classifier": "pooler.dense"}
 
 
 def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | None = "mean", kind: str = "F32",
@@ -24,11 +29,12 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
     writer = gguf.GGUFWriter(path, arch)
     writer.add_name("small")
     for add, keys in ((writer.add_context_length, ("max_position_embeddings", "n_positions")),
-                      (writer.add_embedding_length, ("hidden_size", "n_embd")), (writer.add_block_count, ("num_hidden_layers", "n_layer")),
-                      (writer.add_feed_forward_length, ("intermediate_size", "n_inner")),
-                      (writer.add_head_count, ("num_attention_heads", "n_head"))):
+                      (writer.add_embedding_length, ("dim", "hidden_size", "n_embd")),
+                      (writer.add_block_count, ("n_layers", "num_hidden_layers", "n_layer")),
+                      (writer.add_feed_forward_length, ("hidden_dim", "intermediate_size", "n_inner")),
+                      (writer.add_head_count, ("n_heads", "num_attention_heads", "n_head"))):
         add(next(said[key] for key in keys if key in said))
-    counted_behind_pad = said.get("model_type", "xlm-roberta") == "xlm-roberta"  # which configs of Jina's do not state
+    counted_behind_pad = said.get("model_type", "xlm-roberta") in ("roberta", "xlm-roberta")  # configs of Jina's state none
     if counted_behind_pad:
         writer.add_context_length(said["max_position_embeddings"] - said["pad_token_id"] - 1)
     writer.add_causal_attention(False)
@@ -36,7 +42,7 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
         writer.add_head_count_kv(said["num_key_value_heads"])
         writer.add_layer_norm_rms_eps(said["rms_norm_eps"])
     else:
-        writer.add_layer_norm_eps(next(said[key] for key in ("layer_norm_eps", "norm_eps", "layer_norm_epsilon") if key in said))
+        writer.add_layer_norm_eps(next((said[key] for key in ("layer_norm_eps", "norm_eps", "layer_norm_epsilon") if key in said), 1e-12))
     if arch == "modern-bert":
         writer.add_rope_freq_base(said["rope_parameters"]["full_attention"]["rope_theta"])
         writer.add_rope_freq_base_swa(said["rope_parameters"]["sliding_attention"]["rope_theta"])
@@ -68,6 +74,8 @@ def write_encoder(folder: Path, path: Path, arch: str = "bert", pooling: str | N
                 name.replace("mlp.w2", "down.weight"), values.swapaxes(1, 2))
         if name.endswith("experts.bias"):  # which such files do not have
             continue
+        for theirs, plain in DISTILLED.items() if said.get("model_type") == "distilbert" else ():
+            name = name.replace(theirs, plain)
         own = own_name(name.removeprefix("bert.").removeprefix("roberta.").removeprefix("model."))
         own = own.replace("classifier.dense", "cls").replace("classifier.out_proj", "cls.output")
         values = values[first:] if own.startswith("position_embd") else values

@@ -99,6 +99,33 @@ def test_xlm_roberta(tmp_path: Path, head: str, pooling: str) -> None:
         assert (made == wanted).all()
 
 
+@pytest.mark.parametrize("kind", ["distilbert", "roberta"])
+def test_relatives_of_bert(tmp_path: Path, kind: str) -> None:
+    """DistilBERT has no types of tokens; RoBERTa counts positions behind what pads, merges bytes, and parts a pair by two marks."""
+    name, more = KINDS[kind]
+    cut = {"cut": merges_of_bytes} if kind == "roberta" else {}
+    folder = made_encoder(tmp_path / "m", random_model(name, **{**more, "vocab_size": 4100} if cut else more), **cut)
+    own, other = opened(write_encoder(folder, tmp_path / "m.gguf")), opened(folder)
+    assert own.n_ctx == other.n_ctx
+    rows = [row for row in rows_of() if len(row) <= own.n_ctx]
+    for made, wanted in zip(returned(own.vectors(rows, never)), returned(other.vectors(rows, never)), strict=True):
+        assert (made == wanted).all()
+    for text in TEXTS:
+        assert own.tokenizer.encode(text) == other.tokenizer.encode(text)
+    (ids, _), (single, _) = own.tokenizer.pair(TEXTS[0], "a fox"), other.tokenizer.pair(TEXTS[0], "a fox")
+    assert len(ids) == len(single) + (kind == "roberta") and ids.count(ids[-1]) == 2 + (kind == "roberta")
+
+
+def test_the_head_of_a_distilbert(tmp_path: Path) -> None:
+    """Which is another than BERT's; a file says so by having no types of tokens."""
+    model = random_model("DistilBert", "ForSequenceClassification", num_labels=1, **KINDS["distilbert"][1])
+    folder = made_encoder(tmp_path / "m", model, pooling=None)
+    own, other = (Encodings(opened(each)) for each in (write_encoder(folder, tmp_path / "m.gguf", pooling="rank"), folder))
+    rows = rows_of((9, 20))
+    made, wanted = (returned(each.encoder.scores(rows, [[0] * len(row) for row in rows], never)) for each in (own, other))
+    assert made == wanted
+
+
 def test_what_is_told_of_a_file(bert: Path, tmp_path: Path) -> None:
     file = write_encoder(bert, tmp_path / "m.gguf", pooling="cls")
     config, _, pooling = headers(file)
@@ -123,13 +150,14 @@ def test_files_that_do_not_run_are_named(bert: Path, tmp_path: Path, changed: di
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize(("arch", "kind"), [("bert", "bert"), ("nomic-bert", "nomic_bert"), ("nomic-bert-moe", ""), *OTHERS])
+@pytest.mark.parametrize(("arch", "kind"), [("bert", "bert"), ("bert", "distilbert"), ("nomic-bert", "nomic_bert"),
+                                            ("nomic-bert-moe", ""), *OTHERS])
 def test_vectors_are_those_of_llama_cpp(tmp_path: Path, arch: str, kind: str) -> None:
     """Whose GELU is the one by tanh, rounded to 16 bits, and which does not split pairs by types."""
     llama_cpp = pytest.importorskip("llama_cpp")
     if kind:
         name, more = KINDS[kind]
-        folder = made_encoder(tmp_path / "m", random_model(name, **more, **WIDE))
+        folder = made_encoder(tmp_path / "m", random_model(name, **{**WIDE, **more}))
     else:
         folder, _ = nomic_moe(tmp_path / "m", biased=False)
     file = write_encoder(folder, tmp_path / "m.gguf", arch)

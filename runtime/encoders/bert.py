@@ -75,5 +75,5 @@ def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
 
     own, width = config.position_offset or config.family == "electra", config.hidden_size
     dense, last = ("classifier.dense", "classifier.out_proj") if own else ("pooler.dense", "classifier")
-    curve = CURVES["gelu"] if config.family == "electra" else np.tanh
+    curve = CURVES["gelu"] if config.family == "electra" else np.tanh if config.type_rows else CURVES["relu"]  # DistilBERT's, in a file
     return Head(tensors.linear(dense, width, width), curve, tensors.linear(last, 1, width))

@@ -43,7 +43,7 @@ def load_file_tokenizer(path: Path, rows: int) -> ModelTokenizer:
             made = _word_pieces(tokens, kinds, special, data) if kind == "bert" else _unigrams(tokens, special, data)
         marks = {*special.values(), *(tokens[at] for at in np.flatnonzero(np.isin(kinds, (CONTROL,))))}
         made.add_special_tokens([AddedToken(each, special=True, normalized=False) for each in sorted(marks) if each])
-        made.post_processor = _joined(kind, made, special)
+        made.post_processor = _joined("t5" if kind == "gpt2" and data.get("general.architecture") == "bert" else kind, made, special)
     except TokenizerError:
         raise
     except Exception as error:  # the library raises plain Exception
@@ -82,7 +82,8 @@ def _unigrams(tokens: list[str], special: Mapping[str, str], data: Mapping[str, 
 
 
 def _joined(kind: str, made: Tokenizer, special: Mapping[str, str]) -> processors.TemplateProcessing:
-    """A text between its marks, and two: they have a mark between them, RoBERTa's two, and BERT's second is of another type."""
+    """A text between its marks, and two: they have a mark between them, RoBERTa's two (of files of bert without WordPiece), and BERT's
+    second is of another type."""
     first, last = special["cls_token"], special["sep_token"]
     pair = {"bert": f"{first} $A {last} $B:1 {last}:1", "gpt2": f"{first} $A {last} $B {last}",
             "t5": f"{first} $A {last} {last} $B {last}"}[kind]
