@@ -11,6 +11,7 @@ from encoding_files import write_encoder
 from encoding_models import POOLING, made_encoder, random_model, states_of, unigrams, unit
 from pulls import Person
 from safetensors.numpy import load_file, save_file
+from served import serving
 from test_encoders import TEXTS, never, opened, returned, rows_of
 from transformers import JinaEmbeddingsV3Model
 
@@ -166,6 +167,11 @@ def test_adapters_of_tasks(tmp_path: Path) -> None:
     assert "\ntasks       retrieval.query, retrieval.passage, separation\n" in person.types("show", tmp_path / "m").out
     with pytest.raises(UsageError, match="no prompt 'clustering'"):
         next(encodings.embed(texts, prompt_name="clustering"))
+    with serving(model=str(tmp_path / "m")) as server:  # as Jina's API asks for it
+        reply = server.ask("POST", "/v1/embeddings", {"input": texts[:1], "task": "retrieval.query"})
+        other = server.ask("POST", "/v1/embeddings", {"input": texts[:1], "task": "clustering"})
+    for told, task in ((reply, "retrieval.query"), (other, None)):
+        np.testing.assert_allclose(told.json["data"][0]["embedding"], found[task], atol=1e-6, rtol=0)
     assert (encodings.text_prompts.query, encodings.text_prompts.document) == ("retrieval.query", "retrieval.passage")
 
 

@@ -48,6 +48,7 @@ class EmbeddingsAsked(Body):
     encoding_format: str | None = None
     dimensions: int | None = None
     prompt_name: str | None = None
+    task: str | None = None  # as Jina's API has it: the prompt of that name, of a model that has one
 
 
 class OllamaEmbeddings(Body):
@@ -105,7 +106,10 @@ class Embeddings:
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
-        return await self._answer(request, asked.model, texts, False, told, asked.prompt_name)
+        name = asked.prompt_name
+        if name is None and asked.task in self._replies.text_prompts.named:
+            name = asked.task
+        return await self._answer(request, asked.model, texts, False, told, name)
 
     async def llama(self, request: Request) -> Response:
         """A list, also of one; the vectors of each text are a list again, since there one may have a vector of each token."""
