@@ -285,4 +285,14 @@ def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> No
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    screen.note(f"{made.folder}: made in {about(made.seconds)}; effllm run {typed(made.folder)}")
+    screen.note(f"{made.folder}: made in {about(made.seconds)}; {what_runs(made.folder)}")
+
+
+def what_runs(folder: Path) -> str:
+    """The command that does what the model of a folder was made for."""
+    from ..runtime.config import read_config
+
+    config = read_config(folder)
+    if config.writes:
+        return f"effllm run {typed(folder)}"
+    return f"effllm serve {typed(folder)}" if config.ranks_lists else f'effllm embed {typed(folder)} "a text"'

@@ -112,7 +112,8 @@ def test_a_person_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     """In which the matrix behind the mean stays as it was stored."""
     person, out = Person(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
-    assert person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+    made_smaller = person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
+    assert made_smaller.code == 0 and f'effllm embed {out} "a text"' in made_smaller.err
     assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=128))
     dense, stored = behind_the_mean(small), load_file(model / "model.safetensors")

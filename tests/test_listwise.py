@@ -136,7 +136,8 @@ def test_every_document_is_in_one_text(replies: Replies, lengths: list[int], roo
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     """Whose matrices stay as they were stored."""
     person, out = Person(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"
-    assert person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile").code == 0
+    made = person.types("quantize", model, "-o", out, "--bits", "8", "--no-kv-profile")
+    assert made.code == 0 and f"effllm serve {out}" in made.err
     assert person.types("verify", out).code == 0 and person.types("plan", out).code == 0
     *_, small = open_engine(out, EngineOptions(ctx=512))
     *_, ranked = Replies(small, Tokenizer.load(out, small.config)).rank(QUERY, DOCUMENTS)
