@@ -166,6 +166,7 @@ def test_it_writes_nothing_and_its_files_belong_together(model: Path, replies: R
         assert ran.code and "ranks documents by matrices of its own" in ran.err, ran.err
 
 
+@pytest.mark.slow
 def test_over_http(model: Path) -> None:
     with serving("-c", "1024", model=str(model)) as server:
         reply = server.ask("POST", "/v1/rerank", {"query": QUERY, "documents": DOCUMENTS, "top_n": 2})
