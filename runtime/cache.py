@@ -212,7 +212,9 @@ class KVCache(CacheBytes):
             raise ValueError(f"{tokens} tokens to commit, the step has {left}")
         before = self.n
         self.n += left if tokens is None else tokens
-        while seal and self.sealed < self.sealed_at(self._end(self.n)):
+        # what an answer is held in beside its prompt is never packed, so that the next prompt can go on from the end of the last
+        packs = self.n if self.shape.written is None else min(self.n, self.read_until)
+        while seal and self.sealed < self.sealed_at(packs):
             page, slot = self.sealed, self._slot_of[self.sealed]
             kind = self._kind(page)
             try:

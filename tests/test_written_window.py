@@ -15,9 +15,12 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.kv.cache_shape import CacheShape
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sessions.saved_cache import restore_cache
+from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, written
+from saves import save
 
 WINDOW, STEPS = 20, 50
 PROMPTS = (3, 60, 64, 150, 185)  # among them such that the window lies over the sinks' end, over that of a page, and in one page
@@ -118,7 +121,9 @@ def test_packed_pages_are_the_prompts_alone(model, engine):
             each.reset()
             list(each.prefill(ids[:400]))
             found.append(np.stack([each.forward_logits([token])[0].copy() for token in ids[400:]]))
-        assert packed.cache.sealed >= 1 and packed.cache.shape.sinks + 128 * packed.cache.sealed <= 400
+        assert packed.cache.sealed == packed.cache.sealed_at(400) >= 1
+        list(packed.prefill([*ids, 7]))
+        assert packed.reused == (400 if window < 70 else 470)
         assert np.abs(found[0] - found[1]).mean() < 0.01 * np.abs(found[0]).max()
     finally:
         packed.close()
@@ -146,3 +151,29 @@ def test_the_exact_window_holds_what_is_written(model):
     assert parse_config(raw).written_window == model[2]
     assert parse_config({**raw, "text_config": {**raw["text_config"], "layer_types": ["full_attention"] * 3}}).written_window is None
     assert CacheShape(512).written is None
+
+
+def test_a_session_is_saved_as_far_as_its_last_prompt(model, engine, tmp_path):
+    """Whose answer was longer than its window; another process goes on from there as this one does."""
+    folder, theirs, window = model
+    store, ids = SessionStore(tmp_path / "sessions"), text(theirs, 200 + window + 30)
+    engine.reset()
+    list(engine.prefill(ids[:200]))
+    for token in ids[200:]:
+        engine.forward_logits([token])
+    save(engine, store, "one")
+    assert len(engine.tokens) == engine.cache.n == 200
+    *_, other = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=CONTEXT, chunk=128))
+    try:
+        with store.reading():
+            list(restore_cache(other, store, store.read("one")))
+        assert other.tokens == ids[:200] and other.cache.lasting == 200
+        found = []
+        for each in (engine, other):
+            list(each.prefill([*ids, 7]))
+            assert each.reused >= 180
+            found.append(each._logits.copy())
+        assert np.array_equal(*found)
+        assert_close(found[0][None], oracle(theirs, [*ids, 7])[-1:])
+    finally:
+        other.close()

@@ -88,7 +88,7 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
 @dataclass(frozen=True)
 class CacheShape:
     """How many tokens the cache is for: context, sinks, exact window, longest chunk. `written`: how many are held of those that were
-    written behind a prompt, at most as many as the exact window has; None for all."""
+    written behind a prompt; None for all."""
 
     ctx: int
     sink: int = 64
@@ -108,8 +108,8 @@ class CacheShape:
 
     @property
     def slots(self) -> int:
-        """Open pages held at once: the sinks', the window's, the chunk's, and one at either end."""
-        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + 2
+        """Open pages held at once: the sinks', the window's, the chunk's, those of what is written, and one at either end."""
+        return 1 + -(-self.window // PAGE) + -(-self.chunk // PAGE) + -(-(self.written or 0) // PAGE) + 2
 
     @property
     def pages(self) -> int:

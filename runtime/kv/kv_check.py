@@ -89,8 +89,8 @@ def _open(engine: Engine, name: str, profile: Profile | None) -> KVCache:
     config, kv = engine.config, codec(name)
     codecs = layer_codecs(kv, config.cache_heads, profile)
     backends = [engine.backends[device] for device in engine.placement.devices]
-    (sinks, newest), shape = ENDS[0] if profile is None else profile.ends, engine.prepared.shape
-    return open_cache(backends, layer_specs(config), kv, replace(shape, sink=sinks, window=max(newest, shape.written or 0)), codecs)
+    sinks, newest = ENDS[0] if profile is None else profile.ends
+    return open_cache(backends, layer_specs(config), kv, replace(engine.prepared.shape, sink=sinks, window=newest), codecs)
 
 
 def _check(engine: Engine, profile: Profile, bits: int, window: Sequence[int], wanted: np.ndarray, answers: bool = False) -> Checked:

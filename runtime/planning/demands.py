@@ -109,7 +109,6 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
                 say(Fallback(f"--{name.replace('_', '-')} changes nothing: at --kv {options.kv} every token is exact"))
         options = replace(options, kv_sink=None, kv_window=None)  # nor where pages begin, by which a saved session is found again
     sinks, window = ends_of(options, profile if kv.is_packed else None, say)
-    window = max(window, config.written_window or 0)
     codecs, layouts = layer_codecs(kv, config.cache_heads, profile), tuple(kv.layout(*heads) for heads in config.cache_heads)
     return options, CacheForm(kv, tuple(codecs), layouts, CacheShape(1, sinks).sinks, window, states_nbytes(config),
                               config.attention_layers, index_nbytes(config, kv), config.written_window)

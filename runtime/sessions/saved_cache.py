@@ -172,8 +172,10 @@ def state_key(tail: str) -> str:
 def save_cache(engine: Engine, store: SessionStore, own: Mapping[str, object], spoken: Spoken | None) -> Iterator[Progress | SavedCache]:
     """Write what the cache holds, while `store.writing`; the last thing yielded is its description, where it holds anything. Raises
     OSError; PagesLost, after the description of what lies before the first page that is lost, where anything does."""
+    if engine.cache.lasting < engine.cache.n == len(engine.tokens):  # no prompt can go on from what is behind the last one
+        engine.hold(engine.tokens[: (kept := engine.cache.truncate(engine.cache.lasting))], min(engine.anew, kept))
     cache, tokens, anew = engine.cache, engine.tokens, engine.anew  # the engine's own are fewer once a page is lost
-    if not tokens or cache.n != len(tokens) or cache.better or cache.lasting < cache.n:  # pages of two kinds are read again instead
+    if not tokens or cache.n != len(tokens) or cache.better:  # pages of two kinds are read again instead
         return
     keys = page_keys(own, tokens, cache.shape.sinks, cache.sealed)
     total, pages = cache.sealed * cache.kept_nbytes, []
