@@ -2,6 +2,7 @@
 them, and of what goes on from an answer are those of transformers' cache for such models."""
 
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,11 +10,16 @@ import pytest
 import torch
 from transformers import DynamicCache
 
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.threads import ThreadPool
 from effllm.runtime.config import parse_config
 from effllm.runtime.config_reader import read_json
-from effllm.runtime.engine import open_engine
+from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv.cache_shape import CacheShape
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.model import dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
@@ -177,3 +183,19 @@ def test_a_session_is_saved_as_far_as_its_last_prompt(model, engine, tmp_path):
         assert_close(found[0][None], oracle(theirs, [*ids, 7])[-1:])
     finally:
         other.close()
+
+
+def test_layers_on_torch_agree(model):
+    folder, theirs, window = model
+    prepared = prepare(folder, EngineOptions(device="cpu", kv="32bit", ctx=CONTEXT))
+    placement = replace(prepared.placement, devices=("cpu", "cuda", "cuda"))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, CONTEXT, prepared.shape.chunk, LOGIT_ROWS))
+    engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
+    try:
+        list(engine.model.load())
+        ids = text(theirs, 60 + window + 30)
+        list(engine.prefill(ids[:60]))
+        ours = [engine.forward_logits([token])[0].copy() for token in ids[60:-1]]
+        assert_close(np.stack(ours), stepped(theirs, ids[:60], ids[60:])[1:])
+    finally:
+        engine.close()
