@@ -326,7 +326,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
                                   "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
-                                  "deepseek_ocr2_text", "rwkv7", "unlimited_ocr_text"])
+                                  "deepseek_ocr2_text", "rwkv7"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -49,7 +49,8 @@ def test_values_and_tokens(pages, name):
     assert sight.tokens(*picture.shape[:2]) == (PLACE,) * len(told)
 
 
-@pytest.mark.parametrize("name", [pytest.param("wide", marks=pytest.mark.slow), "tiny"])
+@pytest.mark.slow  # the logits in test_sight_whole.py are of such rows
+@pytest.mark.parametrize("name", ["wide", "tiny"])
 def test_rows(pages, name):
     """Of tiles, whose side is not the one that the tower was made for, and of a page alone."""
     folder, model, processor = pages
@@ -77,7 +78,7 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
         assert len(text) > 30 and all(np.array_equal(ours.read(ours.tensors[name]), theirs.read(theirs.tensors[name])) for name in text)
 
 
-@pytest.mark.parametrize("count", [1, 2])
+@pytest.mark.parametrize("count", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
     folder, *_ = pages
     config = read_config(folder)

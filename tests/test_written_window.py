@@ -29,7 +29,8 @@ from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, writ
 from saves import save
 
 WINDOW, STEPS = 20, 50
-PROMPTS = (3, 60, 64, 150, 185)  # among them such that the window lies over the sinks' end, over that of a page, and in one page
+# Among them such that the window lies over the sinks' end, over that of a page, and in one page.
+PROMPTS = (3, 60, *(pytest.param(length, marks=pytest.mark.slow) for length in (64, 150)), 185)
 
 
 @pytest.fixture(scope="module", params=[WINDOW, pytest.param(150, marks=pytest.mark.slow)])
