@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conversions import options
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES
 from sight_models import PICTURES, config_changed, held_against, opened, seeing
@@ -14,6 +15,7 @@ from transformers.models.unlimited_ocr.processing_unlimited_ocr import Unlimited
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.convert import convert
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import mark
@@ -206,3 +208,16 @@ def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
     save_file({name: tensor for name, tensor in tensors.items() if "view_seperator" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="view_separator"):
         opened(tmp_path).see(PICTURES["tiny"], Work())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["deepseek_ocr2", "unlimited_ocr"])
+def test_quantized_folders_see_the_same(kind, tmp_path):
+    """By the names of published tensors, of which what sees keeps all."""
+    text, tower, words, more, processor = CASES[kind]
+    wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
+    seeing(tmp_path / "whole", kind, ({**text, **wide}, tower, words, more, processor))
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / name).see(PICTURES["tiny"], Work()) for name in ("whole", "small"))
+    assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+    assert opened(tmp_path / "whole").bytes_needed() == opened(tmp_path / "small").bytes_needed()
