@@ -8,15 +8,21 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from transformers import DynamicCache
 
+from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.kv import codec
 from effllm.runtime.config import parse_config
 from effllm.runtime.config_reader import read_json
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.kv.cache_shape import CacheShape
+from effllm.runtime.kv.cache_made import open_cache
+from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -200,3 +206,49 @@ def test_layers_on_torch_agree(model):
         assert_close(np.stack(ours), stepped(theirs, ids[:60], ids[60:])[1:])
     finally:
         engine.close()
+
+
+@pytest.fixture(scope="module")
+def ops():
+    pool = ThreadPool(1)
+    yield CpuOps(pool, Dims(8, 2, 1, 16, 8, 8, chunk=128, ctx=CONTEXT, rows=1), default_registry())
+    pool.close()
+
+
+STEP = st.one_of(st.tuples(st.just("prompt"), st.integers(1, 160)), st.tuples(st.just("answer"), st.integers(1, 90)),
+                 st.tuples(st.just("back"), st.integers(0, 400)))
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(STEP, min_size=3, max_size=8), window=st.sampled_from([1, 7, 20, 60, 140]), seed=st.integers(0, 99))
+@example(steps=[("prompt", 100), ("back", 50), ("answer", 45)], window=20, seed=0)  # a prompt that is shorter then
+def test_whatever_comes_the_last_token_sees_the_prompt_and_the_window(ops, steps, window, seed):
+    """Prompts, answers and ways back in any order, against a softmax over the tokens that are to be seen."""
+    rng = np.random.default_rng(seed)
+    cache = open_cache([ops], [AttnSpec(2, 1, 16, 0.25)], codec("32bit"), CacheShape(CONTEXT, chunk=128, written=window))
+    keys, values, read = np.zeros((0, 16), np.float32), np.zeros((0, 16), np.float32), 0
+
+    def run(count: int, prompt: bool) -> None:
+        nonlocal keys, values
+        own = [rng.standard_normal((count, width), np.float32) for width in (32, 16, 16)]
+        cache.begin(count, prompt)
+        out = cache.layer(0).attend(*own)[-1]
+        cache.commit()
+        keys, values = np.concatenate([keys, own[1]]), np.concatenate([values, own[2]])
+        seen = np.arange(len(keys))
+        seen = seen[(seen < read) | (seen > len(keys) - 1 - window)]
+        scores = own[0][-1].reshape(2, 16) @ keys[seen].T * 0.25
+        shares = np.exp(scores - scores.max(-1, keepdims=True))
+        assert np.allclose(out, (shares / shares.sum(-1, keepdims=True) @ values[seen]).reshape(-1), atol=2e-5)
+
+    for kind, count in (("prompt", 1), *steps):
+        assert cache.lasting == (len(keys) if len(keys) - read <= window else read)
+        if kind == "back" or kind == "prompt":
+            held = cache.truncate(min(count if kind == "back" else len(keys), cache.lasting))
+            assert held == min(count if kind == "back" else len(keys), len(keys) if len(keys) - read <= window else read)
+            keys, values, read = keys[:held], values[:held], min(read, held)
+        if kind != "back" and len(keys) + count <= CONTEXT:
+            for piece in cache.pieces(count) if kind == "prompt" else [1] * count:
+                read = len(keys) + piece if kind == "prompt" else read
+                run(piece, kind == "prompt")
+    cache.close()
