@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from asr_models import EXTRACTOR, written_asr
+from command_line import typed
 from family_models import assert_close
 from hearing_models import as_wav, opened, sound
 from hypothesis import given
@@ -121,6 +122,18 @@ def test_an_answer_is_taken_apart_wherever_its_pieces_end(begin: str, text: str,
     told += said.rest()
     wanted = _parse_single_output(answer)
     assert told.strip() == wanted["transcription"] and said.language == (wanted["language"] or "")
+
+
+def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """Which the template of such models leaves out."""
+    wave = tmp_path / "note.wav"
+    wave.write_bytes(as_wav(sound(0.9)))
+    asked = ("--audio", wave, "-n", "4", "--temp", "0", "-c", "256")
+    code, out, err = typed("run", asr[0], "", *asked)
+    assert code == 0 and out.strip() and "sound of 0.9 s: 12 tokens" in err, err
+    code, out, err = typed("run", asr[0], "Who speaks?", *asked)
+    assert code == 2 and "drops what is said beside a sound" in err and "leave the words away" in err and len(err.splitlines()) <= 3
+    assert typed("run", asr[0], "")[0] == 2
 
 
 def test_a_transcript_is_told_without_what_heads_it() -> None:

@@ -75,16 +75,22 @@ def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense,
     texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in parts_of(each["content"] or "")
              if part["type"] == "text"]
     written = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
-    wanted, failed = [places[sense][0] for sense in senses], None
+    wanted, failed, drops = [places[sense][0] for sense in senses], None, False
     for way in ways:
         try:
             text = render([{**each, "content": each["content"] and way(each["content"])} for each in messages])
         except Exception as error:  # a stranger's program; of the last way it is raised
             failed = error
             continue
-        if [found[0] for found in written.finditer(text)] == wanted and all(each in text for each in texts):
+        if [found[0] for found in written.finditer(text)] != wanted:
+            continue
+        if all(each in text for each in texts):
             pieces = iter(marks)
             return written.sub(lambda found, pieces=pieces: next(pieces)[0], text)
+        drops = bool(marks)
+    if drops:
+        raise UsageError(f"this model's chat template drops what is said beside a {senses[0].noun}",
+                         f"leave the words away: the {senses[0].noun} alone is enough")
     if failed is not None:
         raise failed
     nouns = dict.fromkeys(sense.noun for sense in senses or places)
