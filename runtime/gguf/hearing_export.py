@@ -9,7 +9,7 @@ from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf import Value
 from ...offload.header import AGAIN, TensorInfo
-from ..images.senses import SOUNDS
+from ..images.senses import SOUNDS, Sense
 from ..images.tower_weights import is_of_tower, own_name
 from ..sounds.log_mel import LogMel
 from ..sounds.qwen2_5_omni import waves
@@ -19,7 +19,7 @@ from ..sounds.voxtral import Voxtral
 from ..sounds.whisper_encoder import EPS
 from .hearing_config import HALVED, HOP
 from .hearing_names import EARS, PLACES
-from .projector_names import CLIP, KINDS, Projector
+from .projector_names import CLIP, KINDS, LIMITS, Projector
 from .projector_pieces import Piece, piece
 
 # Model type -> type of its projector's file.
@@ -73,7 +73,7 @@ def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) ->
     if PLACES in projector.unused:
         stem, _, kind = own.rpartition(".")
         own = f"{LATER.get(stem, stem)}.{kind}"
-    name = _file_name(own, projector, store)
+    name = file_name(own, projector, store)
     if name.endswith(".bias") and name.startswith(("a.conv1d", "a.conv2d")):
         shape = (*info.shape, *(1,) * int(name[len("a.conv")]))
         yield piece(name, info, lambda values: values.reshape(shape), shape)
@@ -83,13 +83,17 @@ def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) ->
         yield piece(PLACES, info, lambda values: waves(WAVES, len(values)), (WAVES, info.shape[0]))
 
 
-def _file_name(own: str, projector: Projector, store: TensorStore) -> str:
+def file_name(own: str, projector: Projector, store: TensorStore, sense: Sense = SOUNDS) -> str:
+    """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
+    whole, inside, outer = ({ours: theirs for theirs, ours in names.items()}
+                            for names in (projector.whole, projector.layer, projector.outer))
     stem, _, kind = own.rpartition(".")
-    outer = {ours: theirs for theirs, ours in projector.outer.items()}
-    if stem in outer and kind in KINDS:
-        return f"{outer[stem]}.{kind}"
+    if own in whole or stem in outer and kind in KINDS:
+        return whole.get(own) or f"{outer[stem]}.{kind}"
     number, _, rest = own.removeprefix(projector.layers).partition(".")
-    inside, (part, _, kind) = {ours: theirs for theirs, ours in projector.layer.items()}, rest.rpartition(".")
-    if own.startswith(projector.layers) and number.isdigit() and part in inside and kind in KINDS:
-        return f"{projector.blocks}.{number}.{inside[part]}.{kind}"
-    raise CheckpointError(f"{store.folder} holds tensor {own} of the part that {SOUNDS.does}, which no mmproj file of its type has", AGAIN)
+    part, _, kind = rest.rpartition(".")
+    named = inside.get(part.removesuffix(".linear"), "")
+    kinds = (*KINDS, *LIMITS) if named in projector.linear else KINDS
+    if own.startswith(projector.layers) and number.isdigit() and (rest in whole or named and kind in kinds):
+        return f"{projector.blocks}.{number}.{whole.get(rest) or f'{named}.{kind}'}"
+    raise CheckpointError(f"{store.folder} holds tensor {own} of the part that {sense.does}, which no mmproj file of its type has", AGAIN)

@@ -1,4 +1,4 @@
-"""What a model sees with, or hears, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+"""What a model sees, or hears, with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
 `projector_config.py` and `projector_store.py`. What concerns sounds alone is in `hearing_export.py`.
 """
 
@@ -28,7 +28,7 @@ from ..images.tower_sight import TowerSight
 from ..images.tower_weights import is_of_tower, own_name, tower_store
 from ..images.vision_transformer import layer_count, wanted_layers
 from ..sounds.tower_hearing import Hearing
-from . import hearing_export
+from . import gemma4_export, hearing_export
 from .export import Exported, check_name, check_target
 from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
 from .projector_pieces import Piece, piece
@@ -49,26 +49,24 @@ Keys = dict[str, Value]
 def written_of(folder: Path) -> Sense | None:
     """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
     kind = None if is_gguf(folder) else str(kind_of(folder))
-    if kind not in (*TYPES, *hearing_export.TYPES):
+    if kind not in (*TYPES, *hearing_export.TYPES, gemma4_export.NAME):
         return None
     with tower_store(folder) as store:
-        return (PICTURES if kind in TYPES else SOUNDS) if any(is_of_tower(name, kind) for name in store.tensors) else None
+        return (SOUNDS if kind in hearing_export.TYPES else PICTURES) if any(is_of_tower(name, kind) for name in store.tensors) else None
 
 
-def sensing(folder: Path, config: ModelConfig) -> TowerSight | Hearing:
-    """Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
+def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Hearing]:
+    """What the file is written of. Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
     found = sights_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes no pictures and no sounds", "leave --mmproj away")
-    if (kind := str(kind_of(folder))) in hearing_export.TYPES:
-        sight = found[SOUNDS]
-    elif kind not in TYPES or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
-        raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join((*TYPES, *hearing_export.TYPES))}")
-    else:
-        sight = found[PICTURES]
-    if isinstance(sight, EffllmError):
-        raise sight
-    return sight
+    known = (*TYPES, *hearing_export.TYPES, gemma4_export.NAME)
+    if (kind := str(kind_of(folder))) not in known or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
+        raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
+    for sight in found.values():
+        if isinstance(sight, EffllmError):
+            raise sight
+    return found
 
 
 def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
@@ -212,11 +210,14 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     check_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave --mmproj away")
-    sight, kind = sensing(source, read_config(source)), str(kind_of(source))
+    sights, kind = sensing(source, read_config(source)), str(kind_of(source))
+    sight, *_ = sights.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
         with sight.source.saying():
-            if sight.sense is SOUNDS:
+            if kind == gemma4_export.NAME:
+                found, keys = gemma4_export.pieces(sights, store), gemma4_export.metadata(sights, name)
+            elif sight.sense is SOUNDS:
                 found, keys = hearing_export.pieces(store, kind), hearing_export.metadata(sight, name, kind)
             else:
                 found, keys = pieces(sight, store, kind), metadata(sight, name, kind)

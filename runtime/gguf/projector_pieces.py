@@ -19,6 +19,7 @@ from ..images.tower_weights import STORED
 from .projector_names import FIRST
 
 WIDE = ("v.patch_embd", "v.position_embd", FIRST, "a.position_embd", "a.conv1d", "a.conv2d")  # what stays F32 of what has rows
+CONVOLVED = ".conv_dw.weight"  # and the end of another name
 
 
 @dataclass(frozen=True)
@@ -41,4 +42,5 @@ def piece(name: str, info: TensorInfo, made: Callable[[np.ndarray], np.ndarray] 
     if info.dtype not in STORED:
         raise CheckpointError(f"{info.name} is stored as {info.dtype}: of the part that sees only F32, F16 and BF16 are read",
                               "take the model with that part in bfloat16")
-    return Piece(PlannedTensor(name, "F32" if len(shape) < 2 or name.startswith(WIDE) else "F16", shape), info, made)
+    wide = len(shape) < 2 or name.startswith(WIDE) or name.endswith(CONVOLVED)
+    return Piece(PlannedTensor(name, "F32" if wide else "F16", shape), info, made)

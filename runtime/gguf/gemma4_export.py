@@ -1,0 +1,98 @@
+"""What a Gemma 4 sees and hears with, written as one GGUF file (mmproj), as llama.cpp's converter writes it: the way back of what
+`projector_config.py` and `hearing_config.py` read of such a file."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import numpy as np
+
+from ... import UsageError
+from ...offload.checkpoint import TensorStore
+from ...offload.gguf import Value
+from ...offload.header import TensorInfo
+from ..config_reader import Keys
+from ..images.gemma4 import THETA
+from ..images.gemma4 import Gemma4 as Eyes
+from ..images.senses import PICTURES, SOUNDS, Sense
+from ..images.tower_weights import HEARING_PARTS, is_of_tower, own_name
+from ..images.vision_transformer import layer_count
+from ..sounds.causal_conformer import USUAL
+from ..sounds.gemma4 import Gemma4 as Ears
+from ..sounds.log_magnitudes import GEMMA_4, LogMagnitudes
+from .hearing_export import AWAY, file_name
+from .hearing_names import EARS
+from .projector_names import CLIP, PROJECTORS
+from .projector_pieces import Piece, piece
+
+NAME, TYPES = "gemma4", {PICTURES: "gemma4v", SOUNDS: "gemma4a"}
+SIDE = 224  # which no such model has, and readers want to have
+EPS, HEARD_EPS = 1e-6, 1e-5  # the second is the converter's word, not the model's
+JOINED, COUNT = 3, 280
+Sights = Mapping[Sense, Eyes | Ears]
+
+
+def metadata(sights: Sights, name: str) -> dict[str, Value]:
+    """The keys of the file. Raises UsageError for what such a file does not say."""
+    stated: dict[str, Value] = {}
+    if (eyes := sights.get(PICTURES)) is not None:
+        _demand_usual_eyes(eyes)
+        stated |= {f"vision.{key}": value for key, value in {
+            "image_size": SIDE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
+            eyes.vision.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
+            "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
+            "image_std": np.ones(3, np.float32)}.items()}
+    if (ears := sights.get(SOUNDS)) is not None:
+        _demand_usual_ears(ears)
+        sizes = ears.sizes
+        stated |= {f"audio.{key}": value for key, value in {
+            "embedding_length": sizes.width, "feed_forward_length": 4 * sizes.width, "block_count": sizes.layers, "attention.head_count":
+            sizes.heads, "projection_dim": ears.config.hidden_size, "attention.layer_norm_epsilon": HEARD_EPS, "num_mel_bins":
+            sizes.bands}.items()}
+    own = {"vision": eyes is not None, "audio": ears is not None}
+    kinds = {f"{part}.projector_type": TYPES[sense] for part, sense in zip(own, TYPES, strict=True) if own[part]}
+    return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
+            **{f"{CLIP}.{key}": value for key, value in {**{f"has_{part}_encoder": has for part, has in own.items()}, **kinds,
+                                                         **stated}.items()}}
+
+
+def _demand_usual_eyes(eyes: Eyes) -> None:
+    keys = eyes.vision
+    rope = Keys(keys.section("rope_parameters") or {}, keys.where)
+    usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), rope.number("rope_theta", THETA), keys.raw.get("hidden_activation"),
+             eyes.both_ways) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
+    if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
+        raise UsageError("what it sees with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
+
+
+def _demand_usual_ears(ears: Ears) -> None:
+    sizes, usual = ears.sizes, Keys(USUAL)
+    back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
+    alike = (sizes.block, sizes.back, sizes.ahead, sizes.share, sizes.cap, sizes.eps, sizes.curve) == (
+        block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, "silu")
+    if not alike or ears.bands != LogMagnitudes.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
+        raise UsageError("what it hears with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
+
+
+def pieces(sights: Sights, store: TensorStore) -> list[Piece]:
+    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    stored = {own_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
+    return [each for own, info in stored.items() for each in _of(own, info, sights, store)]
+
+
+def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Iterator[Piece]:
+    sense = SOUNDS if own.startswith(HEARING_PARTS) else PICTURES
+    if sense not in sights:
+        return
+    name = file_name(own, EARS[TYPES[sense]] if sense is SOUNDS else PROJECTORS[TYPES[sense]], store, sense)
+    if not info.shape:
+        yield piece(name, info, lambda values: values.reshape(1), (1,))
+    elif own.endswith("per_dim_scale"):
+        yield piece(name, info, lambda values: np.logaddexp(0, values.astype(np.float64)))
+    elif own.endswith("depthwise_conv1d.weight"):
+        yield piece(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
+    elif own.endswith("patch_embedder.input_proj.weight"):
+        side = sights[PICTURES].patch
+        yield piece(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side, side))
+    else:
+        yield piece(name, info)
