@@ -1,4 +1,4 @@
-"""What a model sees, or hears, with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+"""What a model sees or hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
 `projector_config.py` and `projector_store.py`. What concerns sounds alone is in `hearing_export.py`.
 """
 
