@@ -13,16 +13,19 @@ import numpy as np
 import pytest
 import torch
 from newer_cases import QWEN_4
-from transformers import PreTrainedModel
+from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
 
 from effllm import UsageError
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.index_shape import IndexShape
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.weight import Weight
 from effllm.runtime.calibrate import Calibration, LayerStats
-from effllm.runtime.config import read_config
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.model import Model, dims
@@ -109,22 +112,21 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     engine.close()
     own = config.ngrams
     for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
-                  {"ngrams": replace(own, end=8)}, {"ngrams": replace(own, shape=replace(own.shape, count=4, size=3, kernel=4))}):
+                  {"ngrams": replace(own, end=8)}):
         asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
         prepared = partial(prepare_with, folder, replace(config, **taken), open_store(folder), asked)
         other = list(open_prepared(prepared, ("raw", "mixers")))[-1]
         anew(other, IDS[:tokens])
         found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
         other.close()
-        same = taken == {"ngrams": own}
-        assert same == np.array_equal(found, rows) and (same or np.abs(found - rows).max() > 1e-3 * np.abs(rows).max()), taken
+        assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
     assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
 
 
-@pytest.mark.parametrize("held", [200, 70])
+@pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all tokens before them too, and passes come again."""
     rows = []
@@ -134,7 +136,7 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None
     assert np.array_equal(*rows)
 
 
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 190, right)
 
@@ -253,3 +255,73 @@ def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> 
     with pytest.raises(CheckpointError, match="layer_multipliers.* are not those of its config.json"):
         read(engine, IDS[:10])
     engine.close()
+
+
+PUBLISHED = {
+    "architectures": ["Qwen4ExpForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen4_exp",
+    "tie_word_embeddings": False, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054, "vision_config": {"model_type": "qwen4_exp"},
+    "text_config": {
+        "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
+        "hc_count": 4, "hc_lowrank": 320, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2560, "indexer_budget": 2048,
+        "indexer_compress_ratio": 4, "indexer_head_dim": 128, "indexer_kv_heads": 1, "indexer_n_heads": 8, "initializer_range": 0.02,
+        "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 12, "linear_conv_kernel_dim": 4,
+        "linear_key_head_dim": 128, "linear_num_key_heads": 16, "linear_num_value_heads": 48, "linear_value_head_dim": 128,
+        "max_position_embeddings": 262144, "model_type": "qwen4_exp_text", "moe_intermediate_size": 640, "mtp_num_hidden_layers": 1,
+        "ngram_size": 3, "ngram_vocab_size_base": 20000000, "norm_topk_prob": True, "num_attention_heads": 24, "num_experts": 512,
+        "num_experts_per_tok": 10, "num_hidden_layers": 48, "num_key_value_heads": 2, "output_gate_type": "sigmoid", "ple_layer_ids": [2],
+        "rms_norm_eps": 1e-06, "shared_expert_intermediate_size": 640, "split_ngram_parts": 512, "use_cache": True, "vocab_size": 248320,
+        "rope_parameters": {"mrope_interleaved": True, "mrope_section": [11, 11, 10], "partial_rotary_factor": 0.25,
+                            "rope_theta": 10000000, "rope_type": "default"}}}
+
+
+def test_a_config_is_read_as_transformers_does() -> None:
+    """A whole one, and one that leaves out what can be left out; a table as large as published ones have costs no time."""
+    inside = PUBLISHED["text_config"]
+    made, theirs = parse_config(PUBLISHED), Qwen4ExpTextConfig(**inside)
+    assert len(made.warnings) == 1 and made.warnings[0].startswith("'qwen4_exp' takes images too")
+    assert parse_config({**inside, "architectures": ["Qwen4ExpForCausalLM"]}, strict=True) == replace(made, warnings=())
+    assert [layer in made.state_layers for layer in range(48)] == [kind == "linear_attention" for kind in theirs.layer_types]
+    assert made.indexed.shape == IndexShape(8, 128, 64, 512, rate=4, means=True) and made.indexed.shape.whole == 2051
+    assert (made.streams, made.mix_rank, made.last_norm, made.mtp_layers) == (4, 320, "none", 0)
+    own = made.ngrams
+    assert (own.layers, own.tables, own.width, own.end) == ((1,), 16, 160, 248044) and own.rows_of(1) * own.width == 51_200_245_760
+    assert own.shape.slot_floats * 4 == 9 * 10_240 * 4 + 64 and made.state.sigmoid
+    least = {"model_type": "qwen4_exp_text", **{key: value for key, value in inside.items() if key.startswith("indexer_")},
+             "indexer_head_dim": 256}
+    made, theirs = parse_config(least, strict=True), Qwen4ExpTextConfig(**least)
+    assert [layer in made.state_layers for layer in range(40)] == [kind == "linear_attention" for kind in theirs.layer_types]
+    assert made.ngrams is None and not made.state.sigmoid and made.mixture.experts == theirs.num_experts
+    for name in ("hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings"):
+        assert getattr(made, name) == getattr(theirs, name)
+    assert made.rope.partial_rotary_factor == 1.0 and made.rope.theta == 10_000.0
+
+
+@pytest.mark.parametrize(("key", "value", "named"), [
+    ("indexer_n_heads", None, "indexer_n_heads is missing"), ("indexer_kv_heads", 2, "indexer_kv_heads 2"),
+    ("indexer_budget", 2050, "indexer_budget 2050"), ("indexer_compress_ratio", 1, "indexer_compress_ratio 1"),
+    ("indexer_head_dim", 32, "indexer_head_dim 32"), ("hc_count", 1, "hc_count"), ("output_gate_type", "gelu", "output_gate_type"),
+    ("hidden_act", "gelu", "hidden_act"), ("ple_layer_ids", [4], "holds 4, a layer of another kind"),
+    ("ple_layer_ids", [0], "ple_layer_ids"), ("ple_layer_ids", "2", "ple_layer_ids"),
+    ("ple_embed_dim", 2561, "ple_embed_dim 2561"), ("eos_token_id", None, "eos_token_id None"),
+    ("layer_types", ["sliding_attention"] * 48, "sliding_attention"), ("layer_types", ["linear_attention"] * 48, "linear attention alone"),
+    ("ngram_vocab_size_base", 2**40, "ngram_vocab_size_base"), ("mlp_only_layers", [1], "mlp_only_layers"),
+    ("attn_output_gate", False, "attn_output_gate"), ("split_ngram_parts", 0, "split_ngram_parts")])
+def test_what_is_not_read_is_named(key: str, value: object, named: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_config({**PUBLISHED, "text_config": {**PUBLISHED["text_config"], key: value}})
+    assert named in caught.value.message, caught.value.message
+
+
+def test_tensors_that_make_no_table_are_named(folder: Path, tmp_path: Path) -> None:
+    """One that is missing, and one that is too short."""
+    config = (folder / "config.json").read_bytes()
+    tensors = load_file(folder / "model.safetensors")
+    shard = next(name for name in tensors if "shard_1" in name)
+    for place, (kept, what) in enumerate(((None, "ngram_embedding.weight is missing"), (tensors[shard][:-1], "expected a part of"))):
+        other = tmp_path / str(place)
+        other.mkdir()
+        (other / "config.json").write_bytes(config)
+        left = {name: value for name, value in tensors.items() if name != shard} | ({} if kept is None else {shard: kept.contiguous()})
+        save_file(left, other / "model.safetensors", {"format": "pt"})
+        with pytest.raises(CheckpointError, match=what):
+            prepare(other, EngineOptions(device="cpu", ctx=CTX))
