@@ -259,7 +259,8 @@ def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> 
 
 PUBLISHED = {
     "architectures": ["Qwen4ExpForConditionalGeneration"], "image_token_id": 248056, "model_type": "qwen4_exp",
-    "tie_word_embeddings": False, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054, "vision_config": {"model_type": "qwen4_exp"},
+    "tie_word_embeddings": False, "video_token_id": 248057, "vision_start_token_id": 248053, "vision_end_token_id": 248054,
+    "vision_config": {"model_type": "qwen4_exp"},
     "text_config": {
         "attention_bias": False, "attention_dropout": 0.0, "dtype": "bfloat16", "eos_token_id": 248044, "full_attention_interval": 4,
         "hc_count": 4, "hc_lowrank": 320, "head_dim": 256, "hidden_act": "silu", "hidden_size": 2560, "indexer_budget": 2048,
