@@ -225,7 +225,7 @@ class Model(StoredStates):
     def find_nan(self) -> str | None:
         """The name of a tensor that holds NaN or infinity, if one does."""
         for roles in self.tensors.values():
-            for tensor in roles.values():
+            for tensor in held(roles).values():
                 raw = {tensor.name: self.store.read(tensor.info)}
                 low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
                 if not np.isfinite(as_float32(tensor, raw) if low is None else low.to_f32()).all():

@@ -26,6 +26,7 @@ from effllm.quant.weight import Weight
 from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.conversion import bit_search
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.model import Model, dims
@@ -34,6 +35,7 @@ from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
+from effllm.runtime.weights.weight_tiers import weight_tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
@@ -170,7 +172,7 @@ def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
         assert held - 128 * 4 * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
         assert cache.states.nbytes == 3 * engine.config.state.nbytes + own.shape.nbytes
         table = own.rows_of(1) * own.width * 4
-        assert engine.model.nbytes - table == engine.placement.weights_bytes
+        assert engine.model.nbytes - table == engine.placement.weights_bytes and weight_tiers(engine.prepared).disk == table
         assert any("table of n-grams" in said and "6 rows" in said for said in engine.prepared.notices)
         read(engine, IDS[:500])
         engine.forward_logits([1])
@@ -326,3 +328,16 @@ def test_tensors_that_make_no_table_are_named(folder: Path, tmp_path: Path) -> N
         save_file(left, other / "model.safetensors", {"format": "pt"})
         with pytest.raises(CheckpointError, match=what):
             prepare(other, EngineOptions(device="cpu", ctx=CTX))
+
+
+@pytest.mark.slow
+def test_bits_are_searched_for_all_but_the_table(folder: Path) -> None:
+    """Which is not in memory to be swapped; it has the format of an embedding."""
+    engine, plan = opened(folder, kv="32bit"), plan_conversion(folder, options("4bit").recipe)
+    try:
+        *_, found = bit_search.search(plan, engine, IDS[:60], 6.5, options("4bit").recipe)
+    finally:
+        plan.store.close()
+        engine.close()
+    assert found.bits_per_weight <= 6.5 and "model.layers.1.ple.key_proj.weight" in found.recipe.names
+    assert not any("ngram_embedding" in name for name in found.recipe.names)

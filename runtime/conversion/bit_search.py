@@ -26,6 +26,7 @@ from ...quant.weight import from_f32, to_f32
 from ..engine import Engine
 from ..events import Notice, Progress
 from ..measuring.evaluate import log_softmax
+from ..ngrams import is_table
 from ..speculation.mtp_tensors import MTP
 from . import damage_notes
 from .convert_estimate import about
@@ -66,11 +67,12 @@ class Found:
 def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float, own: Recipe) -> Iterator[Progress | Notice | Found]:
     """Find the recipe for `target` bits per weight; the result comes last. `engine` runs the unquantized model of `plan` on the CPU.
 
-    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, have the
-    formats of the plan. Raises UsageError for a target that nothing meets, naming what the smallest takes.
+    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, and tables
+    of n-grams, which are not in memory, have the formats of the plan. Raises UsageError for a target that nothing meets, naming what the smallest takes.
     """
     budget = int(target * plan.weights / 8)
-    free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None and not job.role.startswith(MTP)]
+    free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None
+            and not job.role.startswith(MTP) and not is_table(job.role)]
     names = {job.name for job in free}  # of a mixture some ten thousand
     fixed = sum((own.ruled(job.name) or job.spec).nbytes(job.shape) for job in plan.jobs if job.name not in names)
     specs = {width: QuantSpec.parse(width, own.short) for width in WIDTHS}

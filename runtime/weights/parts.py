@@ -75,11 +75,11 @@ class Parts:
 
 def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
     """The parts of a model, none for one of more than MOST_NBYTES; headers alone are looked at."""
+    tensors = {**tensors, "outer": held(tensors["outer"])}
     total = sum(tensor.nbytes for roles in tensors.values() for tensor in roles.values())
     if total > MOST_NBYTES:
         return Parts((), {}, {key: tuple(tensor.info for tensor in roles.values()) for key, roles in tensors.items()}, frozenset(), "")
     maker = _Cut(store, PART_NBYTES * (2 if total > LARGE_NBYTES else 1))
-    tensors = {**tensors, "outer": held(tensors["outer"])}
     outer = tensors["outer"]
     for key in sorted(key for key in tensors if key != "outer" and not is_for_pictures(tensors[key])):
         for stage in stages_of(tensors[key]):

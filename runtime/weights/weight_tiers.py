@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ..families import expert_of
+from ..ngrams import away_nbytes
 from ..prepare import Prepared
 from ..sparse.bundles import ROLE as BUNDLES
 from ..tensors import ModelTensor, check_tensors
@@ -23,7 +24,7 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 class WeightTiers:
     """Bytes of tensors. In memory: `always` whatever streams (norms, biases, small matrices, row scales; with nothing on the disk, all),
     and `pinned` of what could have been read (parts of matrices, neurons of the window, experts in slots). On the disk: `streamed` for
-    every token, `on_demand` when a token wants them (rows of the embedding, neurons, experts). On the `gpu` the layers that it has."""
+    every token, `on_demand` when a token wants them (rows of the embedding or of n-grams, neurons, experts). On the `gpu` the layers that it has."""
 
     always: int = 0
     pinned: int = 0
@@ -48,11 +49,12 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
     tensors = tensors or check_tensors(prepared.config, prepared.store, prepared.container, prepared.speculating.mtp)
     devices = prepared.placement.devices
     gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
-    streams = prepared.streams
+    streams, away = prepared.streams, away_nbytes(tensors["outer"])
     if streams is None:
-        return WeightTiers(always=_nbytes(tensor for roles in tensors.values() for tensor in roles.values()) - gpu, gpu=gpu)
+        every = _nbytes(tensor for roles in tensors.values() for tensor in roles.values())
+        return WeightTiers(always=every - away - gpu, on_demand=away, gpu=gpu)
     always = sum(info.nbytes for infos in streams.parts.always.values() for info in infos)
-    table = _table(streams, tensors, prepared)
+    table = _table(streams, tensors, prepared) + away
     if isinstance(streams, PagedExperts):
         experts = _nbytes(tensor for key, roles in tensors.items() for role, tensor in roles.items()
                           if expert_of(role) is not None and key in streams.parts.layers)
