@@ -67,8 +67,9 @@ class Found:
 def search(plan: ConversionPlan, engine: Engine, ids: Sequence[int], target: float, own: Recipe) -> Iterator[Progress | Notice | Found]:
     """Find the recipe for `target` bits per weight; the result comes last. `engine` runs the unquantized model of `plan` on the CPU.
 
-    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, and tables
-    of n-grams, which are not in memory, have the formats of the plan. Raises UsageError for a target that nothing meets, naming what the smallest takes.
+    Tensors that a rule of `own` names keep what it says; those of the layer that the model drafts by, which damages no answer, and
+    tables of n-grams, which are not in memory, have the formats of the plan. Raises UsageError for a target that nothing meets, naming
+    what the smallest takes.
     """
     budget = int(target * plan.weights / 8)
     free = [job for job in plan.jobs if job.spec != job.source and own.ruled(job.name) is None

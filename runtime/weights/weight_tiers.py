@@ -24,7 +24,8 @@ Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 class WeightTiers:
     """Bytes of tensors. In memory: `always` whatever streams (norms, biases, small matrices, row scales; with nothing on the disk, all),
     and `pinned` of what could have been read (parts of matrices, neurons of the window, experts in slots). On the disk: `streamed` for
-    every token, `on_demand` when a token wants them (rows of the embedding or of n-grams, neurons, experts). On the `gpu` the layers that it has."""
+    every token, `on_demand` when a token wants them (rows of the embedding or of n-grams, neurons, experts). On the `gpu` the layers that
+    it has."""
 
     always: int = 0
     pinned: int = 0
