@@ -20,7 +20,7 @@ class Rwkv7Shape(StateShape):
     """Heads and the width of one; `ranks`: the numbers between the two matrices that make decays, rates, shares of the first layer's values
     and gates; `eps`: of the norm behind the recurrence, head by head. A slot's rows are counted as those of three taps are."""
 
-    title: ClassVar[str] = "time mixing (RWKV 7)"
+    title: ClassVar[str] = "time mixing"
     heads: int
     head_dim: int
     ranks: tuple[int, int, int, int]

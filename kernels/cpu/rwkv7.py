@@ -1,7 +1,7 @@
 """The states of a layer of RWKV 7 on the CPU, and running its kernels (`rwkv7_loops.py`).
 
-A block asks for the rows that its products read (`shifted`), then for what these make of the text (`time_mix`): the products lie in the
-buffers of rows that are read no more, so that a prompt takes seven of the model's width and not thirteen.
+A block asks for the rows that its products read (`shifted`), for the products, and for what these make of the text (`mix`). Products lie in
+the buffers of rows that are read no more, so that a prompt takes seven of the model's width and not thirteen.
 """
 
 from __future__ import annotations
@@ -50,21 +50,24 @@ class Rwkv7States(Slots):
         """Where `mix` of so many tokens leaves what it read."""
         return self.ops.workspace.take("attend", tokens, self.shape.values)
 
-    def shifted(self, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int) -> list[np.ndarray]:
-        """Of norm(x) and the rows before, [T, values] for each row of `mix`, flat; `half`: of the layer, whose last row is kept."""
-        outs = [self.ops.workspace.take(name, *x.shape) for name in ROWS[: mix.size // x.shape[1]]]
+    def rows(self, tokens: int, count: int) -> list[np.ndarray]:
+        """Where `shifted` of so many tokens leaves the first `count` of what matrices read."""
+        return [self.ops.workspace.take(name, tokens, self.shape.values) for name in ROWS[:count]]
+
+    def shifted(self, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray] | None = None) -> list[np.ndarray]:
+        """Of norm(x) and the rows before, [T, values] for each row of `mix`, flat; `half`: of the layer, whose last row is kept. `outs`:
+        where they go."""
+        outs = self.rows(len(x), mix.size // x.shape[1]) if outs is None else outs
         self._shift(self, x, norm, mix, half, outs)
         return outs
 
-    def time_mix(self, rows: list[np.ndarray], products: tuple[Linear, ...], w: Rwkv7,
-                 first: np.ndarray | None) -> tuple[np.ndarray, np.ndarray]:
-        """(what the layer reads of the text, its values), [T, values] each, of the rows that `shifted` gave; `first`: the first layer's
-        values, None in that layer."""
+    def products(self, rows: list[np.ndarray], linears: tuple[Linear, ...], w: Rwkv7, first: np.ndarray | None) -> list[np.ndarray]:
+        """What `mix` takes, of the rows that `shifted` gave, values third; `first`: the first layer's values, None in that layer."""
         decay = self._made(rows, 1, w.decay, True)
-        r, k, v = (self._product(rows[row], each, name) for row, each, name in zip((0, 2, 3), products, (R, K, V)))
+        r, k, v = (self._product(rows[row], each, name) for row, each, name in zip((0, 2, 3), linears, (R, K, V)))
         if first is not None:
             self._blend(self, v, first, self._made(rows, 3, w.share, None))
-        return self.mix([r, k, v, decay, self._made(rows, 4, w.rate, None), self._made(rows, 5, w.gate, False)], w), v
+        return [r, k, v, decay, self._made(rows, 4, w.rate, None), self._made(rows, 5, w.gate, False)]
 
     def mix(self, products: list[np.ndarray], w: Rwkv7, out: np.ndarray | None = None) -> np.ndarray:
         """What the layer's heads read of the text, [T, values], normed and gated, in `out` where that is given; the state goes on. Raw

@@ -47,16 +47,16 @@ class TorchRwkv7(TorchSlots):
         self.inputs_of(target)[half] = rows[-1]
         return [rows + beside * each for each in mix.view(-1, x.shape[1])]
 
-    def time_mix(self, rows: list[torch.Tensor], products: tuple[Linear, ...], w: Rwkv7,
-                 first: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def products(self, rows: list[torch.Tensor], linears: tuple[Linear, ...], w: Rwkv7,
+                 first: torch.Tensor | None) -> list[torch.Tensor]:
         """As `kernels/cpu/rwkv7.py`."""
-        r, k, v = (self.linear(rows[row], each) for row, each in zip((0, 2, 3), products))
+        r, k, v = (self.linear(rows[row], each) for row, each in zip((0, 2, 3), linears))
         decay = self.linear(torch.tanh(self.linear(rows[1], w.decay.into)), w.decay.out)
         if first is not None:
             v = v + (first - v) * torch.sigmoid(self.linear(self.linear(rows[3], w.share.into), w.share.out))
         rate = self.linear(self.linear(rows[4], w.rate.into), w.rate.out)
         gate = self.linear(torch.sigmoid(self.linear(rows[5], w.gate.into)), w.gate.out)
-        return self.mix([r, k, v, decay, rate, gate], w), v
+        return [r, k, v, decay, rate, gate]
 
     def mix(self, products: list[torch.Tensor], w: Rwkv7) -> torch.Tensor:
         """As `kernels/cpu/rwkv7.py`."""

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..block_ops import BlockOps
-    from ..kv.states import LayerStates
+    from ..kv.states import ShiftedStates
     from ..rope import RopeTable
 
 KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
@@ -115,7 +115,7 @@ def _with_biases(rules: dict[str, TensorRule], roles: tuple[str, ...]) -> dict[s
                     for role in roles if role in rules}
 
 
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: ShiftedStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, what each matrix reads of rows on their way to
     those before (`READ`, and shifted_in of the MLP), state_out and mlp_hidden before the last matrices."""
@@ -127,9 +127,10 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions:
     for name, place in READ.items():
         tap(name, layer, rows[place])
     first = ops.second_stream(x, STREAMS) if layer else None
-    mixed, values = kv.time_mix(rows, w.state.products, w.state.own, first)  # [T, D] each
+    products = kv.products(rows, w.state.products, w.state.own, first)  # [T, D] each
     if first is None:
-        x = ops.put_stream(x, values, 1)
+        x = ops.put_stream(x, products[2], 1)
+    mixed = kv.mix(products, w.state.own)
     tap("state_out", layer, mixed)
     own = ops.linear_add(mixed, w.state.out, own)
     tap("mlp_in", layer, own)

@@ -82,6 +82,19 @@ class JointLayer:
                 layer.add_ngrams(x[own], [product[own] for product in products], w)
         return x
 
+    def shifted(self, x: object, norm: object, mix: object, half: int) -> list[object]:
+        """As of `kernels/cpu/rwkv7.py`, row i of x in state i."""
+        outs = self.layers[0].rows(len(self.layers), mix.size // x.shape[1])
+        for row, each in enumerate(self.layers):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                each.shifted(x[own], norm, mix, half, [out[own] for out in outs])
+        return outs
+
+    def products(self, rows: Sequence[object], linears: Sequence[object], w: object, first: object | None) -> list[object]:
+        """As of `kernels/cpu/rwkv7.py`: of all rows at once."""
+        return self.layers[0].products(rows, linears, w, first)
+
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product in state i."""
         states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]

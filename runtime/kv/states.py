@@ -38,6 +38,13 @@ class LayerStates(Protocol):
     def write_slot(self, slot: int, data: np.ndarray) -> None: ...
 
 
+class ShiftedStates(LayerStates, Protocol):
+    """Those of a layer that reads each token on its way to the one before (RWKV 7): rows for its matrices, and the products of these."""
+
+    def shifted(self, x: object, norm: object, mix: object, half: int) -> list[object]: ...
+    def products(self, rows: Sequence[object], linears: Sequence[object], w: object, first: object | None) -> list[object]: ...
+
+
 def states_nbytes(config: ModelConfig) -> tuple[int, ...]:
     """Bytes of the state of every layer, 0 of one that has keys and values."""
     return tuple(shape_of(config, layer).nbytes if layer in config.state_layers else 0 for layer in range(config.num_hidden_layers))
