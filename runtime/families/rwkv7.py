@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
                        "norm_eps", "num_heads", "v_low_rank_dim", "value_dim"})
-# Of training, of programs, and of positions, which nothing has.
+# Of training, of programs, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
     "attn_mode", "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "use_l2warp"})
@@ -48,8 +48,8 @@ def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
-    ffn, ratio = keys.integer("intermediate_size", None, high=2**22), keys.number("hidden_ratio", 4.0)
-    ffn = ffn or -(-int(hidden * ratio) // 32) * 32
+    usual = -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
+    ffn = keys.integer("intermediate_size", None, high=2**22) or usual
     if keys.raw.get("hidden_act", ACTS[0]) not in ACTS:
         raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
                           f"this family runs only with hidden_act = {ACTS[0]}")
@@ -66,10 +66,13 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
     if head_dim is None:
         head_dim = 64 if heads is None else hidden // heads
     if hidden % head_dim or heads not in (None, hidden // head_dim):
-        raise ConfigError(f"config.json: {'heads' if heads is None else heads} of head_dim {head_dim} do not make hidden_size {hidden}")
-    values = keys.raw["value_dim"] if keys.holds("value_dim") else None
-    if values is not None and any(each != hidden for each in (values if isinstance(values, list) else [values])):
-        raise ConfigError(f"config.json: value_dim = {show(values)} is not supported for {keys.text('model_type')} models",
+        stated = "heads" if heads is None else f"num_heads {heads}"
+        raise ConfigError(f"config.json: {stated} of head_dim {head_dim} do not make hidden_size {hidden}",
+                          "the config was changed: take that of the published model")
+    by_layer = isinstance(keys.raw.get("value_dim"), list)
+    values = keys.numbers("value_dim", layers) if by_layer else (keys.integer("value_dim", hidden, high=2**20),)
+    if {*values} != {hidden}:
+        raise ConfigError(f"config.json: value_dim = {show(keys.raw['value_dim'])} is not supported for {keys.text('model_type')} models",
                           "published models of this family have values as wide as the model")
     usual = [max(32, int(round(width * hidden**0.5 * factor / 32) * 32)) for width, factor in (
         (2.5, head_dim / 64), (2.5, head_dim / 64), (1.7, head_dim / 64), (5, 1.0))]
