@@ -149,8 +149,9 @@ def test_the_published_config_is_known_to_the_last_key() -> None:
     assert config.intermediate_size == 8192 and config.context_length == 1 << 20 and config.eos_token_ids == (0,)
     silent = {key: value for key, value in PUBLISHED.items() if not key.endswith(("_dim", "_size", "num_heads", "_ratio"))}
     made = parse_config({**silent, "hidden_size": 1024})
-    assert made.state.ranks == (64, 64, 64, 160)
-    assert made.intermediate_size == 4096 and made.vocab_size == 65_536
+    assert made.state.ranks == (64, 64, 16, 128) and made.intermediate_size == 4096 and made.vocab_size == 32_000
+    null = dict.fromkeys(("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim"))
+    assert parse_config({**silent, **null, "hidden_size": 1024}).state.ranks == (64, 64, 64, 160)
 
 
 @pytest.mark.parametrize(("key", "value"), [

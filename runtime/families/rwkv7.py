@@ -36,17 +36,19 @@ CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7
 ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
 ACT = "relu2"
 ACTS = ("sqrelu", ACT)  # two names of one
-SIZES = {"vocab_size": 65_536, "hidden_size": 2048, "num_hidden_layers": 24}
+SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "num_hidden_layers": 24}
 STREAMS = 2  # what layers work on, and the values of the first
 LETTERS = ("r", "w", "k", "v", "a", "g")  # as papers call what rows are read for: receptances, decays, keys, values, rates, gates
 READ = {"receptance_in": 0, "key_in": 2, "value_in": 3}  # tap -> which of these its matrix reads
 MOST_RANK = 2**16
+# A rank where a config leaves it out, and how many times the root of the width it is about where it says null.
+RANKS = {"decay_low_rank_dim": (64, 2.5), "a_low_rank_dim": (64, 2.5), "v_low_rank_dim": (16, 1.7), "gate_low_rank_dim": (128, 5)}
 
 
 def config(keys: Keys) -> ModelConfig:
     """How long a text may be it does not say, whatever length it was trained with: a state is as large behind any."""
     refuse_other_code(keys, CODE)
-    base = Defaults(max_position_embeddings=1 << 20, bos=0, eos=(0,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
+    base = Defaults(max_position_embeddings=1 << 20, bos=1, eos=(2,), eps_key="norm_eps", norm_eps=1e-5, sizes=SIZES, rotary=False)
     hidden, layers = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers"))
     usual = -(-int(hidden * keys.number("hidden_ratio", 4.0)) // 32) * 32
     ffn = keys.integer("intermediate_size", None, high=2**22) or usual
@@ -74,11 +76,15 @@ def _shape(keys: Keys, hidden: int, layers: int, eps: float) -> Rwkv7Shape:
     if {*values} != {hidden}:
         raise ConfigError(f"config.json: value_dim = {show(keys.raw['value_dim'])} is not supported for {keys.text('model_type')} models",
                           "published models of this family have values as wide as the model")
-    usual = [max(32, int(round(width * hidden**0.5 * factor / 32) * 32)) for width, factor in (
-        (2.5, head_dim / 64), (2.5, head_dim / 64), (1.7, head_dim / 64), (5, 1.0))]
-    names = ("decay_low_rank_dim", "a_low_rank_dim", "v_low_rank_dim", "gate_low_rank_dim")
-    ranks = tuple(keys.integer(name, None, high=MOST_RANK) or default for name, default in zip(names, usual))
-    return Rwkv7Shape(hidden // head_dim, head_dim, ranks, head_dim * eps)
+    ranks = [keys.integer(name, _by_width(name, hidden, head_dim) if name in keys.raw else rank, high=MOST_RANK)
+             for name, (rank, _) in RANKS.items()]
+    return Rwkv7Shape(hidden // head_dim, head_dim, tuple(ranks), head_dim * eps)
+
+
+def _by_width(name: str, hidden: int, head_dim: int) -> int:
+    """The rank of a config that says null."""
+    factor = 1.0 if name == "gate_low_rank_dim" else head_dim / 64
+    return max(32, int(round(RANKS[name][1] * hidden**0.5 * factor / 32) * 32))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
