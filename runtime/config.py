@@ -83,7 +83,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     refuse_writing(raw)
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
-    suffix = SEVERAL if composite else GENERATOR
+    suffix = SEVERAL if composite and raw.get("model_type") not in families.NAMED_ALONE else GENERATOR
     made = families.of_its_family(raw)
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
     vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)

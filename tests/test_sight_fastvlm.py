@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 import torch
 from conversions import options
-from fastvit_torch import ARGS
+from fastvit_torch import ARGS, LAYERS, WIDTHS
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import load_file, save_file
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
 from torch.nn import functional as F
@@ -17,11 +18,14 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from transformers.models.llava.processing_llava import LlavaProcessor
 
 from effllm import EffllmError
-from effllm.runtime.config import parse_config
+from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.convert import convert
-from effllm.runtime.images import Work
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.images import Work, fast_vlm
 from effllm.runtime.images.fastvit import ByChannel
 from effllm.runtime.images.tower_parts import Crew, gelu
+from effllm.runtime.prepare import EngineOptions
 
 SQUARE = {"height": 192, "width": 192}
 PROCESSORS = {"cropped": CLIPImageProcessorPil(size={"shortest_edge": 192}, crop_size=SQUARE, image_mean=[0.0] * 3, image_std=[1.0] * 3),
@@ -77,6 +81,60 @@ def test_a_published_config_is_known_to_the_last_key():
         "tie_word_embeddings": True, "vision_config": {"model_type": "timm_wrapper"}, "vision_feature_layer": -1,
         "vision_feature_select_strategy": "full"}, strict=True)
     assert (config.family, config.hidden_size, config.tie_word_embeddings) == ("qwen2", 896, True)
+
+
+STEPS = ("stages.0.blocks", "stages.1.downsample", "stages.1.blocks", "stages.2.downsample", "stages.2.blocks", "stages.3.downsample",
+         "stages.3.pos_emb", "stages.3.blocks", "stages.4.downsample", "stages.4.pos_emb", "stages.4.blocks")
+OF_TOWER = {".mlp.": ".convffn.", "stem.": "patch_embed.", "final_conv.": "conv_exp.", "se.fc1": "se.reduce", "se.fc2": "se.expand",
+            ".gamma": "", "proj.0.reparam_conv": "proj.0.lkb_reparam",
+            "model.vision_tower.timm_model.": "model.vision_tower.vision_tower.model."}
+OF_OTHERS = {"model.multi_modal_projector.linear_1": "model.mm_projector.0", "model.multi_modal_projector.linear_2": "model.mm_projector.2",
+             "model.language_model.": "model."}
+
+
+def as_first_published(folder, to):
+    """A folder of transformers as Apple published it: tensors by other names, and a config without parts."""
+    raw, made = json.loads((folder / "config.json").read_text()), {}
+    for name, each in load_file(folder / "model.safetensors").items():
+        for number, step in enumerate(STEPS):
+            name = name.replace(f"timm_model.{step}.", f"timm_model.network.{number}.")
+        for newer, older in (OF_TOWER if "vision_tower" in name else OF_OTHERS).items():
+            name = name.replace(newer, older)
+        made[name] = each
+    for each in folder.iterdir():
+        (to / each.name).write_bytes(each.read_bytes())
+    (to / "preprocessor_config.json").unlink()
+    save_file({**made, "model.vision_tower.vision_tower.model.head.proj": np.zeros((4, 4), np.float32)}, to / "model.safetensors")
+    (to / "config.json").write_text(json.dumps({
+        **raw["text_config"], "architectures": ["LlavaQwen2ForCausalLM"], "auto_map": {"AutoConfig": "llava_qwen.LlavaConfig"},
+        "freeze_mm_mlp_adapter": False, "image_aspect_ratio": "pad", "image_grid_pinpoints": None, "mm_hidden_size": 128,
+        "mm_patch_merge_type": "flat", "mm_projector_lr": None, "mm_projector_type": "mlp2x_gelu", "mm_use_im_patch_token": False,
+        "mm_use_im_start_end": False, "mm_vision_select_feature": "patch", "mm_vision_select_layer": -2,
+        "mm_vision_tower": "mobileclip_l_192", "model_type": "llava_qwen2", "tie_word_embeddings": raw["tie_word_embeddings"],
+        "tokenizer_model_max_length": 8192, "tokenizer_padding_side": "right", "tune_mm_mlp_adapter": False,
+        "unfreeze_mm_vision_tower": True, "use_mm_proj": True}))
+    return to
+
+
+def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
+    monkeypatch.setitem(fast_vlm.ARCHITECTURES, "fastvit_mci3", (LAYERS, WIDTHS))
+    first, folder = as_first_published(fast[0], tmp_path), fast[0]
+    assert read_config(first, strict=True).family == "qwen2"
+    sight, processor = opened(first), LlavaImageProcessorPil(size={"shortest_edge": 192}, crop_size=SQUARE, image_mean=[0.0] * 3,
+                                                             image_std=[1.0] * 3, do_pad=True)
+    values = processor(PICTURES["photo"], input_data_format="channels_last", return_tensors="np")["pixel_values"][0]
+    assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.written == "<image>\n"
+    config_changed(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
+    assert np.array_equal(sight.see(PICTURES["photo"], Work()).rows, opened(folder).see(PICTURES["photo"], Work()).rows)
+    *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))
+    engine.close()
+    assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
+    for changes, error in (({"mm_vision_tower": "google/siglip-so400m-patch14-384"}, "a tower 'google/siglip-so400m-patch14-384'"),
+                           ({"mm_vision_tower": "mobileclip_l_192", "image_aspect_ratio": "anyres"}, "image_aspect_ratio 'anyres'"),
+                           ({"image_aspect_ratio": "pad", "mm_projector_type": "linear"}, "mm_projector_type 'linear'")):
+        config_changed(first, "config.json", **changes)
+        with pytest.raises(EffllmError, match=error):
+            opened(first)
 
 
 def test_what_is_done_of_a_picture_is_said(fast):

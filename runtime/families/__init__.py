@@ -87,7 +87,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "kimi_k25": ("deepseek_v3", "kimi_k2"), "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
-    "llava_onevision": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
+    "llava_onevision": ("qwen2",), "llava_qwen2": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
     "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"), "mllama": ("mllama_text_model",),
     "muse_glimmer": ("muse_glimmer_text",), "ovis2": ("qwen2",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
     "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
@@ -99,10 +99,11 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
              "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics3",
-             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2",
              "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma",
              "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe",
              "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
+NAMED_ALONE = ("llava_qwen2",)  # whose architectures are called as those of text
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,6 +28,7 @@ if TYPE_CHECKING:
 STAGES = 5
 # Towers by their names in timm: layers and width of each stage.
 ARCHITECTURES = {"fastvit_mci3": ((2, 12, 24, 4, 2), (96, 192, 384, 768, 1536))}
+MLP = "mlp2x_gelu"  # what a projector of two layers is called
 ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # what else is said of one
 
 
@@ -88,6 +94,12 @@ class FastVlm(OfOneSize):
         return rows
 
 
+class FirstFastVlm(FastVlm):
+    """Whose template knows of no pictures."""
+
+    written = "<image>\n"
+
+
 def _stages(said: Keys, name: str, usual: tuple[int, ...], high: int) -> tuple[int, ...]:
     """A number for each stage."""
     value = said.raw.get(name)
@@ -98,5 +110,50 @@ def _stages(said: Keys, name: str, usual: tuple[int, ...], high: int) -> tuple[i
     return tuple(value)
 
 
+@dataclass(frozen=True)
+class Published:
+    """A folder of FastVLM as Apple published it, which says of its tower a name and nothing of how pictures are made ready: what that name
+    stands for, as a folder of transformers says it."""
+
+    folder: TowerSource
+
+    @property
+    def model(self) -> Path:
+        return self.folder.model
+
+    @property
+    def without_word(self) -> str:
+        return self.folder.without_word
+
+    @property
+    def config(self) -> Mapping[str, object]:
+        keys = Keys(self.folder.config)
+        keys.choice("mm_projector_type", {MLP: MLP}, MLP)
+        return {"model_type": "fast_vlm", "vision_config": {
+            "hidden_size": keys.integer("mm_hidden_size", 3072, high=MOST_WIDTH), "model_args": {"inference_mode": True}}}
+
+    def side(self) -> int:
+        """Of its pictures, which the tower's name says."""
+        named = Keys(self.folder.config).text("mm_vision_tower", "")
+        if not (found := re.fullmatch(r"mobileclip_l_(\d{2,5})", named)):
+            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+                             "known: mobileclip_l_1024 (FastVLM); text alone works")
+        return int(found[1])
+
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        framed = Keys(self.folder.config).choice("image_aspect_ratio", {"pad": "pad", "square": "square"}, "square") == "pad"
+        side = self.side()
+        return Keys({"do_pad": framed, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "size": {"shortest_edge": side},
+                     "crop_size": {"height": side, "width": side}}, "config.json: mm_vision_tower"), Keys({})
+
+    def weights(self) -> Weights:
+        return self.folder.weights()
+
+    def saying(self) -> AbstractContextManager[None]:
+        return self.folder.saying()
+
+
 def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
-    return FastVlm(source, config)
+    if source.config["model_type"] == "fast_vlm":
+        return FastVlm(source, config)
+    return FirstFastVlm(Published(source), config)

@@ -6,6 +6,7 @@ without their own `vision_model.`; here they have neither.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
@@ -30,7 +31,8 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
            "sam_model.": "vision_tower.sam_encoder.", "qwen2_model.model.model.": "vision_tower.vision_encoder.",
            "qwen2_model.query_768.": "vision_tower.query_768_resolution.", "view_seperator": "view_separator",  # so it is written
-           "qwen2_model.query_1024.": "vision_tower.query_1024_resolution.", "projector.layers.": "multi_modal_projector."}
+           "qwen2_model.query_1024.": "vision_tower.query_1024_resolution.", "projector.layers.": "multi_modal_projector.",
+           "mm_projector.0.": "multi_modal_projector.linear_1.", "mm_projector.2.": "multi_modal_projector.linear_2."}
 OF_SAM = "vision_tower.sam_encoder."
 INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.": "patch_embed.projection.",
               "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.", "neck.3.": "neck.layer_norm2.",
@@ -38,6 +40,12 @@ INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".lay
 VIT, OF_VIT = "vit.", {"perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.",
                        "perceive.": "patch_merger.", "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.",
                        ".input_layernorm.": ".layer_norm1.", ".post_attention_layernorm.": ".layer_norm2."}
+# FastVLM's as Apple published it: a tower's steps are numbered there, those that halve a map and that tell places apart among them.
+MOBILE = "vision_tower.vision_tower.model."
+STEPS = ("stages.0.blocks", "stages.1.downsample", "stages.1.blocks", "stages.2.downsample", "stages.2.blocks", "stages.3.downsample",
+         "stages.3.pos_emb", "stages.3.blocks", "stages.4.downsample", "stages.4.pos_emb", "stages.4.blocks")
+OF_STEPS = {"lkb_reparam.": "reparam_conv.", "convffn.": "mlp.", "patch_embed.": "stem.", "conv_exp.": "final_conv.",
+            "se.reduce.": "se.fc1.", "se.expand.": "se.fc2."}
 HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
 
 
@@ -56,7 +64,19 @@ def own_name(name: str) -> str:
         name = f"vision_tower.{name.removeprefix(VIT)}"
         for theirs, ours in OF_VIT.items():
             name = name.replace(theirs, ours)
+    if name.startswith(MOBILE):
+        name = f"vision_tower.timm_model.{_of_mobile(name.removeprefix(MOBILE))}"
     return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
+
+
+def _of_mobile(name: str) -> str:
+    """What timm calls a tensor of FastViT's first code."""
+    if found := re.match(r"network\.(\d+)\.", name):
+        step = int(found[1])
+        name = f"{STEPS[step]}.{name[found.end() :]}" if step < len(STEPS) else name
+    for theirs, ours in OF_STEPS.items():
+        name = name.replace(theirs, ours)
+    return re.sub(r"layer_scale(_\d)?$", r"layer_scale\1.gamma", name)
 
 
 def parts_of(sense: Sense) -> tuple[str, ...]:

@@ -43,15 +43,19 @@ AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
              "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
-KNOWN_CODE = ("paddleocr_vl", "unlimited_ocr")  # whose checkpoints bring code that became part of transformers
+KNOWN_CODE = ("llava_qwen2", "paddleocr_vl", "unlimited_ocr")  # whose checkpoints bring code that became part of transformers
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
+    "llava_qwen2": frozenset({
+        "freeze_mm_mlp_adapter", "image_aspect_ratio", "mm_hidden_size", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type",
+        "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
+        "tokenizer_model_max_length", "tokenizer_padding_side", "tune_mm_mlp_adapter", "unfreeze_mm_vision_tower", "use_mm_proj"}),
     "ovis2": frozenset({"hidden_size", "visual_indicator_token_ids", "vocab_size"}),
     "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
-FLAT = ("hunyuan_vl", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+FLAT = ("hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",
@@ -113,7 +117,7 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:  # whose window the outer object says
         inner = {"sliding_window": raw.get("sliding_window"), **older, "model_type": families.COMPOSITE[kind][0]}
     if inner is None and kind in FLAT:
-        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS}
+        inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
     if kind in families.PREFIXED:  # that of prompts with pictures
         inner.pop("use_bidirectional_attention", None)
