@@ -24,6 +24,7 @@ USUAL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27
          "max_image_size": 2048, "spatial_merge_size": 2, "temporal_patch_size": 1, "rms_norm_eps": 1e-5, "hidden_act": "gelu",
          "interpolate_mode": "bilinear"}
 
+
 class HunyuanVl(QwenPatches):
     VISION = {"hunyuan_vl_vision": USUAL, "hunyuan_vl": USUAL}
     PROCESSORS = ("HunYuanVLImageProcessor",)
