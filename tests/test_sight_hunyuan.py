@@ -1,14 +1,20 @@
 """HunyuanVL: values, rows and tokens are those of transformers, from folders of both layouts; places follow from the tokens alone."""
 
 import json
+from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 from conversions import options
+from hypothesis import given
+from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES, HUNYUAN
 from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
 from transformers import PreTrainedTokenizerFast
+from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
 from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 
 from effllm import EffllmError
@@ -133,6 +139,27 @@ def test_places_follow_from_the_tokens_alone():
     held.tokens.extend([*one[5:], *one])
     assert held.behind([9], axes) is None, "a word is turned by its order"
     assert held.behind(other[:2], axes)[1].tolist() == [19, 0, 0, 2], "the same picture twice counts twice"
+
+
+@given(st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4), st.integers(1, 3), st.integers(5, 6)), min_size=1, max_size=4),
+       st.floats(0, 1))
+def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
+    """Of pictures of so many lines and columns, with so many words behind each, two of which may be the same one."""
+    ids, kinds, grids = [9, 9], [0, 0], []
+    for lines, columns, words, number in shown:
+        rows = lines * (columns + 1)
+        ids += [id_of(number, columns + 1 if 0 < row <= rows else 0, row) for row in range(rows + 2)] + [9] * words
+        kinds += [1] * (rows + 2) + [0] * words
+        grids.append([1, 2 * lines, 2 * columns])
+    config = SimpleNamespace(text_config=SimpleNamespace(rope_parameters={"mrope_section": [1] * 4}),
+                             vision_config=SimpleNamespace(spatial_merge_size=2))
+    asked = SimpleNamespace(config=config, get_vision_position_ids=partial(HunYuanVLModel.get_vision_position_ids, None))
+    wanted, further = HunYuanVLModel.get_rope_index(asked, torch.zeros(1, len(ids), dtype=torch.int64), torch.tensor([kinds]),
+                                                    torch.tensor(grids))
+    at, axes = int(cut * (len(ids) - 1)), np.arange(4) + ORDER
+    held = followed(ids[:at], axes)
+    found = held.behind([*ids[at:], *ids[2:6]], axes)[: len(ids) - at]
+    assert np.array_equal(found, wanted[:, 0, at:].T) and not further.any()
 
 
 @pytest.mark.parametrize(("changes", "said"), [({"interpolate_mode": "bicubic"}, "interpolate_mode .bicubic. is not supported"),
