@@ -22,10 +22,9 @@ KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS - KEYS_USED | {
     "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
     "output_router_logits", "topk_group", "topk_method"}
 REFUSED_UNLESS: Mapping[str, object] = {
-    **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key not in KEYS_USED},
-    "group_limited_greedy": False, "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False,
-    "moe_router_use_sigmoid": False, "norm_topk_prob": True, "qk_nope_head_dim": None, "qk_rope_head_dim": None,
-    "use_mixed_mlp_moe": True, "use_mla": False, "v_head_dim": None}
+    **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key not in KEYS_USED}, "group_limited_greedy": False,
+    "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False, "moe_router_use_sigmoid": False, "norm_topk_prob": True,
+    "qk_nope_head_dim": None, "qk_rope_head_dim": None, "use_mixed_mlp_moe": True, "use_mla": False, "v_head_dim": None}
 
 
 def config(keys: Keys) -> ModelConfig:
