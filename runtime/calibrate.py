@@ -46,8 +46,8 @@ VARIED = 128  # different tokens, below which a text shows a model's inputs too 
 READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",), "receptance_in": ("state_r",),
-         "key_in": ("state_k",), "value_in": ("state_v",), "shifted_in": ("up",),
-         "ngrams_in": ("ngram_key", "ngram_value")}  # tap -> roles; of two for a role the last that is seen
+         "key_in": ("state_k",), "value_in": ("state_v",), "ngrams_in": ("ngram_key", "ngram_value")}  # tap -> roles
+SHIFTED_READS = {"shifted_in": ("up",)}  # where an MLP reads each token on its way to the one before
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind
@@ -259,7 +259,8 @@ class Calibration:
                 yield Progress("calibrating", done, total, "tokens")
             self._demand_finite()
             found = {name: each.stats() for name, each in gathered.items()}
-            reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ())]
+            reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ()),
+                     *((tap, roles) for tap, roles in SHIFTED_READS.items() if tap in found)]
             entered = "mlp_in", "mlp_in", "mlp_hidden"
             if weights.apart is not None:
                 entered = "experts_in", "experts_in", "experts_hidden"
@@ -267,7 +268,7 @@ class Calibration:
                     reads.remove(("mlp_hidden", READS["mlp_hidden"]))
             del weights, cache
             known = self.model.tensors[layer].keys() | {kind_of(role) for role in self.model.tensors[layer]}
-            by_role = {role: found[name] for name, roles in reads for role in roles if role in known and name in found}
+            by_role = {role: found[name] for name, roles in reads for role in roles if role in known}
             if own is None:
                 yield LayerStats(layer, by_role)
             else:
@@ -329,7 +330,7 @@ class Calibration:
                 name, value = "mlp_hidden", value.hidden
             if keeps and name in ("k", "v"):
                 self._kept.setdefault((layer, number), {})[name] = np.array(value)
-            if name in READS:
+            if name in READS or name in SHIFTED_READS:
                 before = WIDE if name in WIDE and weights.wide is not None else NORMS
                 inputs = normalised(value, attrgetter(before[name])(weights)) if name in NORMS else value
                 gather(name, inputs)
