@@ -22,7 +22,7 @@ from .plain_parts import Part, tokens_of
 
 ENDS_DOCUMENT, ENDS_QUERY = "<|embed_token|>", "<|rerank_token|>"
 MOST = 125  # documents of a text
-# What the model reads around documents, as the paper prints it: it was trained on these words.
+# The model's own prompt, which is part of its format as a chat template would be: it was trained on these words, and no file has them.
 SYSTEM = ("<|im_start|>system\nYou are a search relevance expert who can determine a ranking of the passages based on how relevant they "
           "are to the query. If the query is a question, how relevant a passage is depends on how well it answers the question. If not, "
           "try to analyze the intent of the query and assess how well each passage satisfies the intent. If an instruction is provided, "
