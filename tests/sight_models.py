@@ -102,10 +102,15 @@ def opened(folder: Path) -> Sight:
     return sight_of(folder, read_config(folder), SEEN)
 
 
+def _are_tensors(value: object) -> bool:
+    """Does a processor give a tensor for every picture, whose sizes may differ?"""
+    return isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value)
+
+
 def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
     """Rows of ours, which are those of transformers' tower of what its processor made `ready`."""
     with torch.inference_mode():
-        found = model.model.get_image_features(**{key: value if isinstance(value, list) else torch.as_tensor(np.asarray(value))
+        found = model.model.get_image_features(**{key: value if _are_tensors(value) else torch.as_tensor(np.asarray(value))
                                                   for key, value in ready.items()})
     wanted = found.pooler_output
     wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])

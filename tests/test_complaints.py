@@ -79,9 +79,9 @@ COVERED = {
         "test_evaluate.py::test_recall_counts_what_both_caches_find", "test_evaluate.py::test_a_model_that_forgets_is_counted"),
     "ollama#10794, #16245, #16723, #5091 (keys and values apart, a setting for one model)": (
         "test_complaints_caches.py::test_ollama_10794_keys_and_values_have_widths_of_their_own",
-        "test_kv_profile.py::test_auto_takes_the_fewest_bits_that_keep_the_answers"),
+        "test_kv_profile_files.py::test_auto_takes_the_fewest_bits_that_keep_the_answers"),
     "mlx-lm#1555 (a setting that breaks the model)": (
-        "test_kv_profile.py::test_bits_that_break_the_model_are_refused_with_the_number",),
+        "test_kv_profile_files.py::test_bits_that_break_the_model_are_refused_with_the_number",),
     # H. larger than memory
     "airllm#186, #325, #324 (what fits stays in memory)": ("test_placement.py::test_what_fits_is_pinned_to_the_last_byte",
                                                           "test_plan_streamed.py::test_what_fits_does_not_stream"),
@@ -103,7 +103,8 @@ COVERED = {
     # J. templates and ends
     "lmstudio#1143; mistral.rs#1012, #1147; ik_llama#339; unsloth#468": (
         "test_gguf_tokenizer.py::test_lmstudio_1143_an_answer_ends_at_the_mark_of_its_template",
-        "test_text.py::test_stop_ids_from_generation_config", "test_text.py::test_stop_ids_from_the_vocabulary_and_the_tokenizer_config"),
+        "test_tokenizer_files.py::test_stop_ids_from_generation_config",
+        "test_tokenizer_files.py::test_stop_ids_from_the_vocabulary_and_the_tokenizer_config"),
     "tabbyAPI#281; llama.cpp#11402; jan#6123": ("test_template.py::test_renders_as_transformers",),
     "lm-eval#2109": ("test_session.py::test_a_template_without_a_system_role_gets_it_in_front_of_the_first_message",),
     "vllm#3574, TGI#1254, SwiftLM#126, #132, mlx-knife#68": ("test_stream_filters.py::test_a_stop_string_over_three_tokens",

@@ -93,7 +93,7 @@ def test_what_was_answered_is_not_read_again(engine: Engine) -> None:
 def test_every_token_goes_where_one_reading_has_it(total: int, held: int, sinks: int, chunk: int) -> None:
     """Also those that are read again, and no more of them than it takes."""
     ids = list(range(total))
-    cache = SimpleNamespace(shape=SimpleNamespace(sinks=sinks), reach=lambda n: n)
+    cache = SimpleNamespace(shape=SimpleNamespace(sinks=sinks), reach=lambda n: n, lasting=held)
     back, held = goes_on_from(cache, ids[:held], ids, total, chunk), min(held, total - 1)
 
     def few(begin: int) -> list[bool]:

@@ -56,7 +56,7 @@ def test_rows_are_those_of_transformers(ovis, name):
 @given(st.integers(1, 400), st.integers(1, 400), st.integers(1, 9))
 def test_the_tiles_are_those_that_its_processor_chooses(height, width, most):
     sight = object.__new__(Ovis2)
-    sight.most, sight.covers, sight.side = most, True, 40
+    sight.least, sight.most, sight.covers, sight.side = 1, most, True, 40
     columns, rows = theirs.get_min_tile_covering_grid((height, width), 40, most) if most > 1 else (1, 1)
     assert sight.grid(height, width) == (rows, columns)
 
