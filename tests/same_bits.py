@@ -55,6 +55,15 @@ def assert_drafts_change_nothing(engine: Engine, held: int, right: float) -> Non
     assert np.array_equal(engine.forward_logits([5]), after)
 
 
+def assert_another_question_reads_that_alone(engine: Engine) -> None:
+    """Behind a prompt that was read and answered: a state is kept a little before the end of it."""
+    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
+    anew(engine, IDS[:400])
+    answer(engine, 10)
+    here = read(engine, [*IDS[:380], *IDS[500:520]])
+    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+
+
 def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -> None:
     """Texts that are continued in one pass, against each alone."""
     engine = opened(folder, parallel=len(prompts))

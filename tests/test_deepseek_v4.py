@@ -39,9 +39,10 @@ sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import guided, noted
 from conversions import options, run
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, answer, opened, read
+from hybrid_models import CTX, IDS, anew, opened, read
 from same_bits import (
     assert_a_saved_text_goes_on,
+    assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
@@ -117,11 +118,7 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     """A state is kept a little before the end of a prompt."""
-    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
-    anew(engine, IDS[:400])
-    answer(engine, 10)
-    here = read(engine, [*IDS[:380], *IDS[500:520]])
-    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+    assert_another_question_reads_that_alone(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:

@@ -41,12 +41,14 @@ sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
 from conversions import options, run
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, answer, opened, read
+from hybrid_models import CTX, IDS, anew, opened, read
 from same_bits import (
     assert_a_saved_text_goes_on,
+    assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
 )
 
 RATE = 4
@@ -131,11 +133,7 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all tokens before them too, and passes come again."""
-    rows = []
-    for step in (1, 7):
-        anew(engine, IDS[:held])
-        rows.append(np.concatenate([engine.forward_logits(IDS[at : at + step]).copy() for at in range(held, held + 21, step)]))
-    assert np.array_equal(*rows)
+    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
 
 
 @pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
@@ -145,11 +143,7 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
 
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     """A state is kept a little before the end of a prompt, with the words before it."""
-    whole = anew(engine, [*IDS[:380], *IDS[500:520]])
-    anew(engine, IDS[:400])
-    answer(engine, 10)
-    here = read(engine, [*IDS[:380], *IDS[500:520]])
-    assert engine.reused == 368 and np.abs(here - whole).max() < 0.02 * np.abs(whole).max()
+    assert_another_question_reads_that_alone(engine)
 
 
 def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:

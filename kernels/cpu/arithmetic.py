@@ -264,6 +264,12 @@ def dot(rows, count, dtype, x, depth, out):
 
 
 @inlined()
+def sigmoid(x):
+    """1 / (1 + e**-x)."""
+    return ONE / (ONE + exp(-x))
+
+
+@inlined()
 def expand(address, dtype, out, count):
     """`count` stored values -> float32 at `out`."""
     target = f32_at(out)

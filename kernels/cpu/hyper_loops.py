@@ -9,7 +9,7 @@ from numpy import float32
 
 from ..compile import kernel
 from ..deferred import inlined
-from .arithmetic import ONE, ZERO, exp
+from .arithmetic import ZERO, exp, sigmoid
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 # Slots. X [TOKENS, COUNT * WIDTH]; OWN [TOKENS, WIDTH], what a branch reads, or of `mix_streams` what it gave; SAID [TOKENS, COUNT * (2 +
@@ -18,11 +18,6 @@ from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 X, OWN, TOKENS, COUNT, WIDTH, SAID, SCALE, BASE, ROUNDS, LEAVE, LEAST, SCRATCH, STRIDE, SLOTS = range(14)
 TWO = float32(2.0)
 BLOCK = 64  # channels whose streams are mixed at once: the old ones are still needed
-
-
-@inlined()
-def _sigmoid(x):
-    return ONE / (ONE + exp(-x))
 
 
 @inlined()
@@ -63,7 +58,7 @@ def gather_streams(args, worker, counter):
         for i in range(numbers):
             said[i] = said[i] * scale[min(i // count, 2)] + base[i]
         for i in range(min(numbers, 2 * count)):
-            said[i] = _sigmoid(said[i]) + least if i < count else TWO * _sigmoid(said[i])
+            said[i] = sigmoid(said[i]) + least if i < count else TWO * sigmoid(said[i])
         if a[LEAVE] == 0:
             _balanced(f32_at(a[SAID] + 4 * (t * numbers + 2 * count)), count, a[ROUNDS], least)
         for i in range(width):

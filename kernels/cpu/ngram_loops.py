@@ -13,10 +13,9 @@ from ..compile import REASSOCIATE, kernel
 from ..deferred import inlined
 from ..layout import NORM_RMS_PLUS_ONE, SILU
 from ..reference_ngrams import LEAST
-from .arithmetic import ONE, ZERO, activate, normalise_here, squares_of
+from .arithmetic import ONE, ZERO, activate, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONV, MIXED, OWN, TAPS, TOKENS, X, add_tap, copy, input_of, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .residual_loops import sigmoid
 
 # Slots behind those of `conv_loops`, of which X and MIXED are [TOKENS, COUNT * WIDTH]: what is convolved, and a result. STREAMS and KEYS as
 # many, VALUES [TOKENS, WIDTH], GATES [TOKENS, COUNT]; weights of norms [COUNT * WIDTH] OF_STREAMS, OF_KEYS and BEHIND, with EPS, a float64.

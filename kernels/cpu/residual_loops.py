@@ -10,18 +10,13 @@ from numpy import float32
 
 from ..compile import kernel
 from ..deferred import inlined
-from .arithmetic import ONE, ZERO, exp, normalise
+from .arithmetic import ONE, ZERO, normalise, sigmoid
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 # Slots. X [TOKENS, COUNT * WIDTH], the streams; NORMED as many, under a norm of KIND with WEIGHT [COUNT * WIDTH] and EPS, a float64;
 # OPENED as many, what gates are made of. OWN [TOKENS, WIDTH]: what a branch reads, or gave; SAID [TOKENS, COUNT]: how much of it each has.
 X, NORMED, OPENED, OWN, SAID, TOKENS, COUNT, WIDTH, KIND, WEIGHT, EPS, SLOTS = range(12)
 TWO = float32(2.0)
-
-
-@inlined()
-def sigmoid(x):
-    return ONE / (ONE + exp(-x))
 
 
 @kernel()

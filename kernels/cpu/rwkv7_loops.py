@@ -16,7 +16,7 @@ from ..layout import NORM_LAYER
 from ..reference_rwkv7 import LEAST as LEAST_LENGTH
 from ..reference_rwkv7 import SLOWEST as SLOWEST_RATE
 from ..state_shape import AFTER, FROM, KEPT, TO
-from .arithmetic import ONE, ZERO, dot_of, exp, normalise, normalise_here, squares_of
+from .arithmetic import ONE, ZERO, dot_of, exp, normalise, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONTROL, MEMORY, OWN, RAW, SLOT, TOKENS, X, copy
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .state_rows import begin_rows, keep_rows, next_rows
@@ -39,11 +39,6 @@ SHIFT_SLOTS = OUTS + 6
 # SHARES likewise.
 Q_Y, Q_TOKENS, Q_WIDTH, Q_DOUBLED = range(4)
 B_VALUES, B_FIRST, B_SHARES, B_TOKENS, B_WIDTH = range(5)
-
-
-@inlined()
-def _sigmoid(x):
-    return ONE / (ONE + exp(-x))
 
 
 @inlined({"contract"})
@@ -93,10 +88,10 @@ def squash(args, worker, counter):
         y = f32_at(a[Q_Y] + 4 * t * width)
         if doubled != 0:
             for i in range(width):
-                y[i] = TWO * _sigmoid(TWO * y[i]) - ONE
+                y[i] = TWO * sigmoid(TWO * y[i]) - ONE
         else:
             for i in range(width):
-                y[i] = _sigmoid(y[i])
+                y[i] = sigmoid(y[i])
 
 
 @kernel({"contract"})
@@ -111,7 +106,7 @@ def blend(args, worker, counter):
         at = 4 * t * width
         v, first, shares = f32_at(a[B_VALUES] + at), f32_at(a[B_FIRST] + at), f32_at(a[B_SHARES] + at)
         for i in range(width):
-            v[i] += (first[i] - v[i]) * _sigmoid(shares[i])
+            v[i] += (first[i] - v[i]) * sigmoid(shares[i])
 
 
 @inlined()
@@ -129,7 +124,7 @@ def _keys(keys, put, direction, rate, removed, count):
         gone[i] = y[i] * d[i]
     scale = ONE / max(np.sqrt(squares_of(gone, count)), LEAST)
     for i in range(count):
-        into[i] = _sigmoid(into[i])
+        into[i] = sigmoid(into[i])
     for i in range(count):
         y[i] *= ONE + (into[i] - ONE) * r[i]
     for i in range(count):
@@ -155,7 +150,7 @@ def make_gates(args, worker, counter):
             _keys(a[KEY] + row + at, a[PUT] + row + at, a[DIRECTION] + at, a[RATE] + at, a[REMOVED] + row + at, depth)
         decay = f32_at(a[DECAY] + row)
         for i in range(width):
-            decay[i] = exp(-SLOWEST * _sigmoid(decay[i]))
+            decay[i] = exp(-SLOWEST * sigmoid(decay[i]))
         if a[KEEP_R] != 0:
             copy(a[RECEPTANCE] + row, a[KEEP_R] + row, width)
             copy(a[VALUE] + row, a[KEEP_V] + row, width)
