@@ -302,12 +302,12 @@ def greedy(path: Path, prompts: list[list[int]], count: int) -> list[list[int]]:
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 8), ("Q4_0", 9)])
+@pytest.mark.parametrize(("kind", "least"), [("F16", 10), ("Q8_0", 9), ("Q4_0", 9)])
 def test_llama_cpp_answers_the_same(tmp_path: Path, peer: object, kind: str, least: int) -> None:
     """Its tokenizer cuts the prompts as ours does, and its greedy answers are ours; where one parts, two tokens were as likely.
 
     The file is what is compared, so our cache adds no rounding. Both programs round activations to 8 bits, each by its own rule, by which
-    logits differ by 0.1: two of the answers from Q8_0 part where the second token is 0.03 and 0.001 below the first."""
+    logits differ by 0.1, so how many part is a matter of ties."""
     path = tmp_path / "fable.gguf"
     exported(FABLE, path, kind)
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))
