@@ -62,7 +62,7 @@ INSTEAD = {
 }
 NO_FLAGS = ("-m", "--model", "-p", "--prompt", "-i", "--interactive")  # before any command as well
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
-COMMANDS = {"ls": "list", "models": "list --all", "search": "list --all", "tags": "list", "download": "pull", "install": "pull",
+COMMANDS = {"ls": "list", "models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",

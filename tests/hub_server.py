@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import socket
 import ssl
@@ -23,7 +24,7 @@ from dataclasses import dataclass, field
 from functools import lru_cache
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from urllib.parse import unquote, urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 LFS_SUFFIXES = (".safetensors", ".gguf", ".bin", "tokenizer.json")
 PIECE = 64 << 10
@@ -39,6 +40,9 @@ class Repo:
     private: bool = False
     renamed_to: str | None = None
     licence: str = "apache-2.0"
+    downloads: int = 1
+    gguf: dict[str, object] | None = None  # what the hub says of its files' header
+    task: str = "text-generation"
 
     @property
     def commit(self) -> str:
@@ -58,6 +62,24 @@ class Request:
     @property
     def range(self) -> str | None:
         return self.headers.get("range")
+
+
+def told_config(repo: Repo) -> dict[str, object] | None:
+    """Those parts of a config that a hub repeats."""
+    raw = json.loads(repo.files.get("config.json", b"null"))
+    wanted = ("architectures", "model_type", "quantization_config")
+    return {key: raw[key] for key in wanted if key in raw} if isinstance(raw, dict) else None
+
+
+def told_safetensors(repo: Repo) -> dict[str, object] | None:
+    """How many numbers of which type all its safetensors hold, by their headers."""
+    counts: Counter = Counter()
+    for name, content in repo.files.items():
+        if name.endswith(".safetensors"):
+            for key, tensor in json.loads(content[8 : 8 + int.from_bytes(content[:8], "little")]).items():
+                if key != "__metadata__":
+                    counts[tensor["dtype"]] += math.prod(tensor["shape"])
+    return {"parameters": dict(counts), "total": sum(counts.values())} if counts else None
 
 
 def etag(name: str, content: bytes) -> str:
@@ -184,6 +206,8 @@ class Handler(BaseHTTPRequestHandler):
             self.send_file("/".join(words[:2]), "/".join(words[2:]), {}, request, body)
         elif words[:2] == ["api", "models"] and words[4:5] == ["tree"]:
             self.list_tree("/".join(words[2:4]), request, body)
+        elif words == ["api", "models"]:
+            self.search(parse_qs(urlsplit(self.path).query), body)
         elif words[:2] == ["api", "models"]:
             self.describe("/".join(words[2:4]), words[5] if len(words) > 5 else "main", request, body)
         elif len(words) > 4 and words[2] == "resolve":
@@ -209,6 +233,22 @@ class Handler(BaseHTTPRequestHandler):
                  "gated": "manual" if repo.gate else False, "downloads": 1, "likes": 1, "tags": [f"license:{repo.licence}"],
                  "cardData": {"license": repo.licence}, "siblings": siblings, "lastModified": "2026-01-01T00:00:00.000Z"}
         self.send(200, {"Content-Type": "application/json"}, json.dumps(value).encode(), body)
+
+    def search(self, query: dict[str, list[str]], body: bool) -> None:
+        """Of each repository whose name holds all words its name, and what `expand` asks for."""
+        found, words = [], query.get("search", [""])[0].lower().split()
+        for name, repo in self.hub.repos.items():
+            task = query.get("pipeline_tag", [repo.task])[0]
+            if repo.private or repo.task != task or not all(word in name.lower() for word in words):
+                continue
+            facts = {"config": told_config(repo), "safetensors": told_safetensors(repo), "gguf": repo.gguf, "downloads": repo.downloads,
+                     "likes": 1, "gated": "manual" if repo.gate else False, "tags": [f"license:{repo.licence}"]}
+            kept = {key: facts[key] for key in query.get("expand", []) if facts[key] is not None}
+            found.append({"_id": repo.commit[:24], "id": name, **kept})
+        if query.get("sort") == ["downloads"]:
+            found.sort(key=lambda each: -self.hub.repos[each["id"]].downloads)
+        answer = found[: int(query["limit"][0])] if "limit" in query else found
+        self.send(200, {"Content-Type": "application/json"}, json.dumps(answer).encode(), body)
 
     def list_tree(self, name: str, request: Request, body: bool) -> None:
         """What `snapshot_download` of newer libraries asks for."""

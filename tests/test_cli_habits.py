@@ -190,7 +190,8 @@ def test_a_name_of_nothing_is_told_how_models_of_the_hub_are_called() -> None:
     for name in ("codellama", "llama3.3:70b"):
         with pytest.raises(EffllmError) as refused:
             resolve(name, {"HOME": "/nowhere"})
-        assert refused.value.hint.endswith("effllm list --all names what is here and some of the hub; any other of it is called org/repo")
+        assert refused.value.hint.endswith("effllm list --all names what is here and some of the hub; effllm search WORDS finds others, "
+                                           "each called org/repo")
 
 
 def test_a_tag_of_a_family_lists_its_sizes_and_of_nothing_the_formats() -> None:

@@ -17,7 +17,7 @@ from effllm.cli.errors import INTERRUPTED
 FAILING = {
     "run": ("nobody/knows hi", 3), "embed": ("nobody/knows hi", 3),
     "serve": ("nobody/knows", 3), "session list": (None, 1), "session rm": ("nothing -y", 2),
-    "pull": ("./a-path", 2), "rm": ("fable -y", 2),
+    "search": ("tale", 6), "pull": ("./a-path", 2), "rm": ("fable -y", 2),
     "alias": ("--rm nothing", 3), "list": (None, 1), "show": ("nobody/knows", 3), "plan": ("fable --ram 10M", 4),
     "quantize": ("fable -o {here}/made --bits 4 --eval /nowhere.txt", 2), "export": ("nobody/knows -o {here}/x.gguf", 3),
     "verify": ("nobody/knows", 3), "bench": ("nobody/knows", 3), "eval ppl": ("fable --text /nowhere.txt", 2),

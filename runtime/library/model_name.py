@@ -29,7 +29,7 @@ ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]
 PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan", "gpt4all")
 OF_PROGRAM = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
-ELSEWHERE = "effllm list --all names what is here and some of the hub; any other of it is called org/repo"
+ELSEWHERE = "effllm list --all names what is here and some of the hub; effllm search WORDS finds others, each called org/repo"
 
 
 @dataclass(frozen=True)

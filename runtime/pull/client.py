@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 from urllib.parse import quote, urljoin
 
 from ... import DownloadFailed, EffllmError, ModelNotFound, __version__
@@ -114,15 +115,22 @@ class Client:
 
     def json(self, path: str, repo: str) -> tuple[dict[str, object], int]:
         """An object of the API, and the bytes that it took. `repo` is for errors."""
-        text = self._fetch(f"{self.endpoint}{path}", repo, LARGEST_INFO + 1)
+        return self._parsed(path, repo, dict)
+
+    def objects(self, path: str, what: str) -> list[dict[str, object]]:
+        """A list of objects of the API. `what` is for errors."""
+        return [each for each in self._parsed(path, what, list)[0] if isinstance(each, dict)]
+
+    def _parsed(self, path: str, what: str, kind: type) -> tuple[Any, int]:
+        text = self._fetch(f"{self.endpoint}{path}", what, LARGEST_INFO + 1)
         if len(text) > LARGEST_INFO:
-            raise DownloadFailed(f"what the hub lists of {repo} is longer than {LARGEST_INFO >> 20} MiB, and is not read to its end",
-                                 f"fetch the files that you want from {self.page(repo)} into a folder, then effllm run ./FOLDER")
+            raise DownloadFailed(f"what the hub lists of {what} is longer than {LARGEST_INFO >> 20} MiB, and is not read to its end",
+                                 f"fetch the files that you want from {self.page(what)} into a folder, then effllm run ./FOLDER")
         try:
             value = json.loads(text)
         except (ValueError, RecursionError):
             value = None
-        if not isinstance(value, dict):
+        if not isinstance(value, kind):
             raise self._not_the_hub(text)
         return value, len(text)
 

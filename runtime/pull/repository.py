@@ -62,7 +62,7 @@ def describe(client: Client, repo: str, revision: str) -> Repository:
     totals = [each.get("total") for kind in ("safetensors", "gguf") if isinstance(each := raw.get(kind), dict)]
     counted = [total for total in totals if is_count(total)]
     return Repository(repo, name if isinstance(name, str) and is_repo(name) else repo, revision, commit, files, tuple(unusable),
-                      _licence(raw), raw.get("gated") not in (None, False), counted[0] if counted else None, nbytes)
+                      stated_licence(raw), raw.get("gated") not in (None, False), counted[0] if counted else None, nbytes)
 
 
 def _file(sibling: object) -> RemoteFile | str | None:
@@ -83,7 +83,8 @@ def _is_nested(name: str) -> bool:
     return name in NESTED or GGUF_PATH.fullmatch(name) is not None and name.count("/") <= DEEPEST and len(name) <= LONGEST
 
 
-def _licence(raw: Mapping[str, object]) -> str | None:
+def stated_licence(raw: Mapping[str, object]) -> str | None:
+    """Of what the hub says about a repository."""
     card, tags = raw.get("cardData"), raw.get("tags")
     if isinstance(card, dict):
         for key in ("license_name", "license"):

@@ -1,0 +1,103 @@
+"""`effllm search [WORDS ...]`: models of the hub by name, those that run here, and whether they fit this machine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from .. import DownloadFailed, UsageError, typed
+from .fitted_table import fitted_table
+from .flags import add_command, flag
+from .list_ import counted
+from .options import OUTPUT, Json
+from .pull import NETWORK, Offline
+from .screen import Screen
+
+if TYPE_CHECKING:
+    from ..runtime.pull.search import Found
+
+EXAMPLES = """examples
+
+  effllm search qwen3 coder
+  effllm search gemma gguf --sort new
+  effllm search --sort trending       # whatever writes text
+  effllm search bert --all            # with those that do not run, and why
+
+"fits" goes by size alone: yes, at 4 bits (with --bits 4, or as a Q4_K_M file), or larger than memory, from which some run still.
+`effllm plan NAME` reads a model's header and is exact. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
+"""
+
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS ...", help="words of its name", show_default=False)]
+Sort = Annotated[Literal["downloads", "likes", "trending", "new"],
+                 flag(NETWORK, "--sort", "downloads|likes|trending|new", "what comes first (downloads)")]
+Limit = Annotated[int, flag(OUTPUT, "--limit", "N", "show so many at most, 100 at most (20)")]
+All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also what does not run here, and why")]
+MOST = 100
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "search", "get and keep models", search_hub, EXAMPLES)
+
+
+def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downloads", limit: Limit = 20, all: All = False,
+               offline: Offline = False, json: Json = False) -> None:
+    """Find models of the hub that run here."""
+    from ..runtime.pull.client import Client
+    from ..runtime.pull.search import memory, search
+
+    if not 1 <= limit <= MOST:
+        raise UsageError(f"--limit {limit} is no number of models to show", f"1 to {MOST}")
+    screen = Screen(context.obj)
+    screen.environment.demand_stdout()
+    text, client = " ".join(words or ()).strip(), Client(screen.environment.variables, offline)
+    if client.offline:
+        raise DownloadFailed("a search asks the hub, and no network is to be used", "leave --offline and HF_HUB_OFFLINE away; "
+                             "effllm list --all names some models without it")
+    with screen.waiting(f"asking {client.host}"):
+        found = search(client, text, sort, limit)
+    running = [each for each in found if not each.why_not]
+    shown, room = (found if all else running)[:limit], memory()
+    if json:
+        screen.json({"memory_bytes": room, "found": [each.to_json(room) for each in shown]})
+        return
+    say_found(shown, room, screen)
+    say_others(text, len(shown), len(running), len(found), all, limit, screen)
+
+
+def say_found(shown: Sequence[Found], memory: int, screen: Screen) -> None:
+    if not shown:
+        return
+    from ..offload.size import format_size
+    from ..runtime.hub import shown_licence
+
+    why = any(each.why_not for each in shown)
+    fitted_table(screen, ("model", "type", "format", "parameters", "size", "fits", "downloads", "licence", "", *(("runs",) if why else ())),
+                 [(each.repo, each.kind, each.form, counted(each.parameters) if each.parameters else "",
+                   format_size(each.nbytes) if each.nbytes else "", each.fits(memory), in_short(each.downloads),
+                   shown_licence(each.licence), "gated" if each.gated else "",
+                   *((f"no: {each.why_not}" if each.why_not else "makes vectors" if each.makes_vectors else "yes",) if why else ()))
+                  for each in shown], ("parameters", "size", "downloads"), spare=("format", "licence", "downloads", "type", "parameters"))
+    first = next((each for each in shown if not each.why_not), None)
+    if first is not None:
+        screen.note(f"fits: by size alone, in {format_size(memory)} of memory; `effllm plan {typed(first.repo)}` is exact, "
+                    f"`effllm pull {typed(first.repo)}` fetches it")
+    if any(each.form == "GGUF" and not each.why_not for each in shown):
+        screen.note("a GGUF repository has files of several precisions: behind its name goes the one you want, org/repo:Q4_K_M")
+
+
+def say_others(text: str, shown: int, running: int, found: int, all: bool, limit: int, screen: Screen) -> None:
+    """What was found beside what is shown, and the next step where that is nothing."""
+    what = f"by {text!r}" if text else "by the hub"
+    if not found:
+        screen.note(f"no model was found {what}: fewer or other words may find one")
+    elif not shown:
+        screen.note(f"none of the {found} models that were found {what} runs here; --all says why")
+    elif not all and found > running and running < limit:
+        screen.note(f"{found - running} more do not run here; --all says why")
+
+
+def in_short(number: int) -> str:
+    """950, 12.3k, 4.5M."""
+    return f"{number / 1e6:.1f}M" if number >= 1e6 else f"{number / 1e3:.1f}k" if number >= 1e3 else str(number)
