@@ -1,4 +1,4 @@
-"""`/file`, `/image` and `/audio`: what goes with the next message of a chat."""
+"""`/file`, `/image`, `/video` and `/audio`: what goes with the next message of a chat."""
 
 from __future__ import annotations
 
@@ -6,17 +6,16 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError
 from .attachment import Attachment, named_path, read_text
-from .pictures import read_file, taken
+from .pictures import read_given, sense_of, taken
 
 if TYPE_CHECKING:
-    from ..runtime.images.senses import Sense
     from .conversation import Conversation
 
 
 def attach(chat: Conversation, rest: str) -> None:
     """`/file PATH`, `/file off`, `/file` alone."""
     if rest == "off":
-        chat.attached[:] = [each for each in chat.attached if each.picture is not None]
+        chat.attached[:] = [each for each in chat.attached if each.shown]
     elif rest:
         path = named_path(rest)
         text = read_text(path)
@@ -30,32 +29,34 @@ def attach(chat: Conversation, rest: str) -> None:
 
 def say_attached(chat: Conversation) -> None:
     for each in chat.attached:
-        off = "/file off" if each.picture is None else f"/{each.picture.sense.part} off"
-        chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message ({off} drops them)")
+        chat.screen.note(f"{each.name}: {each.tokens} tokens go with the next message (/{each.part} off drops them)")
     if not chat.attached:
         chat.screen.note("no file goes with the next message (/file PATH adds one)")
 
 
 def attach_picture(chat: Conversation, rest: str) -> None:
     """`/image PATH`, `/image off`, `/image` alone."""
-    from ..runtime.images.senses import PICTURES
+    attach_taken(chat, rest, "image")
 
-    attach_taken(chat, rest, PICTURES)
+
+def attach_video(chat: Conversation, rest: str) -> None:
+    """`/video PATH`, `/video off`, `/video` alone."""
+    attach_taken(chat, rest, "video")
 
 
 def attach_sound(chat: Conversation, rest: str) -> None:
     """`/audio PATH`, `/audio off`, `/audio` alone."""
-    from ..runtime.images.senses import SOUNDS
-
-    attach_taken(chat, rest, SOUNDS)
+    attach_taken(chat, rest, "audio")
 
 
-def attach_taken(chat: Conversation, rest: str, sense: Sense) -> None:
-    """`attach_picture` or `attach_sound`."""
+def attach_taken(chat: Conversation, rest: str, part: str) -> None:
+    """What is neither text nor a command: of `part` image, video or audio."""
     if rest == "off":
-        chat.attached[:] = [each for each in chat.attached if each.picture is None or each.picture.sense is not sense]
+        chat.attached[:] = [each for each in chat.attached if each.part != part]
     elif rest:
-        chat.session.demand_sight(sense)
+        chat.session.demand_sight(sense_of(part))
         path = named_path(rest)
-        chat.attached += taken([(path.name, read_file(path, sense))], chat.session)
+        with chat.screen.waiting(f"reading {path.name}"):
+            given = read_given(path, part)
+        chat.attached += taken([given], chat.session)
     say_attached(chat)

@@ -27,12 +27,14 @@ NO_EDITOR = "name one: export EDITOR=nano"
 
 @dataclass(frozen=True)
 class Attachment:
-    """A text file, or a `picture`, that goes with the next message; `tokens` is its length as the model counts."""
+    """What goes with the next message: the `text` of a file, or what is `shown`: a picture, a sound, or the pictures of a video, each
+    behind its second. `tokens` is its length as the model counts; `part`: the command that adds such."""
 
     name: str
     text: str
     tokens: int
-    picture: Picture | None = None
+    part: str = "file"
+    shown: tuple[Picture | str, ...] = ()
 
 
 def named_path(text: str) -> Path:
@@ -71,7 +73,7 @@ def read_text(path: Path) -> str:
 
 def with_attachments(attached: list[Attachment], message: str) -> str:
     """One message: each file of text under its name, then what was typed."""
-    attached = [each for each in attached if each.picture is None]
+    attached = [each for each in attached if not each.shown]
     fence = "```"
     while any(fence in each.text for each in attached):
         fence += "`"

@@ -17,9 +17,8 @@ from .screen import Screen
 from .tools import offered
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..runtime.catalog import ModelRef
+    from .pictures import Given
     from .tools import ToolUse
 
 EXAMPLES = """examples
@@ -60,7 +59,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
 
 
 def converse(screen: Screen, ref: ModelRef, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, saving: SessionFlags,
-             show: ShowFlags, pictures: Sequence[tuple[str, np.ndarray]] = (), tools: ToolUse | None = None) -> int:
+             show: ShowFlags, pictures: Sequence[Given] = (), tools: ToolUse | None = None) -> int:
     """Chat with the person at the terminal; the `pictures` go with what is asked first."""
     visible = where_typing_shows(screen, ref.text)
     from .conversation import Conversation

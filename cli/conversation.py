@@ -150,8 +150,8 @@ class Conversation:
     def send(self, message: str) -> None:
         """A message, with the files that were added to it; they stay at hand where it cannot be answered."""
         before = list(self.session.messages)
-        pictures = [each.picture for each in self.attached if each.picture is not None]
-        self.answer(self.session.ask(with_attachments(self.attached, message), pictures))
+        shown = [piece for each in self.attached for piece in each.shown]
+        self.answer(self.session.ask(with_attachments(self.attached, message), shown))
         if self.session.messages != before:  # stopped while it was read: it is in no history
             self.attached.clear()
 

@@ -1,14 +1,17 @@
-"""Files of pictures and sounds that a person names: read before a model is loaded for them, and taken up by the conversation."""
+"""Files of pictures, videos and sounds that a person names: read before a model is loaded for them, and taken up by the conversation."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 from .. import EffllmError, UsageError
 from .attachment import Attachment, named_path
+from .flags import flag
+from .options import ANSWER, Group
 
 if TYPE_CHECKING:
     import numpy as np
@@ -16,58 +19,107 @@ if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.images.senses import Sense
     from ..runtime.session import Session
+    from .screen import Screen
 
 ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
+           "video": (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
            "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus")}
 
 
-def read_pictures(images: Sequence[str], sounds: Sequence[str], ref: ModelRef) -> list[tuple[str, np.ndarray]]:
-    """The name of each file and its points, or its samples. Raises what is wrong with one, or with giving any to this model, before weights
-    are read."""
-    if not images and not sounds:
+@dataclass(frozen=True)
+class Given:
+    """A file: its `name`, the `part` that it is (image, video or audio), and what is made of it, points uint8 [height, width, 3] or samples
+    float32 [n], each behind the words that stand before it."""
+
+    name: str
+    part: str
+    values: tuple[tuple[str, np.ndarray], ...]
+
+
+@dataclass(frozen=True)
+class ShownFlags(Group):
+    """The files that a prompt is about, as they were named."""
+
+    image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture that the prompt is about; may be repeated")] = None
+    video: Annotated[list[str] | None, flag(ANSWER, "--video", "FILE", "a video, seen as pictures of its moments; may be repeated")] = None
+    frames: Annotated[int | None, flag(ANSWER, "--frames", "N", "pictures of a video, at most one of each second (16)")] = None
+    audio: Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound that the prompt is about; may be repeated")] = None
+
+    @property
+    def named(self) -> list[tuple[str, str]]:
+        """Each with the part that it is; pictures come first."""
+        kinds = (("image", self.image), ("video", self.video), ("audio", self.audio))
+        return [(part, file) for part, files in kinds for file in files or ()]
+
+
+def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Given]:
+    """What was named. Raises what is wrong with one, or with giving any to this model, before weights are read."""
+    if asked.frames is not None:
+        from ..runtime.images.video_file import demand_count
+
+        demand_count(asked.frames)
+        if not asked.video and "frames" not in asked.settled:
+            raise UsageError("--frames says how many pictures of a video are looked at, and there is none", "name one: --video FILE")
+    if not asked.named:
         return []
     from ..runtime.config import read_config
     from ..runtime.images.album import demand_sight
-    from ..runtime.images.senses import PICTURES, SOUNDS
 
+    for sense in dict.fromkeys(sense_of(part) for part, _ in asked.named):
+        demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, sense)
     found = []
-    for files, sense in ((images, PICTURES), (sounds, SOUNDS)):
-        if files:
-            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, sense)
-            found += [(path.name, read_file(path, sense)) for path in map(named_path, files)]
+    for part, file in asked.named:
+        with screen.waiting(f"reading {file}"):
+            found.append(read_given(named_path(file), part, asked.frames))
     return found
 
 
-def read_file(path: Path, sense: Sense) -> np.ndarray:
-    """A picture as points uint8 [height, width, 3], a sound as samples float32 [n]. Raises UsageError."""
-    if sense.part == "audio":
+def sense_of(part: str) -> Sense:
+    from ..runtime.images.senses import PICTURES, SOUNDS
+
+    return SOUNDS if part == "audio" else PICTURES
+
+
+def read_given(path: Path, part: str, frames: int | None = None) -> Given:
+    """Raises UsageError."""
+    if part == "audio":
         from ..runtime.sounds.sound_file import read_sound
 
-        return read_sound(path)
+        return Given(path.name, part, (("", read_sound(path)),))
+    if part == "video":
+        from ..runtime.images.video_file import FRAMES, read_video
+
+        return Given(path.name, part, tuple((each.caption, each.points) for each in read_video(path, frames or FRAMES)))
     from ..runtime.images.picture_file import read_picture
 
-    return read_picture(path)
+    return Given(path.name, part, (("", read_picture(path)),))
 
 
-def taken(named: Sequence[tuple[str, np.ndarray]], session: Session) -> list[Attachment]:
+def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
     """As what goes with the next message."""
-    made = [(name, session.picture(points)) for name, points in named]
-    return [Attachment(name, "", session.engine.album.places(each.digest), each) for name, each in made]
+    found = []
+    for each in given:
+        shown = [(words, session.picture(values)) for words, values in each.values]
+        tokens = sum((session.count(words) if words else 0) + session.engine.album.places(picture.digest) for words, picture in shown)
+        flat = tuple(piece for pair in shown for piece in pair if piece != "")
+        found.append(Attachment(each.name, "", tokens, each.part, flat))
+    return found
 
 
-def dropped_file(line: str, senses: Iterable[Sense]) -> tuple[str, Sense] | None:
-    """The path in a line that is nothing but that of a picture, or of a sound, where such are among the `senses`, as a terminal writes it
-    where a file is dropped on it; and what it is."""
+def dropped_file(line: str, senses: Iterable[Sense]) -> tuple[str, str] | None:
+    """The path in a line that is nothing but that of a picture, a video or a sound, where such are among the `senses`, as a terminal writes
+    it where a file is dropped on it; and the part that it is."""
     try:
         words = shlex.split(line)
         if len(words) != 1 or not named_path(words[0]).is_file():
             return None
     except (ValueError, OSError, EffllmError):
         return None
-    return next(((words[0], sense) for sense in senses if Path(words[0]).suffix.lower() in ENDINGS[sense.part]), None)
+    suffix, senses = Path(words[0]).suffix.lower(), tuple(senses)
+    return next(((words[0], part) for part, endings in ENDINGS.items() if suffix in endings and sense_of(part) in senses), None)
 
 
-def demand_words(raw: bool, images: Sequence[str], sounds: Sequence[str]) -> None:
+def demand_words(raw: bool, asked: ShownFlags) -> None:
     """Raises UsageError for pictures or sounds in a text that goes on as it stands."""
-    if raw and (images or sounds):
-        raise UsageError(f"--{'image' if images else 'audio'} has no place in --raw text", "drop one of them")
+    if raw and asked.named:
+        raise UsageError(f"--{asked.named[0][0]} has no place in --raw text", "drop one of them")

@@ -30,16 +30,15 @@ from .options import (
     WeightFlags,
     Yes,
 )
-from .pictures import demand_words, read_pictures, taken
+from .pictures import ShownFlags, demand_words, read_pictures, taken
 from .prompt import read_prompt
 from .screen import Screen
 from .settings import origin
 from .tools import demand_template, offered
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..runtime.catalog import ModelRef
+    from .pictures import Given
     from .tools import ToolUse
 
 DEFAULT_MODEL = "fable"
@@ -53,8 +52,6 @@ EXAMPLES = """examples
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False,
                                               help="what to answer; text on standard input comes before it")]
 File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT comes after it")]
-Images = Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture that the prompt is about; may be repeated")]
-Sounds = Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound that the prompt is about; may be repeated")]
 Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it stands, without the chat template")]
 IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "write on past the model's end of text, up to -n or the context")]
 
@@ -63,10 +60,9 @@ def register(app: typer.Typer) -> None:
     add_command(app, "run", "talk to a model", run, EXAMPLES)
 
 
-def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, image: Images = None,
-        audio: Sounds = None, raw: Raw = False, ignore_eos: IgnoreEos = False, *, answer: AnswerFlags, sampling: SamplingFlags,
-        engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags,
-        json: Json = False, yes: Yes = False) -> int:
+def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, file: File = None, *, shown: ShownFlags, raw: Raw = False,
+        ignore_eos: IgnoreEos = False, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None,
+        weights: WeightFlags, saving: SessionFlags, tools: ToolFlags, show: ShowFlags, json: Json = False, yes: Yes = False) -> int:
     """Write one answer to stdout; without a prompt, chat."""
     screen = Screen(context.obj, show.markdown)
     model = model or offer_default(screen, yes)
@@ -74,7 +70,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raw, ignore_eos = (asked and without_prompt(context, name, screen) for name, asked in (("raw", raw), ("ignore_eos", ignore_eos)))
     if raw and not is_typed(context, "raw"):
         raw = holds(answer, saving, screen)
-    demand_words(raw, image or (), audio or ())
+    demand_words(raw, shown)
     demand_template(raw, tools)
     if raw:
         answer, saving = beside_raw(answer, saving, screen)
@@ -86,7 +82,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
         raise
     judge(answer, sampling, engine, saving)
     remark_on_number(answer, screen)
-    text = read_prompt(prompt, file, screen, bool(image or audio))
+    text = read_prompt(prompt, file, screen, bool(shown.named))
     if text is None and (json or raw or ignore_eos):
         raise UsageError("no prompt", f'effllm run {typed(model)} "your prompt"')
     if text is not None:
@@ -96,7 +92,7 @@ def run(context: typer.Context, model: AnyModel = None, prompt: Prompt = None, f
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
     here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)
-    pictures = read_pictures(image or (), audio or (), here)
+    pictures = read_pictures(shown, here, screen)
     with at_bits(here, weights, screen, options) as ref, offered(replace(tools, mcp=None) if raw else tools, ref, engine, screen) as use:
         if text is not None:
             return answer_once(screen, ref, text, answer, sampling, engine, saving, raw=raw, ignore_eos=ignore_eos, show=show,
@@ -143,7 +139,7 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
 
 def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                 saving: SessionFlags, *, show: ShowFlags, raw: bool = False, ignore_eos: bool = False, json: bool = False,
-                pictures: Sequence[tuple[str, np.ndarray]] = (), tools: ToolUse | None = None) -> int:
+                pictures: Sequence[Given] = (), tools: ToolUse | None = None) -> int:
     from .answer import say_cost, say_ending, show_answer
 
     keeper = None
@@ -159,7 +155,8 @@ def answer_once(screen: Screen, ref: ModelRef, text: str, answer: AnswerFlags, s
         if tools:
             tools.begin(session)
         try:
-            events = session.complete(text) if raw else session.ask(text, [each.picture for each in taken(pictures, session)])
+            about = [piece for each in taken(pictures, session) for piece in each.shown]
+            events = session.complete(text) if raw else session.ask(text, about)
             show_part = partial(show_answer, session=session, screen=screen, silent=json)
             cost = tools.answer(events, session, show_part) if tools else show_part(events)
             if json:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from . import chosen_adapters, tools
-from .attached import attach, attach_picture, attach_sound
+from .attached import attach, attach_picture, attach_sound, attach_video
 from .attachment import completed_paths, named_path, written_in_editor
 from .flags import names_and_types
 from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
@@ -328,6 +328,7 @@ COMMANDS = (
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
     SlashCommand("image", "/image PATH", "add a picture to the next message; /image off drops it", attach_picture),
+    SlashCommand("video", "/video PATH", "add pictures of a video to the next message; /video off drops them", attach_video),
     SlashCommand("audio", "/audio PATH", "add a sound to the next message; /audio off drops it", attach_sound),
     SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
@@ -378,7 +379,7 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     command, space, typed = line.rpartition(" ")
     if not space:
         return [(f"/{each.name}", each.meaning) for each in COMMANDS if f"/{each.name}".startswith(line)]
-    if command.strip() in ("/file", "/image", "/audio", "/export"):
+    if command.strip() in ("/file", "/image", "/video", "/audio", "/export"):
         return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/tools": ["on", "off"], **dict.fromkeys(("/tools on", "/tools off"), tools.names(chat)),
               "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])

@@ -155,16 +155,17 @@ class Session:
 
     # -- turns -----------------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, pictures: Sequence[Picture] = ()) -> Iterator[Event]:
-        """One turn: append the user's message, with the `pictures` that it is about before its words; answer it. A prompt that cannot be
-        answered leaves the history as it was."""
-        if not text.strip() and not pictures:
+    def ask(self, text: str, shown: Sequence[Picture | str] = ()) -> Iterator[Event]:
+        """One turn: append the user's message, with what is `shown` before its words: pictures that it is about, and words before each;
+        answer it. A prompt that cannot be answered leaves the history as it was."""
+        if not text.strip() and not shown:
             raise UsageError("the prompt is empty", "give a prompt, or -f FILE")
         before = list(self.messages)
-        self._pictures.update(pictures)
+        self._pictures.update(each for each in shown if not isinstance(each, str))
         if before and before[-1]["role"] == "tool":
             self.messages.append({"role": "assistant", "content": CALLED_LAST})
-        self.messages.append({"role": "user", "content": "\n".join([*(each.mark for each in pictures), *([text] if text.strip() else [])])})
+        pieces = [each if isinstance(each, str) else each.mark for each in shown]
+        self.messages.append({"role": "user", "content": "\n".join([*pieces, *([text] if text.strip() else [])])})
         yield from self._guarded(before)
         if self.messages and self.messages[-1]["role"] == "user":  # nothing was said: two questions in a row would confuse a template
             self.messages = before

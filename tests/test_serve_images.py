@@ -14,11 +14,13 @@ import pytest
 from patch_sight import __file__ as PROGRAM
 from pictured_models import CASE, as_png, picture, written_with_words
 from served import ASKED, Served, serving
+from video_files import as_video
 
 from effllm.cli.server import pictures
 from effllm.cli.server.pictures import NOT_FETCHED, Sent, Taking
 from effllm.runtime.images.album import Album, Picture
 from effllm.runtime.images.marks import mark
+from effllm.runtime.images.video_file import decode_video
 
 DATA = [base64.b64encode(as_png(picture(seed))).decode() for seed in (1, 2)]
 URLS = [f"data:image/png;base64,{each}" for each in DATA]
@@ -137,6 +139,21 @@ def test_several_pictures_stand_where_they_were_put(server):
     assert both.json["usage"]["prompt_tokens"] - plain.json["usage"]["prompt_tokens"] == 32
     events = server.chat(parts(*URLS), stream=True, **FIXED).events
     assert "".join(each["choices"][0]["delta"].get("content") or "" for each in events if isinstance(each, dict)) == said(both)
+
+
+def test_a_video_is_its_moments_each_behind_its_second(server):
+    clip = as_video(3)
+    urls = [f"data:image/png;base64,{base64.b64encode(as_png(each.points)).decode()}" for each in decode_video(clip, "it")]
+    frames = [(f"<{second:.1f} seconds>", url) for second, url in zip((0, 0.8, 1.5, 2.3), urls, strict=True)]
+    apart = [part for words, url in frames for part in ({"type": "text", "text": words}, {"type": "image_url", "image_url": {"url": url}})]
+    whole = {"type": "video_url", "video_url": {"url": f"data:video/mp4;base64,{base64.b64encode(clip).decode()}"}}
+    words = {"type": "text", "text": "Who?"}
+    moving, still = (server.chat([{"role": "user", "content": [*given, words]}], **FIXED) for given in ([whole], apart))
+    assert said(moving) == said(still) and moving.json["usage"]["prompt_tokens"] == still.json["usage"]["prompt_tokens"]
+    for url, told in (("https://example.com/cat.mp4", "videos are not fetched"), ("data:video/mp4;base64,!", "no video in base64"),
+                      ("data:video/mp4;base64,AAAA", "no video that can be read")):
+        reply = server.chat([{"role": "user", "content": [words, {"type": "video_url", "video_url": {"url": url}}]}])
+        assert reply.status == 400 and told in reply.error["message"] and reply.error["param"] == "messages[0].content[1]"
 
 
 def test_tokens_are_counted_before_anything_is_looked_at(server):

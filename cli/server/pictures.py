@@ -1,4 +1,4 @@
-"""Pictures and sounds in the requests of each API: their bytes come with it, and what is left of them in its messages is a mark."""
+"""Pictures, videos and sounds in the requests of each API: their bytes come with it, and what is left of them in its messages is a mark."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from math import prod
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from ... import EffllmError
@@ -29,29 +29,39 @@ if TYPE_CHECKING:
     from .ollama_fields import OllamaChat, OllamaText
     from .responses_fields import ResponsesAsked
 
+Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
 MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
 SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
-KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, "input_audio": SOUNDS, "audio_url": SOUNDS}  # of parts
+VIDEO = "video_url"  # as vLLM has it, of chat completions
+KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, VIDEO: PICTURES, "input_audio": SOUNDS,
+         "audio_url": SOUNDS}  # of parts
 LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
+VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the request, as data:video/mp4;base64,..."
 
 
 @dataclass(frozen=True)
 class Sent:
     """A picture, or a sound, of a request as `text` gives it, in base64 or as an address; `put` sets what stands in its place. `by_tool`: a
-    tool gave it back, of which whoever asks knows as little as we do: what of it cannot be seen is named in its place."""
+    tool gave it back, of which whoever asks knows as little as we do: what of it cannot be seen is named in its place. `moves`: it is a
+    video, of which pictures are made."""
 
     text: Callable[[], object]
     where: str
     put: Callable[[str], None]
     sense: Sense = PICTURES
     by_tool: bool = False
+    moves: bool = False
+
+    @property
+    def noun(self) -> str:
+        return "video" if self.moves else self.sense.noun
 
 
 def in_chat(asked: ChatAsked) -> Iterator[Sent]:
     """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
-    `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it."""
+    `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it, and a `video_url`."""
     for number, message in enumerate(asked.messages):
         yield from _in_parts(message.content, f"messages[{number}].content", message.role == TOOL)
 
@@ -130,40 +140,40 @@ def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) 
                       hint=AGAIN)
     for each in sent:
         try:
-            picture = _one(each, replies)
+            found = _one(each, replies)
         except Problem as problem:
             if not each.by_tool:
                 raise
-            why = each.sense.noun, problem.message.removeprefix(f"{each.where}: ")
+            why = each.noun, problem.message.removeprefix(f"{each.where}: ")
             each.put(LEFT_OUT.format(*why))
             note(LEFT_NOTE.format(*why))
             continue
-        points += prod(picture.size) if each.sense is PICTURES else 0
-        samples += 0 if each.sense is PICTURES else prod(picture.size)
+        size = sum(prod(picture.size) for _, picture in found)
+        points, samples = (points + size, samples) if each.sense is PICTURES else (points, samples + size)
         if samples > MOST_SECONDS * RATE:
             raise Problem(400, f"{each.where}: the sounds of this request are longer than {MOST_SECONDS // 60} minutes: cut them",
                           param=each.where)
         if points > MOST_POINTS:
             raise Problem(400, f"{each.where}: the pictures of this request have more than {MOST_POINTS:,} points: make them smaller",
                           param=each.where)
-        each.put(picture.mark)
-        pictures.append(picture)
+        each.put("\n".join(piece for words, picture in found for piece in (words, picture.mark) if piece))
+        pictures += (picture for _, picture in found)
     return tuple(pictures)
 
 
-def _one(sent: Sent, replies: Replies) -> Picture:
-    """Raises Problem that begins with where it is."""
-    def taken() -> Picture:
+def _one(sent: Sent, replies: Replies) -> list[tuple[str, Picture]]:
+    """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
+    def taken() -> list[tuple[str, Picture]]:
         if sent.sense is SOUNDS:
             replies.demand_hearing()
-            return replies.sound(_bytes_of(sent), sent.where)
+            return [("", replies.sound(_bytes_of(sent), sent.where))]
         replies.demand_sight()
-        return replies.picture(_bytes_of(sent), sent.where)
+        return replies.video(_bytes_of(sent), sent.where) if sent.moves else [("", replies.picture(_bytes_of(sent), sent.where))]
 
     return _named(sent.where, taken)
 
 
-def _named(where: str, taken: Callable[[], Picture]) -> Picture:
+def _named(where: str, taken: Callable[[], Made]) -> Made:
     """What is taken. Raises Problem that begins with where it is."""
     try:
         return taken()
@@ -183,7 +193,7 @@ def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Se
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:
             parts[at] = {"type": "text", "text": text}
 
-        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool)
+        yield Sent(partial(_text_of, part, kind, f"{where}[{at}]"), f"{where}[{at}]", put, KINDS[kind], by_tool, kind == VIDEO)
 
 
 def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
@@ -199,7 +209,7 @@ def _text_of(part: dict[str, Any], kind: str, where: str) -> object:
     if kind == "input_audio":
         inside = part.get("input_audio")
         return inside.get("data") if isinstance(inside, dict) else inside
-    url = part.get("audio_url" if kind == "audio_url" else "image_url")
+    url = part.get(kind if kind in ("audio_url", VIDEO) else "image_url")
     return url.get("url") if isinstance(url, dict) else url
 
 
@@ -208,7 +218,8 @@ def _bytes_of(sent: Sent) -> bytes:
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        raise Problem(400, f"{where}: {NOT_FETCHED if sent.sense is PICTURES else SOUNDS_NOT_FETCHED}", param=where)
+        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.sense is PICTURES else SOUNDS_NOT_FETCHED
+        raise Problem(400, f"{where}: {unfetched}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
         text = unquote(text) if comma and head.rstrip().lower().endswith(";base64") else None
@@ -217,7 +228,8 @@ def _bytes_of(sent: Sent) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        form = "data:image/png;base64,..." if sent.sense is PICTURES else 'they are in {"data": ...} of input_audio'
-        raise Problem(400, f"{where} is no {sent.sense.noun} in base64: send its bytes as {form}", param=where)
+        shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
+        form = shown if sent.sense is PICTURES else 'they are in {"data": ...} of input_audio'
+        raise Problem(400, f"{where} is no {sent.noun} in base64: send its bytes as {form}", param=where)
     return data
 

@@ -20,6 +20,7 @@ from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta,
 from ..images.album import sighted
 from ..images.picture_file import decode_picture
 from ..images.senses import PICTURES, SOUNDS, Sense
+from ..images.video_file import decode_video
 from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
@@ -94,6 +95,11 @@ class Replies(Asking, Readings):
         """The picture in the bytes of a file, from any thread; it is at hand as long as the caller holds it. Raises UsageError that begins
         with its `source`."""
         return self.demand_sight().take(decode_picture(data, source))
+
+    def video(self, data: bytes, source: str) -> list[tuple[str, Picture]]:
+        """As `picture`, of moments of a video: what stands before each, and the picture."""
+        album = self.demand_sight()
+        return [(each.caption, album.take(each.points)) for each in decode_video(data, source)]
 
     def sound(self, data: bytes, source: str) -> Picture:
         """As `picture`, of a sound."""
