@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", ".tiff"),
            "video": (".mp4", ".m4v", ".mov", ".webm", ".mkv", ".avi"),
-           "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus")}
+           "audio": (".wav", ".flac", ".mp3", ".ogg", ".oga", ".opus", ".m4a")}
 
 
 @dataclass(frozen=True)

@@ -10,6 +10,7 @@ from hearing_models import as_wav, sound
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import WhisperFeatureExtractor
+from video_files import as_sound, as_video
 
 from effllm import UsageError
 from effllm.runtime.images.senses import RATE
@@ -82,6 +83,50 @@ def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
         with pytest.raises(UsageError, match="not installed") as raised:
             decode_sound(begin + bytes(100), "it")
         assert 'pip install "effllm[sound]"' in raised.value.hint
+
+
+TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(2 * 48_000) / 48_000)).astype(np.float32)
+
+
+@pytest.mark.parametrize(("container", "codec", "layout"), [("ipod", "alac", "mono"), ("mp4", "aac", "stereo"),
+                                                            ("webm", "libopus", "stereo"), ("matroska", "pcm_s16le", "mono")])
+def test_what_a_phone_or_a_film_holds_is_heard(container, codec, layout):
+    made = decode_sound(as_sound(TONE, container, codec, 48_000, layout), "it")
+    assert abs(len(made) / RATE - 2) < 0.05
+    heard = made[RATE // 2 : RATE // 2 + RATE]
+    assert np.abs(np.fft.rfft(heard)).argmax() == 440 and abs(np.abs(heard).max() - 0.5) < 0.03
+
+
+def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
+    whole = as_sound(TONE, "mp4", "aac", 48_000)
+    for data, said in ((as_video(1), "has no sound in it"), (whole[:200], "no sound that can be read"),
+                       (whole[4:8] * 20, "no sound that can be read"),
+                       (as_sound(TONE[:400], "matroska", "pcm_s16le", 48_000), "too short")):
+        with pytest.raises(UsageError, match=said) as raised:
+            decode_sound(data, "it")
+        assert raised.value.hint
+    monkeypatch.setattr(sound_file, "MOST_SECONDS", 1)
+    with pytest.raises(UsageError, match="longer than 1 seconds"):
+        decode_sound(whole, "it")
+    monkeypatch.setitem(sys.modules, "av", None)
+    with pytest.raises(UsageError, match="not installed") as raised:
+        decode_sound(whole, "it")
+    assert 'pip install "effllm[video]"' in raised.value.hint
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 2000), st.binary(max_size=12))
+def test_broken_films_are_heard_as_far_as_they_go_or_refused_in_a_line(at, noise):
+    data = FILM[:at] + noise + FILM[at + len(noise) :]
+    try:
+        made = decode_sound(data, "it")
+    except UsageError as error:
+        assert error.message.startswith("it ") and error.hint and "\n" not in error.message
+    else:
+        assert made.dtype == np.float32 and np.isfinite(made).all()
+
+
+FILM = as_sound(TONE[:4800], "mp4", "aac", 48_000)
 
 
 def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(monkeypatch):

@@ -26,14 +26,21 @@ def as_video(seconds: int, container: str = "mp4", codec: str = "mpeg4", rate: i
     return file.getvalue()
 
 
-def as_sound(seconds: int = 1) -> bytes:
-    """A file that has no pictures."""
+SILENCE = np.zeros(16_000, np.float32)
+
+
+def as_sound(samples: np.ndarray = SILENCE, container: str = "mp4", codec: str = "aac", rate: int = 16_000,
+             layout: str = "mono") -> bytes:
+    """A file of `samples` float32 [n] at that rate, the same in all channels, and without pictures."""
     file = io.BytesIO()
-    with av.open(file, "w", format="mp4") as made:
-        stream = made.add_stream("aac", rate=16_000)
-        for _ in range(seconds * 15):
-            frame = av.AudioFrame.from_ndarray(np.zeros((1, 1024), np.float32), format="fltp", layout="mono")
-            frame.rate = 16_000
-            made.mux(stream.encode(frame))
+    with av.open(file, "w", format=container) as made:
+        stream = made.add_stream(codec, rate=rate, layout=layout)
+        resampler = av.AudioResampler(format=stream.codec_context.format.name, layout=layout, rate=rate,
+                                      frame_size=stream.codec_context.frame_size or 1024)
+        channels = np.stack([samples] * (2 if layout == "stereo" else 1))
+        frame = av.AudioFrame.from_ndarray(channels, format="fltp", layout=layout)
+        frame.rate, frame.pts = rate, 0
+        for each in (*resampler.resample(frame), *resampler.resample(None)):
+            made.mux(stream.encode(each))
         made.mux(stream.encode())
     return file.getvalue()

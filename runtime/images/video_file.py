@@ -10,6 +10,7 @@ import io
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
@@ -48,7 +49,7 @@ class Frame:
 
 def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
     """At most so many moments of a file, in order. Raises UsageError."""
-    _library(str(path))
+    library(str(path))
     try:
         with path.open("rb") as file:
             if path.stat().st_size > MOST_BYTES:
@@ -60,7 +61,7 @@ def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
 
 def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:
     """The same of the bytes of a file. Raises UsageError that begins with its `source`."""
-    _library(source)
+    library(source)
     return _frames(io.BytesIO(data), source, frames)
 
 
@@ -70,12 +71,14 @@ def demand_count(frames: int) -> None:
         raise UsageError(f"--frames {frames} is no number of pictures of a video", f"1 to {MOST_FRAMES}")
 
 
-def _library(source: str) -> None:
+def library(source: str) -> ModuleType:
+    """PyAV. Raises UsageError where it is not installed."""
     try:
         import av
     except (ImportError, OSError) as error:  # OSError: its own libraries of C are missing
-        raise UsageError(f"{source} cannot be read: the library that reads videos is not installed", INSTALL) from error
+        raise UsageError(f"{source} cannot be read: the library for such files is not installed", INSTALL) from error
     av.logging.set_level(None)  # it writes to stderr by itself
+    return av
 
 
 def _frames(file: BinaryIO, source: str, most: int) -> list[Frame]:

@@ -1,7 +1,7 @@
 """Files of sounds as samples, at the one rate that models hear at, all channels in one.
 
-WAV is read here (`wav.py`); FLAC, Ogg and MP3 by the optional library soundfile. A file is a stranger's: no more is made of it than
-MOST_SECONDS, whatever it claims.
+WAV is read here (`wav.py`), FLAC, Ogg and MP3 by the optional library soundfile, M4A and what has pictures too by PyAV (`film_sound.py`).
+A file is a stranger's: no more is made of it than MOST_SECONDS, whatever it claims.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from ... import UsageError
 from ..files.given import read_given
 from ..images.senses import RATE
+from .film_sound import ANOTHER, is_film, read_film_sound
 from .resampling import resampled
 from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS, PIECE, is_wav, read_wav
 
@@ -26,7 +27,6 @@ MOST_BYTES = 256 << 20
 MOST_SECONDS = 3600
 MOST_SAMPLES = MOST_SECONDS * 48_000  # of a channel: a file of silence may be small and say more
 LEAST_SAMPLES = 400  # of a spectrogram's window: less is nothing that can be heard
-ANOTHER = "give one as WAV, FLAC, MP3 or Ogg"
 INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[sound]"'
 
 
@@ -39,7 +39,8 @@ def decode_sound(data: bytes, source: str) -> np.ndarray:
     """The samples of a sound in the bytes of a file, float32 [n] at RATE. Raises UsageError that begins with its `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a sound", "cut it into shorter ones")
-    pieces, rate = read_wav(data, source) if is_wav(data) else _by_library(data, source)
+    read = read_wav if is_wav(data) else read_film_sound if is_film(data) else _by_library
+    pieces, rate = read(data, source)
     made = resampled(_in_one(pieces, rate, source), rate, RATE)
     if len(made) < LEAST_SAMPLES:
         raise UsageError(f"{source} lasts {len(made) / RATE:.3f} s, too short to be heard", "give a longer sound")

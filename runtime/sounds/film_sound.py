@@ -1,0 +1,55 @@
+"""The sound of files that hold pictures too, or could: M4A of phones, MP4, MOV, WebM and MKV, by the optional library PyAV."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Iterator
+
+import numpy as np
+
+from ... import UsageError
+from ..images.video_file import FORMATS, library
+from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS
+
+ANOTHER = "give one as WAV, FLAC, MP3, Ogg or M4A"
+EBML = b"\x1a\x45\xdf\xa3"  # of WebM and MKV
+
+
+def is_film(data: bytes) -> bool:
+    """Whether bytes begin as such a file does."""
+    return data[4:8] == b"ftyp" or data[:4] == EBML
+
+
+def read_film_sound(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
+    """Pieces float32 [n, channels] of the first sound in the bytes of a file, and their rate. Raises UsageError, also as they are read."""
+    av = library(source)
+    try:
+        container = av.open(io.BytesIO(data), options={"format_whitelist": FORMATS, "protocol_whitelist": ""})
+        streams = [*container.streams.audio]
+    except Exception as error:  # its decoders raise whatever a broken file leads them to
+        raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+    if not streams:
+        container.close()
+        raise UsageError(f"{source} has no sound in it", ANOTHER)
+    rate, channels = streams[0].codec_context.sample_rate, streams[0].codec_context.channels
+    if not LOWEST_RATE <= rate <= HIGHEST_RATE or not 1 <= channels <= MOST_CHANNELS:
+        container.close()
+        raise UsageError(f"{source} claims {channels} channels at {rate} samples a second", ANOTHER)
+    return _pieces(container, streams[0], rate, source), rate
+
+
+def _pieces(container: object, stream: object, rate: int, source: str) -> Iterator[np.ndarray]:
+    import av
+
+    resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)
+    with container:
+        frames = container.decode(stream)
+        while True:
+            try:
+                frame = next(frames, None)
+                made = [each.to_ndarray() for each in resampler.resample(frame)]
+            except Exception as error:
+                raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+            yield from (np.nan_to_num(each.T, nan=0.0, posinf=1.0, neginf=-1.0) for each in made)
+            if frame is None:
+                return
