@@ -100,7 +100,7 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
 
         if section.get("quant_method") == "bitnet":
             return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
-        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept)
+        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept, _depths(store.folder))
     _refuse_undescribed(store)
     return DoubleStore(store) if has_doubles(store) else store
 
@@ -159,6 +159,23 @@ def _parted(path: Path) -> frozenset[str]:
     from .stores.parted_rows import joins, places
 
     return found | {whole for whole, _ in places(config).values()} | {name for named in joins(config).values() for name, _ in named}
+
+
+def _depths(path: Path) -> dict[str, int]:
+    """Name -> inputs of the matrices that a model reads, whole or in parts."""
+    from . import families
+    from .config import read_config
+    from .stores.parted_rows import joins, places, stacks
+
+    config = read_config(path)
+    family = families.get(config.family)
+    rules = [*family.outer_tensors(config).values(),
+             *(rule for layer in range(config.num_hidden_layers) for rule in family.layer_tensors(config, layer).values())]
+    found = {name: rule.shape[1] for rule in rules if len(rule.shape) == 2
+             for name in (rule.name, *rule.also, *(rule.part_of[:1] if rule.part_of else ()))}
+    lying = {own: (whole,) for own, (whole, _) in places(config).items()} | stacks(config)
+    lying |= {own: tuple(name for name, _ in parts) for own, parts in joins(config).items()}
+    return found | {name: found[own] for own, names in lying.items() if own in found for name in names}
 
 
 def quantization_of(path: Path) -> Mapping[str, object] | None:

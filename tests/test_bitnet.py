@@ -24,7 +24,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.planning.expected import ExpectedStore
 from effllm.runtime.source import is_low_bit, is_rounded, open_store, open_weights, quantization_of
-from effllm.runtime.stores.import_config import expected_formats
+from effllm.runtime.stores.expected_formats import expected_formats
 
 sys.path.insert(0, str(Path(__file__).parent))
 from bitnet_models import AUTO, LINEARS, ONLINE, PLAIN, logits, oracle, write

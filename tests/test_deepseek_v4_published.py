@@ -21,7 +21,7 @@ from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.library.listing import _local
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.stores.import_config import expected_formats
+from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.stored_names import cut_groups
 from effllm.runtime.tensors import check_tensors, parameters
 

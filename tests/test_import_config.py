@@ -19,7 +19,8 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.compressed import export_compressed
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
-from effllm.runtime.stores.import_config import block_of, expected_formats
+from effllm.runtime.stores.expected_formats import expected_formats
+from effllm.runtime.stores.import_config import block_of
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mxfp4 beside fp8"])  # of experts alone, `test_deepseek_v4.py`
@@ -62,7 +63,7 @@ def test_blocks_are_those_that_all_groups_state() -> None:
     ({"quant_method": "gptq", "bits": 4, "dynamic": {"-:.*gate": {}, "+:.*down.*": {"bits": 8}}}, "dynamic bits 8"),
     ({"quant_method": "awq", "bits": 4, "format": "GEMV_fast"}, "'gemv_fast'"),
     ({"quant_method": "compressed-tensors", "format": "marlin-24"}, "'marlin-24'"),
-    (plain("pack-quantized") | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 8}}}}, "pack-quantized"),
+    (plain("pack-quantized") | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 3}}}}, "pack-quantized"),
     (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
     (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=8, type="float"), "nvfp4"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"), ({"quant_method": "modelopt"}, "quant_algo None"),

@@ -23,6 +23,7 @@ from effllm.runtime.source import is_low_bit, open_store, open_weights
 sys.path.insert(0, str(Path(__file__).parent))
 from float_checkpoints import as_fp8, as_mxfp4, as_nvfp4
 from gguf_samples import FABLE, weights
+from level_checkpoints import as_bytes_by_row, as_levels
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 GROUP = 64
@@ -155,6 +156,8 @@ CASES = {
                        lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False)),
     "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda v: as_fp8(v, "one")),
     "fp8, one scale": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "one")),
+    "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, lambda v: as_levels(v, double=True)),
+    "bytes by row": ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, as_bytes_by_row),
 }
 
 
@@ -202,7 +205,7 @@ def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[s
 CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8",
          "int8, a scale per row", "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits",
          "bytes, whole blocks", "float-quantized", "float-quantized blocks", "fp8 blocks", "fp8 blocks, powers of two", "fp8 rows",
-         "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8")
+         "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8", "bytes by row")
 
 
 def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:

@@ -23,6 +23,7 @@ from test_imported import CASES
 
 BASE = "model.layers.0.mlp.up_proj."
 SHAPE = (192, 256)
+DEPTHS = {f"{BASE}weight": SHAPE[1]}  # as a model says them
 
 
 def parts_of(name: str) -> dict[str, torch.Tensor]:
@@ -35,7 +36,7 @@ def parts_of(name: str) -> dict[str, torch.Tensor]:
 def read(folder: Path, name: str, parts: dict[str, torch.Tensor], low_bit: bool) -> np.ndarray:
     """The bytes of the weight."""
     save_file({BASE + key: value.contiguous() for key, value in parts.items()}, folder / "model.safetensors")
-    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit) as store:
+    with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f32", low_bit, depths=DEPTHS) as store:
         return store.read(store.tensors[f"{BASE}weight"])
 
 
@@ -93,7 +94,7 @@ def test_what_is_loaded_or_arrives_is_what_numpy_makes(tmp_path: Path, name: str
 def outcome(folder: Path, name: str, way: Callable[[ImportedStore, TensorInfo], np.ndarray]) -> np.ndarray | None:
     """The bytes of the weight; None where it is refused, by itself or by whoever waits for what arrives."""
     try:
-        with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f16", True) as store:
+        with TensorStore.open(folder) as files, ImportedStore(files, CASES[name][0], "f16", True, depths=DEPTHS) as store:
             return way(store, store.tensors[f"{BASE}weight"])
     except (CheckpointError, ValueError):
         return None
@@ -120,7 +121,7 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
         return pack(Codes(codes, scales, None, np.full(len(codes), 0.5, np.float32), MXFP), spec)
     if spec.scheme == "float":
         scales = array("weight_scale") if array("weight_scale_inv") is None else array("weight_scale_inv")
-        return pack(fp8.packable(array("weight"), scales, spec, store._block), spec)
+        return pack(fp8.packable(array("weight"), scales, spec, store._decoder(info).block), spec)
     decode = lambda *held: groups.packable(decoder.integers(*held), spec)  # noqa: E731
     return pack(store._checked(info, store._shapes[info.name], decode, array), spec)
 

@@ -29,7 +29,8 @@ from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.library.listing import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
-from effllm.runtime.stores.import_config import expected_formats, section_of
+from effllm.runtime.stores.expected_formats import expected_formats
+from effllm.runtime.stores.import_config import section_of
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 UP = "model.layers.1.mlp.up_proj"

@@ -27,7 +27,8 @@ def person(tmp_path: Path, hub: Hub) -> Person:
     return Person(tmp_path / "home", hub.endpoint)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "int4, zero points", "fp8 blocks", "nvfp4"])
+@pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "int4, zero points", "fp8 blocks", "nvfp4", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("nf4", "bytes by row"))])
 def test_a_weight_waits_for_the_shards_of_all_its_parts(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
     """Codes and scales lie in different shards here; what is made has the bytes that `quantize` makes of the folder."""
     written(tmp_path / "m", name)
@@ -98,7 +99,7 @@ def test_published_codes_of_experts_come_along_from_two_shards(hub: Hub, person:
 
 
 @pytest.mark.parametrize("name", ["gptq 4, act order", *(pytest.param(name, marks=pytest.mark.slow) for name in (
-    "gptq 4", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks", "nvfp4"))])
+    "gptq 4", "gptq 3", "awq", "int4", "int8, a scale per row", "fp8 blocks", "nvfp4", "nf4", "bytes by row"))])
 def test_the_memory_is_that_of_the_run_that_follows(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
     """Codes that kernels multiply count as they are, what is widened with 16 bits, before a byte of them is here."""
     written(tmp_path / "m", name)

@@ -21,7 +21,9 @@ from .gguf_levels import KINDS as LEVELED
 from .gguf_levels import grid_of
 
 MXFP4 = KEPT["MXFP4"]
-WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("integers", 8))  # layouts of other tools, bits of a code
+# Layouts of other tools, bits of a code.
+WORDS = (("gptq", 4), ("gptq", 8), ("awq", 4), ("packed", 4), ("packed", 8), ("integers", 8), ("bytes by row", 8))
+SIGNED = ("integers", "bytes by row")
 HALF = 0x3F00  # in bfloat16
 
 
@@ -77,7 +79,8 @@ def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.nd
 
 def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout: str, words: np.ndarray) -> None:
     """The codes of a whole weight of `shape` [N, K] into its blob, without scales, zero points and row scales. words int32: of "gptq"
-    [K * bits / 32, N], of "awq" [K, N / 8], of "packed" [N, K * bits / 32]; int8 of "integers" [N, K] (both of compressed-tensors).
+    [K * bits / 32, N], of "awq" [K, N / 8], of "packed" [N, K * bits / 32]; int8 of "integers" [N, K] (both of
+    compressed-tensors) and of "bytes by row".
     Releases the interpreter lock.
 
     Raises KeyError for what is not in WORDS, ValueError for arrays that do not fit.
@@ -87,10 +90,11 @@ def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout:
     (n, k), eights = shape, (foreign_words.NIBBLES_DOWN, foreign_words.GROUPED)
     known = {("gptq", 4): (foreign_words.NIBBLES_DOWN, (k // 8, n)), ("gptq", 8): (foreign_words.BYTES_DOWN, (k // 4, n)),
              ("awq", 4): (foreign_words.GROUPED, (k, n // 8)), ("packed", 4): (foreign_words.PAIRS, (n, k // 8)),
-             ("packed", 8): (foreign_words.BYTES, (n, k // 4)), ("integers", 8): (foreign_words.SIGNED_BYTES, (n, k))}
+             ("packed", 8): (foreign_words.BYTES, (n, k // 4)),
+             **{(bytes_alike, 8): (foreign_words.SIGNED_BYTES, (n, k)) for bytes_alike in SIGNED}}
     kind, form = known[layout, spec.bits]
     _check(blob, spec, shape, 0, n)
-    if words.dtype != (np.int8 if layout == "integers" else np.int32) or words.shape != form or not words.flags.c_contiguous or (
+    if words.dtype != (np.int8 if layout in SIGNED else np.int32) or words.shape != form or not words.flags.c_contiguous or (
             n % 8 and kind in eights):
         raise ValueError(f"words of {words.dtype} {words.shape} for {spec} of shape {shape}")
     foreign_words.codes_to_tiles(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)

@@ -282,7 +282,8 @@ def _smaller(plan: PullPlan, config: ModelConfig) -> tuple[int, int] | None:
 
 def _expected(wish: Wish, config: ModelConfig, section: Mapping[str, object] | None) -> ExpectedStore:
     """The tensors of the finished model."""
-    from ..stores.import_config import METHODS, expected_formats
+    from ..stores.expected_formats import expected_formats
+    from ..stores.import_config import METHODS
 
     if bits := wish.bits or wish.on_load:
         return ExpectedStore(config, QuantSpec.parse(bits))

@@ -47,6 +47,9 @@ def most_held(sizes: Mapping[str, int], places: Mapping[str, str]) -> int:
 
 def weight_of(tensor: str) -> str:
     """What the parts of one weight have in common: the module, and of joined experts the matrix."""
+    base, beside, _ = tensor.partition(".weight.")  # parts that bear the weight's name, as bitsandbytes has them
+    if beside:
+        return base
     base, _, ending = tensor.rpartition(".")
     part = next((part for part in PARTS if ending.endswith(part)), "")
     return f"{base}.{ending.removesuffix(part)}" if part else base

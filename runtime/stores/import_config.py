@@ -1,8 +1,9 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8 and NVFP4, BitNet, and of compressed-tensors integers in words (pack-quantized),
-integers in bytes (int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized); naive-quantized is one of those
-in bytes. The section is input from elsewhere: nothing of it is taken for granted.
+GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8 and NVFP4, BitNet, bitsandbytes, and of compressed-tensors integers in words
+(pack-quantized), integers in bytes (int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized);
+naive-quantized is one of those in bytes. A section that says several things is taken apart first (`mixed_config.py`). All of it is input
+from elsewhere: nothing is taken for granted.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 
-from ...quant.imports import fp8, groups, mlx, mxfp4, nvfp4, ternary
-from ...quant.spec import QuantSpec
+from ...quant.imports import groups, mlx
 from ..config_reader import ConfigError, show
-from ..families import TensorRule, expert_of, kind_of
+from .mixed_config import AUTO_ROUND, MIXED, PATTERN, is_mixed, plain_sections, trouble
+from .name_patterns import matches
 
 # Roles of what these methods quantize.
 LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", "down", "state_in", "state_gate", "state_r",
@@ -25,8 +26,11 @@ FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it
 MLX_FAMILIES = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "lfm2", "llama", "ministral3", "mistral",
                 "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
                 "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", MLX)
-ALGORITHMS = {"FP8": "fp8", "NVFP4": "nvfp4 in bytes"}  # of ModelOpt -> layout
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
+# Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations.
+ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes", "W4A16_NVFP4": "nvfp4 in bytes"}
+LEVELS, BYTES = "levels beside codes", "bytes by row"  # layouts of bitsandbytes: NF4 and FP4, LLM.int8
+STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # parts, of which a weight has one
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
 PAIRS = "mxfp4 in bytes"  # of some weights beside FP8: whole numbers in the types of a file, which hold two levels of E2M1 each
 # Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
@@ -52,6 +56,8 @@ FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
 POWERS = PartKind((EXPONENTS,), (2,), needed=False)
 SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
+LEVEL_LIST, STATE = PartKind(("F32",), (1,)), PartKind(("U8",), (1,), needed=False)
+OF_SCALES = replace(LEVEL_LIST, needed=False)
 # Layout -> the ending of the tensor that holds a weight's codes, and those of the others.
 ENDINGS = {
     "gptq": ("qweight", {"qzeros": WORDS, "scales": GROUP_SCALES, "g_idx": ORDER}),
@@ -64,6 +70,10 @@ ENDINGS = {
     PAIRS: ("weight", {"weight_scale_inv": POWERS, "weight_scale": POWERS}),
     "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
     "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
+    LEVELS: ("weight", {"weight.absmax": PartKind(("F32", "U8"), (1,)), "weight.quant_map": LEVEL_LIST,
+                        "weight.nested_absmax": OF_SCALES, "weight.nested_quant_map": OF_SCALES,
+                        **dict.fromkeys(STATES, STATE)}),
+    BYTES: ("weight", {"SCB": LEVEL_LIST, "weight_format": PartKind(("U8",), (0, 1), needed=False)}),
 }
 # Layout -> the dimension along which parts hold outputs, and whether as bits in words; scales of the others may be of several outputs.
 CUTS = {
@@ -75,12 +85,14 @@ CUTS = {
     PAIRS: {"weight": (0, False), "weight_scale_inv": (0, False), "weight_scale": (0, False)},
     "nvfp4": {"weight_packed": (0, False), "weight_scale": (0, False)},
     "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
+    LEVELS: {},  # cut by values: rows and blocks begin apart
+    BYTES: {"weight": (0, False), "SCB": (0, False)},
 }
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
 IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
            "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 # The type of codes that bear a weight's name; what has another type is a plain weight.
-CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "nvfp4 in bytes": "U8"}
+CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "nvfp4 in bytes": "U8", BYTES: "I8"}
 TYPES = {**CODES, "nvfp4": "U8"}  # of codes that are no words
 IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
 
@@ -104,6 +116,14 @@ def check_method(section: Mapping[str, object]) -> None:
 
     if method not in METHODS:
         raise refused(f"quant_method {show(method)}", f"known: {', '.join(METHODS)}")
+    if found := trouble(section):
+        raise refused(*found)
+    if method == "compressed-tensors":
+        _check_beside(section, refused)
+    if is_mixed(section):
+        for plain in plain_sections(section) if method != AUTO_ROUND else ():
+            check_method(plain)
+        return
     bits = section.get("bits")
     if method == MLX and (mlx_form(section) is None):
         raise refused(f"bits {show(bits)}, group_size {show(section.get('group_size'))} and mode {show(section.get('mode', 'affine'))}",
@@ -122,13 +142,17 @@ def check_method(section: Mapping[str, object]) -> None:
             if section.get(key) not in (None, *known):
                 raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
     if method == "modelopt" and (algorithm := section.get("quant_algo")) not in ALGORITHMS:
-        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join(ALGORITHMS)}")
-    if method != "compressed-tensors":
-        return
-    if layout_of(section) is None:
+        raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*ALGORITHMS, MIXED))}")
+    if method == "bitsandbytes" and layout_of(section) is None:
+        raise refused(f"quant_method {show(method)} and neither load_in_4bit nor load_in_8bit", "4 bits (NF4, FP4) and LLM.int8")
+    if method == "compressed-tensors" and layout_of(section) is None:
         raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
                       "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8, "
                       "nvfp4-pack-quantized ones of 4")
+
+
+def _check_beside(section: Mapping[str, object], refused: Callable[[str, str], ConfigError]) -> None:
+    """Raises ConfigError for what compressed-tensors does to weights beside rounding them."""
     sparsity = section.get("sparsity_config")
     if isinstance(sparsity, dict) and sparsity.get("format") not in (None, "dense"):
         raise refused(f"sparsity_config of format {show(sparsity['format'])}", "dense weights")
@@ -169,7 +193,7 @@ def _turned(transforms: object) -> str | None:
     return None
 
 
-def _weights(section: Mapping[str, object]) -> list[Mapping[str, object]]:
+def groups_of(section: Mapping[str, object]) -> list[Mapping[str, object]]:
     """What the groups of a compressed-tensors config say of their weights."""
     found = section.get("config_groups")
     said = [group.get("weights") for group in found.values() if isinstance(group, dict)] if isinstance(found, dict) else []
@@ -178,7 +202,7 @@ def _weights(section: Mapping[str, object]) -> list[Mapping[str, object]]:
 
 def _kinds(section: Mapping[str, object]) -> list[tuple[object, object]]:
     """Type and bits of every group's weights."""
-    return [(weights.get("type", "int"), weights.get("num_bits", 8)) for weights in _weights(section)]
+    return [(weights.get("type", "int"), weights.get("num_bits", 8)) for weights in groups_of(section)]
 
 
 def _kinds_shown(section: Mapping[str, object]) -> str:
@@ -189,6 +213,9 @@ def layout_of(section: Mapping[str, object]) -> str | None:
     """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
     if section.get("quant_method") == "modelopt":
         return ALGORITHMS.get(str(section.get("quant_algo")))
+    if section.get("quant_method") == "bitsandbytes":
+        ways = {LEVELS: "load_in_4bit", BYTES: "load_in_8bit"}
+        return next((layout for layout, key in ways.items() if section.get(key) is True), None)
     if section.get("quant_method") != "compressed-tensors":
         return str(section.get("quant_method"))
     kinds, written = _kinds(section), section.get("format")
@@ -212,12 +239,13 @@ def layouts_of(section: Mapping[str, object]) -> tuple[str, ...]:
 def bits_of(section: Mapping[str, object]) -> int:
     """Bits of a section's integers as they lie; of those in bytes, that kernels take: 4 where no weight needs more, else 8."""
     if section.get("quant_method") != "compressed-tensors":
-        return int(section["bits"]) if section.get("quant_method") == "gptq" else 4
+        return int(section["bits"]) if section.get("quant_method") == "gptq" else 8 if layout_of(section) == BYTES else 4
     return 4 if max(bits for _, bits in _kinds(section)) <= 4 else 8
 
 
 def block_of(section: Mapping[str, object]) -> tuple[int, int]:
-    """Rows and inputs that share a scale of a weight in FP8 or compressed-tensors, 0 for what is not said or not the same in all groups."""
+    """Rows and inputs that share a scale of a weight in GPTQ, FP8 or compressed-tensors, 0 for what is not said or not the same in all
+    groups."""
     def stated(block: object, group: object) -> tuple[int, int]:
         if isinstance(block, list) and len(block) == 2 and all(type(size) is int and size > 0 for size in block):
             return block[0], block[1]
@@ -225,17 +253,22 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 
     if section.get("quant_method") == "fp8":
         return stated(section.get("weight_block_size"), None)
-    found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in _weights(section)}
+    if section.get("quant_method") == "gptq":
+        return stated(None, section.get("group_size"))
+    found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in groups_of(section)}
     return found.pop() if len(found) == 1 else (0, 0)
 
 
 def from_codes(section: Mapping[str, object]) -> bool:
     """Whether weights of a `quantization_config` are such that kernels multiply their codes, as far as it says."""
+    if is_mixed(section):
+        return any(map(from_codes, plain_sections(section)))
     layout = layout_of(section)
     if layout == MLX:
         form = mlx_form(section)
         return form is not None and form.spec is not None
-    return layout in ("awq", "packed", "integers", "fp8", "bitnet", *NVFP4) or (layout == "gptq" and section.get("bits") in groups.BITS)
+    of_words = ("awq", "packed", *(("gptq",) if section.get("bits") in groups.BITS else ()))
+    return layout in (*of_words, "integers", "fp8", "bitnet", BYTES, *NVFP4)
 
 
 def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:
@@ -248,8 +281,8 @@ def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:
 
 
 def are_floats(section: Mapping[str, object]) -> bool:
-    """Whether its weights are floats of eight bits."""
-    return layout_of(section) == "fp8"
+    """Whether its weights, or some of them, are floats of eight bits."""
+    return any(layout_of(plain) == "fp8" for plain in plain_sections(section))
 
 
 def is_quantized(section: Mapping[str, object]) -> bool:
@@ -257,60 +290,14 @@ def is_quantized(section: Mapping[str, object]) -> bool:
     return section.get("quant_method") == "mxfp4" or from_codes(section)
 
 
-def expected_formats(section: Mapping[str, object]) -> Callable[[str, TensorRule], QuantSpec | None]:
-    """How an `ImportedStore` that keeps codes will hold the matrices of a repository, as far as its `quantization_config` says."""
-    method, widened = str(section.get("quant_method")), QuantSpec.raw("f16")
-    if method == MLX:
-        return _expected_of_mlx(section, widened)
-    first = _weights(section)[0] if method == "compressed-tensors" else section
-    group = block_of(section)[1] or first.get("group_size", first.get("q_group_size"))
-    ordered = section.get("desc_act") is True or first.get("actorder") in ("group", True)
-    named = left_out(section)
-
-    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        own = kind_of(role)
-        head = own == "head" and section.get("lm_head") is True
-        if not head and (own not in LINEARS or len(rule.shape) != 2) or any(is_named(each, rule.name) for each in named):
-            return None
-        depth = rule.shape[1]
-        if PAIRS in layouts_of(section) and section.get("expert_dtype") == "fp4" and expert_of(role) is not None:
-            return mxfp4.SPEC if depth % mxfp4.GROUP == 0 else widened
-        if layout_of(section) == "bitnet":
-            return ternary.spec_of(depth)
-        if not rule.part_of and layout_of(section) in NVFP4:
-            return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else widened
-        high, wide = block_of(section)
-        cut = own == "o_in" and high > 0 == rule.shape[0] % high  # codes of which each range of rows is one (`stored_names.py`)
-        if (cut or not rule.part_of) and layout_of(section) == "fp8":
-            scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
-            return fp8.spec_of(rule.shape, scales, (high, wide)) or widened
-        count = depth // group if type(group) is int and 0 < group < depth else 1
-        in_part = count > 1 and count * group != depth  # the last block of a weight
-        if rule.part_of or not from_codes(section) or in_part or (ordered and count > 1):
-            return widened
-        return groups.spec_of(bits_of(section), "F16", depth, count) or widened
-
-    return formats
-
-
-def _expected_of_mlx(section: Mapping[str, object], widened: QuantSpec) -> Callable[[str, TensorRule], QuantSpec | None]:
-    """`expected_formats` of what MLX quantized. What it says of single modules has their own names and is not looked up: few differ."""
-    form = mlx_form(section)
-
-    def formats(role: str, rule: TensorRule) -> QuantSpec | None:
-        if len(rule.shape) != 2 or form is None or rule.shape[1] % form.group:
-            return None
-        return widened if form.spec is None or kind_of(role) not in FROM_MLX or rule.plain else form.spec
-
-    return formats
-
-
 def left_out(section: Mapping[str, object]) -> list[str]:
     """Modules, or parts of their names, that a section says were not quantized."""
-    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert")]
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")]
     return [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
 
 
 def is_named(ignored: str, tensor: str) -> bool:
-    """Whether a module that was left out, or a part of its name, is a tensor's. Patterns are not tried: they are a stranger's."""
-    return not ignored.startswith("re:") and f".{ignored.strip('.')}." in f".{tensor}"
+    """Whether a module that was left out, a part of its name or a pattern of it, is a tensor's."""
+    if ignored.startswith(PATTERN):
+        return matches(ignored.removeprefix(PATTERN), tensor.removesuffix(".weight"))
+    return f".{ignored.strip('.')}." in f".{tensor}"

@@ -3,29 +3,36 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...quant.imports import awq, compressed_tensors, fp8, gptq, groups, mxfp4, nvfp4
-from .import_config import NVFP4, PAIRS, bits_of, order_of
+from ...quant.imports import awq, bitsandbytes, compressed_tensors, fp8, gptq, groups, mxfp4, nvfp4
+from .import_config import BYTES, LEVELS, NVFP4, PAIRS, STATES, bits_of, block_of, layouts_of, order_of
+from .mixed_config import plain_sections
 
+OF_WIDTHS = ("gptq", "packed")  # layouts of which words tell how many bits a code has
+OPENED = ("weight", "weight.quant_map", "weight.absmax", BLOCK := "block")
 Array = Callable[[str], np.ndarray | None]  # a part of a weight by its name
 
 
 @dataclass(frozen=True)
 class Decoder:
-    """Of a checkpoint: its `quantization_config`, the key of ENDINGS that says how its weights lie, and the rows and inputs of a block, 0
-    where that is not said. Methods raise ValueError for parts that do not fit one another."""
+    """Of some weights of a checkpoint: a `quantization_config` of one kind, the key of ENDINGS that says how they lie, the rows and inputs
+    of a block, 0 where that is not said, and bits of integers, as `bits_of`. Methods raise ValueError for parts that do not fit one
+    another."""
 
     section: Mapping[str, object]
     layout: str
     block: tuple[int, int]
+    bits: int
 
     def decoded(self, array: Array, shape: tuple[int, ...]) -> np.ndarray:
         """float32 [N, K]."""
         if self.layout in NVFP4:
             return nvfp4.dequantize(*self.small(array))
+        if self.layout == LEVELS:
+            return bitsandbytes.dequantize(*(array(part) for part in OPENED[:3]), int(array(BLOCK)), shape)
         if self.layout not in ("fp8", PAIRS):
             return self.integers(array, shape).values()
         if self.layout == PAIRS:
@@ -49,12 +56,14 @@ class Decoder:
         if self.layout == "awq":
             scales = array("scales")
             return awq.decode(array("qweight"), array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
+        if self.layout == BYTES:
+            return compressed_tensors.decode_bytes(array("weight"), self._row_scales(array, shape[0]), None, None, self.bits, (0, 0))
         if self.layout == "integers":
             return compressed_tensors.decode_bytes(array("weight"), array("weight_scale"), array("weight_zero_point"),
-                                                   array("weight_g_idx"), bits_of(self.section), self.block)
+                                                   array("weight_g_idx"), self.bits, self.block)
         compressed_tensors.check_stated(array("weight_shape"), shape)
         return compressed_tensors.decode(array("weight_packed"), array("weight_scale"), array("weight_zero_point"),
-                                         array("weight_g_idx"), bits_of(self.section), shape)
+                                         array("weight_g_idx"), self.bits, shape)
 
     def points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray]:
         """Zero points and scales [N, G] of codes in words, which fit a weight of this shape as they lie."""
@@ -63,17 +72,49 @@ class Decoder:
         if self.layout == "awq":
             scales = array("scales")
             return awq.points(shape, array("qzeros"), scales, shape[1] // max(1, scales.shape[0]))
+        if self.layout == BYTES:
+            return compressed_tensors.byte_points(shape, self._row_scales(array, shape[0]), None, None, self.bits, (0, 0))[:2]
         if self.layout == "integers":
             return compressed_tensors.byte_points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
-                                                  bits_of(self.section), self.block)[:2]
+                                                  self.bits, self.block)[:2]
         compressed_tensors.check_stated(array("weight_shape"), shape)
         return compressed_tensors.points(shape, array("weight_scale"), array("weight_zero_point"), array("weight_g_idx"),
-                                            bits_of(self.section))
+                                            self.bits)
+
+    def opened(self, arrays: Mapping[str, np.ndarray], shape: tuple[int, ...]) -> Mapping[str, np.ndarray]:
+        """Parts from which some rows can be cut and decoded; of four bits beside levels (OPENED), whose scales may be codes."""
+        if self.layout != LEVELS:
+            return arrays
+        said = bitsandbytes.said_of(next((arrays[part] for part in STATES if part in arrays), np.zeros(0, np.uint8)))
+        if said.shape != shape:
+            raise ValueError(f"it says that its shape is {list(said.shape)}, expected {list(shape)}")
+        scales = bitsandbytes.magnitudes(said, arrays["weight.absmax"], arrays.get("weight.nested_quant_map"),
+                                         arrays.get("weight.nested_absmax"))
+        return dict(zip(OPENED, (arrays["weight"].reshape(-1), arrays["weight.quant_map"], scales, np.int64(said.block)), strict=True))
+
+    @staticmethod
+    def _row_scales(array: Array, rows: int) -> np.ndarray:
+        """Of bytes by row."""
+        return bitsandbytes.row_scales(array("SCB"), array("weight_format"), rows)
 
     def _gptq_points(self, array: Array, shape: tuple[int, ...]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int, bool]:
         """What stands beside the codes of a GPTQ weight."""
-        group, order = self.section.get("group_size"), array("g_idx")
+        order, scales = array("g_idx"), array("scales")
         if order is None:
-            order = np.arange(shape[1]) // (group if isinstance(group, int) and group > 0 else shape[1])
-        return (array("qzeros"), array("scales"), order.reshape(-1), int(self.section["bits"]),
-                order_of(self.section) != "gptq_v2")
+            group = self.block[1]
+            covers = group and -(-shape[1] // group) == len(scales)
+            order = np.arange(shape[1]) // (group if covers else compressed_tensors.width(shape[1], len(scales)))
+        return array("qzeros"), scales, order.reshape(-1), self.bits, order_of(self.section) != "gptq_v2"
+
+
+def decoders_of(section: Mapping[str, object]) -> tuple[Decoder, ...]:
+    """Those of all kinds of weights that a `quantization_config` speaks of. Kinds that lie alike have one: of integers in bytes the bits of
+    the widest, and no size of a block where they have several."""
+    found: dict[object, Decoder] = {}
+    for plain in plain_sections(section):
+        for layout in layouts_of(plain):
+            own = Decoder(plain, layout, block_of(plain), bits_of(plain))
+            key = (layout, own.bits) if layout in OF_WIDTHS else layout
+            other = found.get(key, own)
+            found[key] = replace(own, block=own.block if own.block == other.block else (0, 0), bits=max(own.bits, other.bits))
+    return tuple(found.values())

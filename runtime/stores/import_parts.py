@@ -1,7 +1,7 @@
 """What stands for each weight of a checkpoint of another tool, found by name: its codes, scales and zero points, and how they lie.
 
 Most checkpoints hold all weights alike. One in FP8 may hold some, experts mostly, as MXFP4: as codes in bytes of whole numbers, under
-scales that are powers of two.
+scales that are powers of two. Of one that says several things types and sizes tell which holds for a weight: names need not be asked.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, damaged, shown
 from ...quant.imports import fp8
 from ...quant.weight import RAW_NUMPY, to_f32
-from .import_config import CODES, ENDINGS, EXPONENTS, FLOATS, IGNORED, IN_BLOCKS, NVFP4, ORIGINAL, PAIRS, TYPES, bits_of
+from .import_config import BYTES, CODES, ENDINGS, EXPONENTS, FLOATS, IGNORED, IN_BLOCKS, LEVELS, NVFP4, ORIGINAL, PAIRS, TYPES
+from .import_decoder import Decoder
 
 WHOLE = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
 MADE = 1 << 60  # where weights that are made on the way in begin: behind every file
@@ -24,22 +25,29 @@ MADE = 1 << 60  # where weights that are made on the way in begin: behind every 
 
 @dataclass(frozen=True)
 class Found:
-    """Of a checkpoint: its tensors by the names they had before, of each weight its parts by their endings and the key of ENDINGS that says
-    how they lie, and where weights begin, in places that no file has."""
+    """Of a checkpoint: its tensors by the names they had before, of each weight its parts by their endings and what decodes them, and where
+    weights begin, in places that no file has."""
 
     tensors: dict[str, TensorInfo]
     parts: dict[str, dict[str, TensorInfo]]
-    layouts: dict[str, str]
+    decoders: dict[str, Decoder]
     begins: list[tuple[int, str]]
 
 
-def found_in(store: TensorStore, section: Mapping[str, object], layouts: Sequence[str], wide: str) -> Found:
-    """The weights of a store that lie in one of `layouts`, `wide` (f16 or f32) each, and its other tensors. Raises CheckpointError."""
+def found_in(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths: Mapping[str, int]) -> Found:
+    """The weights of a store that one of `decoders` knows, `wide` (f16 or f32) each, and its other tensors. `depths`: inputs of the weights
+    that a model asks for; any other whose own parts do not tell them is left as it lies. Raises CheckpointError."""
     made, used, at = Found({}, {}, {}, []), set(), MADE
+    layouts = tuple(dict.fromkeys(decoder.layout for decoder in decoders))
     for layout in layouts:
-        for info, parts in _weights(store, layout):
-            weight, shape = f"{info.name.rpartition('.')[0]}.weight", _shape(info, layout, section)
-            made.parts[weight], made.layouts[weight] = parts, layout
+        fitting = [decoder for decoder in decoders if decoder.layout == layout]
+        for info, parts in _weights(store, layout, layouts):
+            weight = f"{info.name.rpartition('.')[0]}.weight"
+            if (layout == LEVELS or len(fitting) > 1 and layout == "packed") and weight not in depths:
+                continue
+            decoder = _decoder(info, parts, fitting, depths.get(weight, 0))
+            shape = _shape(info, decoder, depths.get(weight, 0))
+            made.parts[weight], made.decoders[weight] = parts, decoder
             used |= {part.name for part in parts.values()}
             own = wide_of(layout, wide)
             size = prod(shape) * (4 if own == "f32" else 2)
@@ -52,12 +60,15 @@ def found_in(store: TensorStore, section: Mapping[str, object], layouts: Sequenc
     return made
 
 
-def _weights(store: TensorStore, layout: str) -> Iterator[tuple[TensorInfo, dict[str, TensorInfo]]]:
-    """The codes of each weight in a layout, and its parts by their endings."""
+def _weights(store: TensorStore, layout: str, layouts: Sequence[str]) -> Iterator[tuple[TensorInfo, dict[str, TensorInfo]]]:
+    """The codes of each weight in one of the `layouts` of a checkpoint, and its parts by their endings."""
     codes, others = ENDINGS[layout]
+    alike = {TYPES.get(other, "I32") for other in layouts if other != layout and ENDINGS[other][0] == codes}
     for name, info in store.tensors.items():
         base, _, ending = name.rpartition(".")
-        if ending != codes or info.dtype != CODES.get(layout, info.dtype):
+        if ending != codes or info.dtype != CODES.get(layout, info.dtype) or info.dtype in alike:
+            continue
+        if layout == LEVELS and info.dtype != "U8" and f"{base}.weight.absmax" not in store.tensors:  # codes may bear any type
             continue
         parts = {codes: info}
         for other, kind in others.items():
@@ -74,18 +85,39 @@ def _weights(store: TensorStore, layout: str) -> Iterator[tuple[TensorInfo, dict
         yield info, parts
 
 
-def _shape(info: TensorInfo, layout: str, section: Mapping[str, object]) -> tuple[int, int]:
-    """The weight's, from that of its codes."""
-    if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(layout, "I32"):
+def _decoder(info: TensorInfo, parts: Mapping[str, TensorInfo], fitting: Sequence[Decoder], depth: int) -> Decoder:
+    """What decodes a weight, of those for its layout: that for as many bits as its words have for a code."""
+    if len(fitting) == 1:
+        return fitting[0]
+    for decoder in fitting:
+        if decoder.layout == "gptq":
+            (_, scales), (_, words) = parts["scales"].shape, parts["qzeros"].shape
+            fits = words == scales * decoder.bits // 32
+        else:
+            fits = info.shape[-1:] == (-(-depth // (32 // decoder.bits)),)
+        if fits:
+            return decoder
+    raise unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}, which is none of "
+                f"{', '.join(str(decoder.bits) for decoder in fitting)} bits")
+
+
+def _shape(info: TensorInfo, decoder: Decoder, depth: int) -> tuple[int, int]:
+    """The weight's, from that of its codes; `depth`: its inputs, as the model says."""
+    layout = decoder.layout
+    if layout == LEVELS and depth and info.nbytes:
+        rows = 2 * info.nbytes // depth
+        if -(-rows * depth // 2) == info.nbytes and rows:
+            return rows, depth
+    if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(layout, "I32") or layout == LEVELS:
         raise unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
     rows, columns = info.shape
     if layout in (PAIRS, *NVFP4):
         return rows, 2 * columns
-    if layout in IN_BLOCKS:
+    if layout in (*IN_BLOCKS, BYTES):
         return rows, columns
     if layout == "gptq":
-        return columns, rows * 32 // int(section["bits"])
-    return (columns * 8, rows) if layout == "awq" else (rows, columns * 32 // bits_of(section))
+        return columns, rows * 32 // decoder.bits
+    return (columns * 8, rows) if layout == "awq" else (rows, columns * 32 // decoder.bits)
 
 
 def wide_of(layout: str, wide: str) -> str:
@@ -94,7 +126,10 @@ def wide_of(layout: str, wide: str) -> str:
 
 
 def typed(info: TensorInfo, raw: np.ndarray, layout: str) -> np.ndarray:
-    """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's, and codes as they are."""
+    """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's, and codes as they are, of
+    four bits beside levels whatever type they bear."""
+    if layout == LEVELS and info.name.endswith(".weight"):
+        return raw
     if info.dtype in FLOATS:
         return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
     if info.dtype == EXPONENTS and layout != PAIRS:

@@ -1,5 +1,5 @@
-"""Quantized checkpoints of other tools: GPTQ, AWQ, compressed-tensors (integers in words or bytes, FP8, NVFP4), ModelOpt, FP8, beside which
-some weights may be MXFP4.
+"""Quantized checkpoints of other tools: GPTQ, AWQ, AutoRound, compressed-tensors (integers in words or bytes, FP8, NVFP4), ModelOpt,
+bitsandbytes, FP8, beside which some weights may be MXFP4.
 
 `quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name
 (`import_parts.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
@@ -13,7 +13,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import product
-from math import lcm, prod
+from math import gcd, lcm, prod
 from pathlib import Path
 
 import numpy as np
@@ -33,17 +33,8 @@ from ...quant.spec import QuantSpec
 from ...quant.weight import from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import (
-    CUTS,
-    IN_BLOCKS,
-    NVFP4,
-    PAIRS,
-    bits_of,
-    block_of,
-    from_codes,
-    layouts_of,
-)
-from .import_decoder import Array, Decoder
+from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, NVFP4, PAIRS, from_codes
+from .import_decoder import BLOCK, OPENED, Array, Decoder, decoders_of
 from .import_parts import MADE, found_in, scales_of, typed, unfit, wide_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
 
@@ -53,22 +44,21 @@ WORD = 32  # bits
 class ImportedStore(TensorStore):
     """The tensors of a quantized folder under the names that they had before, weights as `wide` (f16 or f32); with `low_bit` as codes where
     kernels can multiply them, whose formats `container` then lists; of MXFP4, asked for every weight by name, where `kept` says so, and
-    bfloat16 else, which loses nothing either. `parted`: tensors of which ranges of rows are asked for stay wide."""
+    bfloat16 else, which loses nothing either. `parted`: tensors of which ranges of rows are asked for stay wide. `depths`: inputs of the
+    weights that the model asks for, which not all codes tell."""
 
     puts_in_order = True
 
     def __init__(self, store: TensorStore, section: Mapping[str, object], wide: str, low_bit: bool = False,
-                 parted: Container[str] = (), kept: Callable[[str], bool] | None = None) -> None:
-        self._method, self._section, self._wide = str(section["quant_method"]), section, wide
-        self._block, layouts = block_of(section), layouts_of(section)
-        self._decoders = {layout: Decoder(section, layout, self._block) for layout in layouts}
+                 parted: Container[str] = (), kept: Callable[[str], bool] | None = None, depths: Mapping[str, int] | None = None) -> None:
+        self._method, self._wide = str(section["quant_method"]), wide
         self._last: tuple[str, np.ndarray] | None = None
         self._lock = threading.Lock()
-        found = found_in(store, section, layouts, wide)
-        tensors, self._parts, self._layouts, self._begins = found.tensors, found.parts, found.layouts, found.begins
+        found = found_in(store, decoders_of(section), wide, depths or {})
+        tensors, self._parts, self._decoders, self._begins = found.tensors, found.parts, found.decoders, found.begins
         low, keeps = low_bit and from_codes(section), kept or (lambda name: low_bit)
-        own = {name: self._format(store, name, tensors[name].shape) for name, layout in self._layouts.items()
-               if name not in parted and (keeps(name) if layout == PAIRS else low)}
+        own = {name: self._format(store, name, tensors[name].shape) for name, decoder in self._decoders.items()
+               if name not in parted and (keeps(name) if decoder.layout == PAIRS else low)}
         self._specs = {name: spec for name, spec in own.items() if spec is not None}
         self._shapes = {name: tensors[name].shape for name in self._specs}
         stored = {}
@@ -82,22 +72,28 @@ class ImportedStore(TensorStore):
 
     def _format(self, store: TensorStore, name: str, shape: tuple[int, int]) -> QuantSpec | None:
         """That in which kernels multiply a weight's own codes; None where there is none."""
-        parts, layout, depth = self._parts[name], self._layouts[name], shape[1]
+        parts, decoder, depth = self._parts[name], self._decoders[name], shape[1]
+        layout, wide = decoder.layout, decoder.block[1]
         if layout == PAIRS:
             return mxfp4.SPEC
+        if layout == LEVELS:
+            return None
         if layout in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else None
         if layout == "fp8":
-            return fp8.spec_of(shape, scales_of(parts).shape, self._block)
+            return fp8.spec_of(shape, scales_of(parts).shape, decoder.block)
+        if layout == BYTES:  # whose scales become halves, as its weights would
+            return groups.spec_of(decoder.bits, groups.SCALES[0], depth, 1)
         scales = parts["scales" if "scales" in parts else "weight_scale"]
         count = self._groups(layout, scales)
-        spec = groups.spec_of(bits_of(self._section), scales.dtype, depth, count)
+        spec = groups.spec_of(decoder.bits, scales.dtype, depth, count)
         if spec is None:
             return None
         if (order := parts.get("g_idx", parts.get("weight_g_idx"))) is not None:
             ordered = order.dtype == "I32" and groups.in_order(store.read(order).view(np.int32), count)
-        else:  # blocks as a config states them may end in part
-            ordered = layout != "integers" or count * (self._block[1] or depth // count) == depth
+        else:  # groups as a config states them may end in part
+            covers = wide > 0 and -(-depth // wide) == count
+            ordered = layout not in ("integers", "gptq") or (wide if covers else depth // count) * count == depth
         return spec if ordered else None
 
     @staticmethod
@@ -117,9 +113,9 @@ class ImportedStore(TensorStore):
                                dict(stored), {"model": self.folder.name}, {"name": self._method}, {"name": self._method}, {})
 
     def _said(self) -> Iterator[str]:
-        for layout, ours in product(self._decoders, (True, False)):
+        for layout, ours in product(dict.fromkeys(decoder.layout for decoder in self._decoders.values()), (True, False)):
             what = "are put in the order of the kernels" if ours else f"are widened to {wide_of(layout, self._wide)}"
-            if names := [name for name, own in self._layouts.items() if own == layout and (name in self._specs) == ours]:
+            if names := [name for name, own in self._decoders.items() if own.layout == layout and (name in self._specs) == ours]:
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
@@ -178,12 +174,14 @@ class ImportedStore(TensorStore):
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
-        if self._layouts[info.name] == PAIRS and info.name in self._specs:
+        if self._decoders[info.name].layout == PAIRS and info.name in self._specs:
             return ARRANGED_NBYTES
         if self._is_floats(info):  # scales are spread over row blocks
             return ARRANGED_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
         if self._in_halves(info):
             return ARRANGED_NBYTES + 4 * others
+        if self._decoder(info).layout == LEVELS:
+            others *= 4  # scales as codes, opened
         return scratch_nbytes(rows, self._between(info), self._unit(info)) + 4 * others + 16 * depth * self._in_words(info)
 
     def _put(self, info: TensorInfo, index: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
@@ -191,13 +189,15 @@ class ImportedStore(TensorStore):
         parts, shape, spec, out = self._parts[info.name], self._shape_of(info), self._specs.get(info.name), outs[index]
         decoder = self._decoder(info)
         arrays = {name: typed(part, raw, decoder.layout) for (name, part), raw in zip(parts.items(), raws, strict=True)}
+        arrays = self._laid_open(info, arrays)
         if self._is_floats(info) or self._in_halves(info):
             self._put_floats(info, arrays.get, out)
             return
         each, in_words = info.nbytes // shape[0], self._in_words(info)
-        for begin, end in steps(shape[0], self._between(info), self._unit(info)):
+        unit = self._unit(info) if BLOCK not in arrays else lcm(self._unit(info), int(arrays[BLOCK]) // gcd(int(arrays[BLOCK]), shape[1]))
+        for begin, end in steps(shape[0], self._between(info), unit):  # which begin with a block
             try:
-                array = self._cut(arrays, begin, end, shape[0], decoder.layout).get
+                array = self._cut(arrays, begin, end, shape, decoder).get
             except ValueError as error:
                 raise unfit(info, info.name, str(error)) from error
             own = end - begin, shape[1]
@@ -218,15 +218,15 @@ class ImportedStore(TensorStore):
 
     def _in_words(self, info: TensorInfo) -> bool:
         """Do its codes go straight from the words of a file into the order of the kernels?"""
-        return info.name in self._specs and (self._layouts[info.name], self._specs[info.name].bits) in WORDS
+        return info.name in self._specs and (self._decoders[info.name].layout, self._specs[info.name].bits) in WORDS
 
     def _is_floats(self, info: TensorInfo) -> bool:
         """Does it stay floats, of eight bits or of four?"""
-        return self._layouts[info.name] in ("fp8", PAIRS, *NVFP4) and info.name in self._specs
+        return self._decoders[info.name].layout in ("fp8", PAIRS, *NVFP4) and info.name in self._specs
 
     def _in_halves(self, info: TensorInfo) -> bool:
         """Are its floats of eight bits widened to half precision?"""
-        return self._layouts[info.name] == "fp8" and info.dtype == "F16"
+        return self._decoders[info.name].layout == "fp8" and info.dtype == "F16"
 
     def _between(self, info: TensorInfo) -> int:
         """Values of an output between a weight's parts and the weight: its inputs, or its groups where codes go straight."""
@@ -234,7 +234,7 @@ class ImportedStore(TensorStore):
         return depth // self._specs[info.name].group if self._in_words(info) else depth
 
     def _decoder(self, info: TensorInfo) -> Decoder:
-        return self._decoders[self._layouts[info.name]]
+        return self._decoders[info.name]
 
     def _shape_of(self, info: TensorInfo) -> tuple[int, int]:
         """The weight's."""
@@ -244,27 +244,32 @@ class ImportedStore(TensorStore):
         """Outputs that can be made by themselves: whole words of zero points and blocks of scales; all where nobody says how high those
         are."""
         rows, scales = self._shape_of(info)[0], self._parts[info.name].get("weight_scale_inv", self._parts[info.name].get("weight_scale"))
-        if self._layouts[info.name] not in IN_BLOCKS or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
+        if self._decoders[info.name].layout not in IN_BLOCKS or len(scales.shape) < 2 or scales.shape[0] in (1, rows):
             return lcm(ROWS, WORD)
-        return lcm(ROWS, self._block[0]) if self._block[0] else rows
+        high = self._decoder(info).block[0]
+        return lcm(ROWS, high) if high else rows
 
-    def _cut(self, arrays: Mapping[str, np.ndarray], begin: int, end: int, rows: int, layout: str) -> dict[str, np.ndarray]:
-        """What outputs [begin, end) of `rows` are made of. Raises ValueError for arrays that have others than those."""
-        bits, found = bits_of(self._section), dict(arrays)
-        for name, (axis, packed) in CUTS[layout].items():
+    @staticmethod
+    def _cut(arrays: Mapping[str, np.ndarray], begin: int, end: int, shape: tuple[int, int], decoder: Decoder) -> dict[str, np.ndarray]:
+        """What outputs [begin, end) of a weight are made of. Raises ValueError for arrays that have others than those."""
+        found, rows = dict(arrays), shape[0]
+        for name, (axis, packed) in CUTS[decoder.layout].items():
             if name not in arrays:
                 continue
-            first, last, every = (-(-at * bits // WORD) if packed else at for at in (begin, end, rows))
+            first, last, every = (-(-at * decoder.bits // WORD) if packed else at for at in (begin, end, rows))
             if arrays[name].shape[axis] != every:
                 raise ValueError(f"{name} {list(arrays[name].shape)} for {rows} outputs")
             found[name] = arrays[name][first:last] if axis == 0 else arrays[name][:, first:last]
         if "weight_shape" in arrays:
             found["weight_shape"] = arrays["weight_shape"].reshape(-1) - [rows - (end - begin), 0]
-        for name in arrays.keys() - {"weight", "weight_g_idx"} if layout in IN_BLOCKS else ():
-            values = arrays[name]
+        if decoder.layout == LEVELS:
+            for name, per in ((OPENED[0], 2), (OPENED[2], int(arrays[BLOCK]))):
+                found[name] = arrays[name][begin * shape[1] // per : -(-end * shape[1] // per)]
+        for name in arrays.keys() - {"weight", "weight_g_idx"} if decoder.layout in IN_BLOCKS else ():
+            values, high = arrays[name], decoder.block[0]
             if values.size == 1 or len(values) == 1:
                 continue
-            high = 1 if len(values) == rows else self._block[0]
+            high = 1 if len(values) == rows else high
             if high and len(values) != -(-rows // high):
                 raise ValueError(f"{name} {list(values.shape)} for {rows} outputs")
             found[name] = values[begin // high : -(-end // high)] if high else values
@@ -311,15 +316,15 @@ class ImportedStore(TensorStore):
         inverse, spec = array("weight_scale_inv"), self._specs.get(info.name)
         scales = array("weight_scale") if inverse is None else inverse
         try:
-            if self._layouts[info.name] == PAIRS:
+            if self._decoders[info.name].layout == PAIRS:
                 if not put_pairs(out, self._shapes[info.name], 0, array("weight").view(np.uint8), scales):
                     raise unfit(info, info.name, "a scale is NaN")
-            elif self._layouts[info.name] in NVFP4:
+            elif self._decoders[info.name].layout in NVFP4:
                 put_small(out, *self._decoder(info).small(array))
             elif spec is None:
-                put_halves(out, array("weight"), scales, self._block)
+                put_halves(out, array("weight"), scales, self._decoder(info).block)
             else:
-                put_floats(out, spec, array("weight"), scales, self._block)
+                put_floats(out, spec, array("weight"), scales, self._decoder(info).block)
         except ValueError as error:
             raise unfit(info, info.name, str(error)) from error
 
@@ -337,5 +342,16 @@ class ImportedStore(TensorStore):
 
     def _read_part(self, info: TensorInfo) -> Array:
         """What reads a part of a weight by its name."""
-        parts, layout = self._parts[info.name], self._layouts[info.name]
-        return lambda name: typed(parts[name], TensorStore.read(self, parts[name]), layout) if name in parts else None
+        parts, layout = self._parts[info.name], self._decoder(info).layout
+
+        def read(name: str) -> np.ndarray | None:
+            return typed(parts[name], TensorStore.read(self, parts[name]), layout) if name in parts else None
+
+        return read if layout != LEVELS else self._laid_open(info, {name: read(name) for name in parts}).get
+
+    def _laid_open(self, info: TensorInfo, arrays: Mapping[str, np.ndarray]) -> Mapping[str, np.ndarray]:
+        """See `Decoder`."""
+        try:
+            return self._decoder(info).opened(arrays, self._shape_of(info))
+        except ValueError as error:
+            raise unfit(info, info.name, str(error)) from error

@@ -64,11 +64,11 @@ LATER_GRANITE = Joint(re.compile(rf"(.+\.){MOE}\.experts\.(gate_up_proj|down_pro
 
 def give_text_names(store: TensorStore) -> None:
     """Name the tensors of the text part of a model that takes images as they would be if it were alone; others keep their names."""
-    names = ((_alone(name), info) for name, info in store.tensors.items())
+    names = ((alone(name), info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}
 
 
-def _alone(name: str) -> str:
+def alone(name: str) -> str:
     own = name.removeprefix(THINKER)
     before = next((each for each in PARTS_BEFORE if own.startswith(each)), None)
     if before is None:

@@ -1,0 +1,138 @@
+"""Sections of config.json that say of some weights what holds for no others, as several that say one thing each.
+
+compressed-tensors has groups with targets, ModelOpt's MIXED_PRECISION a list of modules, AutoRound what differs for some. How a weight
+lies its tensors say (`import_parts.py`); names tell what a plan may expect of it. The words of AutoRound's sections become those of GPTQ
+and AWQ, as which its codes lie.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from ..config_reader import show
+from .name_patterns import matches
+from .stored_names import alone
+
+Section = Mapping[str, object]
+AUTO_ROUND, MIXED, UNQUANTIZED = "auto-round", "MIXED_PRECISION", "UNQUANTIZED"
+PATTERN, EVERY = "re:", "Linear"
+# How AutoRound packs -> the method as which codes lie, and how its zero points are stored: less one, or as they are.
+PACKINGS = {**dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq"), ("gptq", "gptq")),
+            **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:auto_gptqmodel"), ("gptq", "gptq_v2")),
+            **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), ("awq", "gemm"))}
+PACKED_BITS = {"gptq": (2, 3, 4, 5, 6, 7, 8), "awq": (4,)}
+WIDE = 16  # bits from which a weight is not quantized
+
+
+def plain_sections(section: Section) -> tuple[Section, ...]:
+    """What a `quantization_config` says, one kind of weights after the other; itself where it says the same of all."""
+    return tuple(_plain(section, kind) for kind in _kinds(section)) if is_mixed(section) else (section,)
+
+
+def is_mixed(section: Section) -> bool:
+    """Whether it may say one thing of some weights and another of others."""
+    method = section.get("quant_method")
+    return method == AUTO_ROUND or (method == "modelopt" and section.get("quant_algo") == MIXED) or (
+        method == "compressed-tensors" and (len(_groups(section)) > 1 or section.get("format") == "mixed-precision"))
+
+
+def trouble(section: Section) -> tuple[str, str] | None:
+    """What is not read of a section that says several things, and what is; None where plain sections tell."""
+    if section.get("quant_method") == "modelopt" and section.get("quant_algo") == MIXED and not _kinds(section):
+        return f"quant_algo {show(MIXED)} and no quantized_layers", "hf_quant_config.json may list them: put them into config.json"
+    if section.get("quant_method") != AUTO_ROUND:
+        return None
+    packing = section.get("packing_format", "auto_round:gptq")
+    if not isinstance(packing, str) or packing not in PACKINGS:
+        return f"packing_format {show(packing)}", f"of AutoRound: {', '.join(PACKINGS)}"
+    known = PACKED_BITS[PACKINGS[packing][0]]
+    for own in (section, *({**section, **rule} for rule in _rules(section).values())):
+        bits, kind, activations = own.get("bits"), own.get("data_type") or "int", own.get("act_bits")
+        if type(bits) is not int or bits < WIDE and bits not in known:
+            return f"bits {show(bits)} and packing_format {show(packing)}", f"{', '.join(map(str, known))} bits"
+        if bits < WIDE and (kind != "int" or type(activations) is int and activations < WIDE):
+            return f"data_type {show(kind)} and act_bits {show(activations)}", "integers beside activations of 16 bits"
+    return None
+
+
+class Kinds:
+    """The kinds of weights of a section that may say several things. `sections` are as of `plain_sections`."""
+
+    def __init__(self, section: Section) -> None:
+        self.sections = plain_sections(section)
+        self._kinds, self._modules, self._patterns, self._rest = _kinds(section), {}, [], None
+        if section.get("quant_method") == "compressed-tensors":
+            targets = [(name, target) for name, group in _groups(section).items() for target in _targets(group)]
+            self._modules = {alone(target): name for name, target in reversed(targets)}
+            self._patterns = [(target.removeprefix(PATTERN), name) for name, target in targets if target.startswith(PATTERN)]
+            self._rest = next((name for name, target in targets if target == EVERY), None)
+        elif section.get("quant_method") == "modelopt":
+            self._modules = {alone(name): algorithm for name, algorithm in _layers(section).items()}
+        else:
+            self._modules = {alone(name): _packed(section, rule) for name, rule in _rules(section).items()}
+            self._patterns, self._rest = list(self._modules.items()), _packed(section, {})
+        self._anywhere = section.get("quant_method") == AUTO_ROUND
+
+    def place(self, module: str, by_class: bool = True) -> int | None:
+        """Which of `sections` is a module's, None where it is not quantized; not `by_class`: unless it is named."""
+        inside = module
+        while inside and inside not in self._modules:
+            inside = inside.rpartition(".")[0]
+        rest = self._rest if by_class else None
+        kind = self._modules[inside] if inside else next(
+            (kind for pattern, kind in self._patterns if matches(pattern, module, self._anywhere)), rest)
+        return self._kinds.index(kind) if kind in self._kinds else None
+
+
+def _kinds(section: Section) -> list[object]:
+    """What tells its kinds of weights from one another: names of groups, of algorithms, or bits and sizes of groups."""
+    if section.get("quant_method") == "compressed-tensors":
+        return list(_groups(section))
+    if section.get("quant_method") == "modelopt":
+        return list(dict.fromkeys(each for each in _layers(section).values() if each != UNQUANTIZED))
+    found = (_packed(section, rule) for rule in ({}, *_rules(section).values()))
+    return list(dict.fromkeys(each for each in found if each is not None))
+
+
+def _plain(section: Section, kind: object) -> Section:
+    """The section that says one of its kinds of all weights."""
+    if section.get("quant_method") == "compressed-tensors":
+        group = _groups(section)[str(kind)]
+        return {**section, "format": group.get("format") or section.get("format"), "config_groups": {kind: group}}
+    beside = {key: section[key] for key in ("ignore", "modules_to_not_convert") if key in section}
+    if section.get("quant_method") == "modelopt":
+        return {**beside, "quant_method": "modelopt", "quant_algo": kind}
+    bits, group = kind
+    method, order = PACKINGS.get(str(section.get("packing_format", "auto_round:gptq")), ("gptq", "gptq"))
+    return {**beside, "quant_method": method, "bits": bits, "group_size": group, "checkpoint_format": order}
+
+
+def _groups(section: Section) -> dict[str, Section]:
+    """Those of compressed-tensors that say something of weights."""
+    found = section.get("config_groups")
+    return {name: group for name, group in found.items() if isinstance(group, dict) and isinstance(group.get("weights"), dict)
+            } if isinstance(found, dict) else {}
+
+
+def _targets(group: Section) -> list[str]:
+    found = group.get("targets", [EVERY])
+    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+
+
+def _layers(section: Section) -> dict[str, str]:
+    """Module -> algorithm, of ModelOpt."""
+    found = section.get("quantized_layers")
+    return {name: str(rule.get("quant_algo")) for name, rule in found.items() if isinstance(rule, dict)} if isinstance(found, dict) else {}
+
+
+def _rules(section: Section) -> dict[str, Section]:
+    """Module, or pattern -> what holds for it alone, of AutoRound."""
+    found = section.get("extra_config")
+    return {name: rule for name, rule in found.items() if isinstance(rule, dict)} if isinstance(found, dict) else {}
+
+
+def _packed(section: Section, rule: Section) -> tuple[object, object] | None:
+    """Bits and size of a group under a rule of AutoRound; None where they are those of weights that are not quantized."""
+    bits, group = (rule.get(key, section.get(key)) for key in ("bits", "group_size"))
+    return None if type(bits) is int and bits >= WIDE else (show(bits) if isinstance(bits, (list, dict)) else bits,
+                                                            group if type(group) is int else None)

@@ -1,0 +1,242 @@
+"""Folders that bitsandbytes quantized: NF4 and FP4 beside their levels, bytes by row. Its own package is asked by `make test-peers`."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from family_models import Case
+from gguf_samples import weights
+from level_checkpoints import as_bytes_by_row, as_levels
+from saved_models import saved
+from test_imported_lies import BASE, DEPTHS, read
+
+from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.quant.imports import bitsandbytes
+from effllm.quant.spec import QuantSpec
+from effllm.quant.weight import Weight
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.events import Notice
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.pull.shards import weight_of
+from effllm.runtime.source import open_store, open_weights
+from effllm.runtime.stores.expected_formats import expected_formats
+from effllm.runtime.stores.import_config import check_method
+from effllm.runtime.stores.imported import ImportedStore
+
+FOUR = {"quant_method": "bitsandbytes", "load_in_4bit": True, "load_in_8bit": False}
+EIGHT = {"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}
+IDS = [3, 17, 5, 90, 4, 11]
+NO_SUCH = 1 << 50
+
+
+def kept(parts: dict[str, object]) -> dict[str, torch.Tensor]:
+    return {key: value if isinstance(value, torch.Tensor) else torch.from_numpy(np.array(value)).contiguous()
+            for key, value in parts.items()}
+
+
+@given(st.integers(1, 40), st.integers(1, 150), st.sampled_from(["nf4", "fp4"]), st.booleans(), st.sampled_from([64, 128, 256]))
+def test_what_is_decoded_is_what_the_format_says(rows: int, depth: int, kind: str, double: bool, block: int) -> None:
+    """Blocks go on in the next row where inputs do not fill them. To the last bit."""
+    values = np.random.default_rng(rows * depth).standard_normal((rows, depth)).astype(np.float32)
+    parts, meant = as_levels(values, kind, double, block=block)
+    parts = {key: value.numpy() if isinstance(value, torch.Tensor) else value for key, value in parts.items()}
+    said = bitsandbytes.said_of(parts[f"weight.quant_state.bitsandbytes__{kind}"])
+    scales = bitsandbytes.magnitudes(said, parts["weight.absmax"], parts.get("weight.nested_quant_map"), parts.get("weight.nested_absmax"))
+    found = bitsandbytes.dequantize(parts["weight"].reshape(-1), parts["weight.quant_map"], scales, said.block, said.shape)
+    assert said.shape == (rows, depth) and found.dtype == np.float32
+    np.testing.assert_array_equal(found, meant)
+
+
+@pytest.mark.parametrize(("depth", "block"), [(96, 64), (96, 4096), (250, 64)])
+@pytest.mark.parametrize("storage", [torch.uint8, torch.bfloat16])
+def test_rows_that_no_block_begins_with_arrive_as_they_are_read(tmp_path: Path, depth: int, block: int, storage: torch.dtype) -> None:
+    """More rows than a step makes; `bnb_4bit_quant_storage` lets codes bear the type of floats."""
+    values = np.random.default_rng(1).standard_normal((6000, depth)).astype(np.float32)
+    parts, meant = as_levels(values, "nf4", True, storage, block)
+    save_file({BASE + key: value for key, value in kept(parts).items()}, tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as files, ImportedStore(files, FOUR, "f32", depths={f"{BASE}weight": depth}) as store:
+        info = store.tensors[f"{BASE}weight"]
+        (piece,), out = store.arrival([info]).pieces(), np.zeros(info.nbytes, np.uint8)
+        raws = [np.empty(own.nbytes, np.uint8) for own in piece.ranges]
+        for own, raw in zip(piece.ranges, raws, strict=True):
+            store.read_at(own.file, own.offset, memoryview(raw))
+        piece.put(raws, [out])
+        np.testing.assert_array_equal(out.view(np.float32).reshape(6000, depth), meant)
+        np.testing.assert_array_equal(store.read(info, 77, 79).view(np.float32).reshape(2, depth), meant[77:79])
+
+
+def test_scales_of_rows_lose_what_half_precision_cannot_hold(tmp_path: Path) -> None:
+    """At most half a unit in its last place, which is what every weight would lose if it were widened."""
+    values = np.random.default_rng(3).standard_normal((192, 256)).astype(np.float32)
+    parts, meant = as_bytes_by_row(values, exact=False)
+    save_file({BASE + key: value for key, value in kept(parts).items()}, tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as files, ImportedStore(files, EIGHT, "f16", True, depths=DEPTHS) as store:
+        stored = store.container.tensors[f"{BASE}weight"]
+        found = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[f"{BASE}weight"])).to_f32()
+    assert str(stored.spec) == "offset8:128"
+    error = np.abs(found - meant) / np.where(meant == 0, 1, np.abs(meant))
+    assert 0 < error.max() <= 2.0**-11 * 1.001
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dict[str, np.ndarray]]:
+    """A small mixture whose matrices are NF4 with codes as scales but for what a section leaves out, and what its tensors mean."""
+    path = tmp_path_factory.mktemp("levels") / "m"
+    saved(Case("phi3", {"intermediate_size": 96}), path)
+    tensors, meant = {}, weights(path)
+    for name, values in meant.items():
+        if not name.endswith("_proj.weight") or "layers.1.mlp" in name:
+            tensors[name] = torch.from_numpy(values)
+            continue
+        parts, meant[name] = as_levels(values, "nf4", True)
+        tensors |= {name.removesuffix("weight") + key: value for key, value in kept(parts).items()}
+    save_file(tensors, path / "model.safetensors")
+    raw = json.loads((path / "config.json").read_text())
+    section = {**FOUR, "llm_int8_skip_modules": ["lm_head", "model.layers.1.mlp"]}
+    (path / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
+    return path, meant
+
+
+def test_they_run_as_what_they_mean(folder: tuple[Path, dict[str, np.ndarray]]) -> None:
+    """Phi 3 reads rows of joined matrices; transformers computes the same from the weights that are meant."""
+    from transformers import AutoModelForCausalLM
+
+    path, meant = folder
+    *events, engine = open_engine(path, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))
+    found = engine.forward_logits(IDS).copy()
+    engine.close()
+    said = [event.text for event in events if isinstance(event, Notice)]
+    assert any("bitsandbytes weights are widened to f16" in text for text in said)
+    raw, whole = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
+    whole = {name for name, values in whole.items() if values.is_floating_point()}
+    plain = path.parent / "plain"
+    plain.mkdir()
+    halved = {name: torch.from_numpy(values).half().float() if name not in whole else torch.from_numpy(values)
+              for name, values in meant.items()}
+    save_file(halved, plain / "model.safetensors")
+    (plain / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "quantization_config"}))
+    model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
+    with torch.no_grad():
+        expected = model(torch.tensor([IDS])).logits[0].numpy()
+    assert np.abs(found - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_shapes_are_known_before_a_byte_is_here(folder: tuple[Path, dict[str, np.ndarray]], tmp_path: Path) -> None:
+    """A pull that quantizes plans from headers: the bytes behind them are a hole."""
+    path, meant = folder
+    whole = (path / "model.safetensors").read_bytes()
+    length = 8 + int.from_bytes(whole[:8], "little")
+    (tmp_path / "model.safetensors").write_bytes(whole[:length] + bytes(len(whole) - length))
+    (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
+    with open_store(tmp_path, wide="f32", whole=False) as store:
+        assert {name: info.shape for name, info in store.tensors.items()} == {name: values.shape for name, values in meant.items()}
+        with pytest.raises(CheckpointError, match="no JSON"):
+            store.read(store.tensors["model.layers.0.mlp.down_proj.weight"])
+
+
+def test_parts_of_a_weight_wait_for_one_another() -> None:
+    base = "model.layers.0.mlp.up_proj"
+    endings = ("weight", "weight.absmax", "weight.quant_map", "weight.quant_state.bitsandbytes__nf4", "SCB", "qweight")
+    assert {weight_of(f"{base}.{ending}") for ending in endings} == {base}
+
+
+def test_a_plan_expects_what_the_files_hold(folder: tuple[Path, dict[str, np.ndarray]]) -> None:
+    from effllm.runtime import families
+
+    path, _ = folder
+    config, formats = read_config(path), expected_formats(json.loads((path / "config.json").read_text())["quantization_config"])
+    rules = {f"{layer}.{role}": (role, rule) for layer in range(config.num_hidden_layers)
+             for role, rule in families.get(config.family).layer_tensors(config, layer).items()}
+    found = {name: formats(*each) for name, each in rules.items()}
+    assert found["0.q"] == found["0.down"] == QuantSpec.raw("f16") and found["1.down"] is found["0.input_norm"] is None
+    store, container = open_weights(path)
+    store.close()
+    assert container is None
+    expected = expected_formats(EIGHT)(*rules["0.o"])
+    assert str(expected) == "offset8:64"
+
+
+@pytest.mark.parametrize(("change", "named"), [
+    ({"blocksize": 0}, "sizes of its blocks"), ({"shape": [192, 128]}, "[192, 128], expected [192, 256]"), ({"shape": 7}, "its shape"),
+    ({"nested_offset": float("nan")}, "mean of its scales"), ({"nested_offset": 10**400}, "mean of its scales"),
+    ({"blocksize": 128}, "768 scales"), ({"nested_blocksize": NO_SUCH}, "sizes of its blocks"), ({"nested_blocksize": 128}, "768 scales")])
+def test_what_a_weight_says_of_itself_is_checked(tmp_path: Path, change: dict[str, object], named: str) -> None:
+    values = np.random.default_rng(4).standard_normal((192, 256)).astype(np.float32)
+    parts = kept(as_levels(values, "nf4", True)[0])
+    key = "weight.quant_state.bitsandbytes__nf4"
+    parts[key] = torch.frombuffer(bytearray(json.dumps(json.loads(bytes(parts[key].tolist())) | change).encode()), dtype=torch.uint8)
+    from test_imported import CASES
+
+    assert CASES["nf4"][0]["load_in_4bit"] and prod(values.shape) == 64 * 768
+    with pytest.raises(CheckpointError) as caught:
+        read(tmp_path, "nf4", parts, False)
+    assert named in caught.value.message and "up_proj" in caught.value.message
+
+
+def test_bytes_in_the_order_of_a_gpu_are_refused(tmp_path: Path) -> None:
+    parts = kept(as_bytes_by_row(np.ones((192, 256), np.float32))[0])
+    for low_bit in (False, True):
+        with pytest.raises(CheckpointError, match="order of a GPU"):
+            read(tmp_path, "bytes by row", parts | {"weight_format": torch.tensor(2, dtype=torch.uint8)}, low_bit)
+
+
+def test_either_way_is_a_method() -> None:
+    check_method(FOUR)
+    check_method(EIGHT)
+
+
+# Quantizes a folder as the package does, and keeps what its own functions make of each weight.
+WRITE = """
+import sys, torch
+from bitsandbytes import functional as F
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+source, out, meant, kind, double = sys.argv[1:]
+config = BitsAndBytesConfig(load_in_8bit=True) if kind == "int8" else BitsAndBytesConfig(
+    load_in_4bit=True, bnb_4bit_quant_type=kind, bnb_4bit_use_double_quant=double == "1", bnb_4bit_compute_dtype=torch.float32)
+model = AutoModelForCausalLM.from_pretrained(source, quantization_config=config, dtype=torch.float32, device_map="cpu").eval()
+model.save_pretrained(out)
+kept = {}
+for name, module in model.named_modules():
+    weight = getattr(module, "weight", None)
+    if getattr(weight, "quant_state", None) is not None:
+        kept[name + ".weight"] = F.dequantize_4bit(weight.data, weight.quant_state).float().contiguous()
+    elif type(module).__name__ == "Linear8bitLt":
+        kept[name + ".weight"] = F.int8_vectorwise_dequant(module.weight.data, module.weight.SCB).float().contiguous()
+save_file(kept, meant)
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.peer
+@pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="the bitsandbytes package is not installed")
+@pytest.mark.parametrize(("kind", "double"), [("nf4", "0"), ("nf4", "1"), ("fp4", "1"), ("int8", "0")])
+def test_folders_of_the_package_mean_what_it_says(tmp_path: Path, kind: str, double: str) -> None:
+    saved(Case("llama", {"hidden_size": 128, "intermediate_size": 256, "head_dim": 32}), tmp_path / "source")
+    words = tmp_path / "source", tmp_path / "m", tmp_path / "meant", kind, double
+    ran = subprocess.run([sys.executable, "-P", "-c", WRITE, *map(str, words)], capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr[-2000:]
+    meant = load_file(tmp_path / "meant")
+    with open_store(tmp_path / "m", wide="f32") as store:
+        assert len(meant) >= 7
+        for name, values in meant.items():
+            found = store.read(store.tensors[name]).view(np.float32).reshape(values.shape)
+            if kind == "int8":  # the package multiplies by a 127th, we divide
+                np.testing.assert_allclose(found, values.numpy(), rtol=3e-7)
+            else:
+                np.testing.assert_array_equal(found, values.numpy(), err_msg=name)
+    *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", ctx=64, threads=1))
+    assert np.isfinite(engine.forward_logits(IDS)).all()
+    engine.close()
