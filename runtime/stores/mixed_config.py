@@ -32,8 +32,9 @@ def plain_sections(section: Section) -> tuple[Section, ...]:
 def is_mixed(section: Section) -> bool:
     """Whether it may say one thing of some weights and another of others."""
     method = section.get("quant_method")
-    return method == AUTO_ROUND or (method == "modelopt" and section.get("quant_algo") == MIXED) or (
-        method == "compressed-tensors" and (len(_groups(section)) > 1 or section.get("format") == "mixed-precision"))
+    found = _groups(section).values() if method == "compressed-tensors" else ()
+    return method == AUTO_ROUND or (method == "modelopt" and section.get("quant_algo") == MIXED) or len(found) > 1 or any(
+        group.get("format") not in (None, section.get("format")) for group in found)
 
 
 def trouble(section: Section) -> tuple[str, str] | None:
@@ -98,7 +99,8 @@ def _plain(section: Section, kind: object) -> Section:
     """The section that says one of its kinds of all weights."""
     if section.get("quant_method") == "compressed-tensors":
         group = _groups(section)[str(kind)]
-        return {**section, "format": group.get("format") or section.get("format"), "config_groups": {kind: group}}
+        written = group.get("format") or section.get("format")
+        return {**section, "format": written, "config_groups": {kind: {**group, "format": written}}}
     beside = {key: section[key] for key in ("ignore", "modules_to_not_convert") if key in section}
     if section.get("quant_method") == "modelopt":
         return {**beside, "quant_method": "modelopt", "quant_algo": kind}
