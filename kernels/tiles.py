@@ -10,7 +10,7 @@ A weight `[N, K]` is one blob of 64-byte aligned sections, in this order:
              low nibble of byte r, of row r + 8 in the high one]
              nibble: [N/16][K/256][16 halves d, 16 halves e, then per group 16 bytes s | m << 4]
              signed, table: [N/16][K/256][16 halves d, then per group 16 int8 s]
-             minimum: [N/16][K/32][16 halves d, 16 halves m]      nvfp: as the others, each byte the float (E4M3) that it multiplies by
+             minimum: [N/16][K/group][16 halves d, 16 halves m]      nvfp: as the others, each byte the float (E4M3) that it multiplies by
              float: [N/16][K/group] float32, one for all rows of a block
     zeros    affine and offset only: [N/16][K/group][16 bytes]
     rows     a scale per row, bfloat16 [N]; float, nvfp: float32 [N]

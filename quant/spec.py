@@ -12,7 +12,7 @@ Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n
     super       d * s * code - e * m: scale and minimum codes s and m of 6 bits per 32 inputs, halves d and e per 256: GGUF's Q4_K, Q5_K
     nibble      d * s * code - e * m: the same with codes s and m of 4 bits per 16 inputs: GGUF's Q2_K
     signed      d * s * (code - 32): scale codes s of 8 bits and a sign per 16 inputs, a half d per 256: GGUF's Q6_K
-    minimum     d * code + m: halves d and m per 32 inputs, rows have none (1): GGUF's Q4_1, Q5_1
+    minimum     d * code + m: halves d and m per 32 or 64 inputs, rows have none (1) or a power of two: GGUF's Q4_1, Q5_1, what MLX makes
     nvfp        v = levels[code], f = the float of eight bits (E4M3) that a scale is, per 16 inputs, rows are float32: NVFP4, exactly, its
                 levels doubled and rows half of its scale of a tensor
     float       v is the number that a code is (E4M3), f a float32 of 16 rows, rows are float32, too: FP8 as published, exactly
@@ -35,10 +35,10 @@ from ..kernels import tiles
 RAW_BITS = {"f32": 32, "f16": 16, "bf16": 16}
 GROUPS = {"codebook": (16,), "affine": (32, 64, 128), "symmetric": (16, 32, 64, 128), "ternary": (32, 64, 128),
           "block": (32,), "mxfp": (32,), "offset": (32, 64, 128), "super": (32,), "nibble": (16,), "signed": (16,), "table": (16,),
-          "float": (128, 64, 32), "minimum": (32,), "nvfp": (16,)}
+          "float": (128, 64, 32), "minimum": (32, 64), "nvfp": (16,)}
 BITS = {"codebook": (4, 3, 2), "affine": (8, 6, 5, 4, 3, 2), "symmetric": (8, 6, 5, 4, 3, 2), "ternary": (2,),
         "block": (8, 5, 4), "mxfp": (4,), "offset": (8, 4), "super": (5, 4), "nibble": (2,), "signed": (6,), "table": (4, 3),
-        "float": (8,), "minimum": (5, 4), "nvfp": (4,)}
+        "float": (8,), "minimum": (8, 6, 5, 4, 3, 2), "nvfp": (4,)}
 # What codes of other tools are; nothing is quantized to it.
 FOREIGN = ("block", "mxfp", "offset", "super", "nibble", "signed", "table", "float", "minimum", "nvfp")
 # What a person gets who names only a width.

@@ -100,12 +100,13 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset({"auto_map"} if ranks_lists else ()))
     refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
     section = raw.get("quantization_config") or raw.get("quantization")  # MLX writes both
-    if "quantization_config" not in own and isinstance(section, dict):
-        from .stores.import_config import check_family, check_method, section_of
+    if isinstance(section, dict) and ("quantization_config" not in own or isinstance(raw.get("quantization"), dict)):
+        from .stores.import_config import check_family, check_method, mlx_says, section_of
 
         section = section_of(raw)
         check_method(section)
         check_family(section, keys.text("model_type"))
+        keys = Keys(mlx_says(section, raw))
         refused |= {key: raw.get(key) for key in ("quantization", "quantization_config")}
         refused["compression_config"] = raw.get("compression_config")  # some say it twice
     if _full_attention_alone(raw):

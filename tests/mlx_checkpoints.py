@@ -58,11 +58,12 @@ CASES = {"affine 4": ({"bits": 4, "group_size": 64}, lambda values: affine(value
          "affine 8": ({"bits": 8, "group_size": 64}, lambda values: affine(values, 8, 64)),
          "affine 6": ({"bits": 6, "group_size": 64}, lambda values: affine(values, 6, 64)),
          "affine 3": ({"bits": 3, "group_size": 64}, lambda values: affine(values, 3, 64)),
+         "affine 8, halves": ({"bits": 8, "group_size": 32}, lambda values: affine(values, 8, 32, torch.float16)),
          "affine 2": ({"bits": 2, "group_size": 32}, lambda values: affine(values, 2, 32)),
          "mxfp4": ({"bits": 4, "group_size": 32, "mode": "mxfp4"}, lambda values: small(values, "mxfp4")),
          "mxfp8": ({"bits": 8, "group_size": 32, "mode": "mxfp8"}, lambda values: small(values, "mxfp8")),
          "nvfp4": ({"bits": 4, "group_size": 16, "mode": "nvfp4"}, lambda values: small(values, "nvfp4"))}
-CODES = ("affine 4", "affine 4, halves", "affine 5", "mxfp4", "nvfp4")  # that kernels multiply as they are
+CODES = tuple(name for name in CASES if name not in ("affine 4, floats", "mxfp8"))  # that kernels multiply as they are
 
 
 def written(folder: Path, name: str) -> dict[str, np.ndarray]:

@@ -91,7 +91,7 @@ def test_weights_are_what_they_mean(checkpoint: tuple[str, Path, dict[str, np.nd
             np.testing.assert_array_equal(to_f32(raw.view(np.float32), "f32").reshape(-1, *values.shape[1:]), values[len(values) // 3 :])
 
 
-@pytest.mark.parametrize("checkpoint", ["affine 4", "affine 8"], indirect=True)
+@pytest.mark.parametrize("checkpoint", ["affine 4", "affine 8", "mxfp8"], indirect=True)
 def test_they_run_and_are_announced(tmp_path: Path, checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     (name, folder, meant), plain = checkpoint, tmp_path / "plain"
     plain.mkdir()

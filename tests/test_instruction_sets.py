@@ -56,6 +56,7 @@ WIDE = ("avx512", "avx512vbmi", "znver5")
 LOOPS = (("codebook4:16", "codebook"), ("codebook3:16", "codebook"), ("codebook2:16", "codebook"), ("symmetric8:32", "plain"),
          ("super4:32", "super"), ("super5:32", "super"), ("signed6:16", "signed"),
          ("table4:16", "table"), ("table3:16", "table"), ("nibble2:16", "nibble"), ("minimum4:32", "minima"), ("minimum5:32", "minima"),
+         ("minimum8:32", "minima"),
          ("nvfp4:16", "small"))
 
 ARM = ("neondot", "neon")  # which LLVM writes assembly for anywhere (`test_arm.py`)

@@ -31,7 +31,7 @@ ALL = FORMATS + WITH_OUTLIERS
 SOME = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:16", "symmetric5:128", "affine4:32", "affine3:64",
         "affine8:128", "ternary:64", "codebook4:16+0.01", "symmetric2:32", "block4:32", "offset4:128", "super4:32", "super5:32",
         "signed6:16", "nibble2:16", "table4:16", "table3:16", "float8:128", "float8:32", "minimum4:32",
-        "minimum5:32", "nvfp4:16")
+        "minimum5:32", "minimum8:64", "nvfp4:16")
 COLUMNS = (1, 2, 3, 4, 5, 8, 15, 16)
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 100), (50, 257))
 

@@ -27,11 +27,12 @@ from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, least_of, normed_row
 from .gemm_expand import SCALED_SHIFT
 from .gemm_floats import TILE_SCRATCH_NBYTES, expand_f32, outliers_of
-from .gemm_formats import BIAS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
+from .gemm_formats import BIAS, BITS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
     group_product,
     half_group_product,
     half_minimum_product,
+    lowered_minimum_product,
     minimum_product,
     narrow_half_product,
     narrow_minimum_product,
@@ -187,6 +188,8 @@ def _product(a, matrix, way, scratch, panel, sums, span, ahead):
             narrow_half_product(wide, factors, shifts, stride, panel, sums, span)
         else:
             narrow_product(wide, factors, shifts, stride, panel, sums, span)
+    elif a[matrix + SCHEME] == MINIMUM and a[matrix + BITS] == 8:
+        lowered_minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + SCHEME] == SUPER or a[matrix + SCHEME] == MINIMUM:
         minimum_product(wide, factors, shifts, 4 * STRIPE, panel, sums, span)
     elif a[matrix + GROUP] == 16:

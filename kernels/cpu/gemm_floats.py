@@ -33,6 +33,7 @@ from .gemm_formats import (
     fill,
     group_of,
     halves_of,
+    pairs_at,
     record_of,
     shift_of,
     unpack,
@@ -65,7 +66,7 @@ def _floats_of_tile(a, matrix, depth, block, tile, scratch, out, stride):
         return
     if scheme == MINIMUM or scheme == SUPER or scheme == NIBBLE:
         if scheme == MINIMUM:
-            own = a[matrix + SCALES] + at * 4 * TILE_ROWS
+            own = pairs_at(a, matrix, depth, block, tile)
             minima_factors(own, factors, minima)
             minima_factors(own, factors + 64, minima + 64)
         else:

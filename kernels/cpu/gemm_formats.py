@@ -116,6 +116,13 @@ def group_of(a, matrix, depth, block, tile, constants):
 
 
 @inlined()
+def pairs_at(a, matrix, depth, block, tile):
+    """Where the scales of a tile's group lie that have minima beside them."""
+    group = a[matrix + GROUP]
+    return a[matrix + SCALES] + (block * (depth // group) + tile * TILE // group) * 4 * TILE_ROWS
+
+
+@inlined()
 def record_of(a, matrix, tiles, block, tile):
     """Where a super-block's scales lie, and the tile's codes among them."""
     at = block * (tiles >> 3) + (tile >> 3)

@@ -7,14 +7,16 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
+from .gemm_expand import LOWERED
 from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, Loop, add_sums, first_sums, panel_by_turns, steps_of_tile
 from .int8_ir import FLOATS, HALVES, LANES, WORDS, constant, load, offset
 from .intrinsics import I32, I64
 
 
-def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False):
+def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False, lowered: int = 0):
     """`halves`: groups of 16 inputs, two in a block; else at most one. `with_minima`: in the place of shifts (there are none) float32
-    minima, negative, of every group. `alike`: all rows have one shift."""
+    minima of every group, which are added. `alike`: all rows have one shift. `lowered`: how far below the codes the stripe's bytes are
+    beside minima."""
 
     @intrinsic
     def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
@@ -32,7 +34,7 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
                 at, own, shift, header, *running = loop.values
                 one_shift = minima = above = None
                 if with_minima:
-                    minima = vectors(shift, FLOATS)
+                    minima, one_shift = vectors(shift, FLOATS), I32(-lowered) if lowered else None
                 elif form.byte_weights and alike:
                     one_shift = load(builder, shift, I32, 4)
                 elif form.byte_weights:
@@ -66,6 +68,8 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
 half_group_product, group_product = _group_product(True, alike=True), _group_product(False, alike=True)
 shifted_group_product = _group_product(False)
 minimum_product, half_minimum_product = _group_product(False, with_minima=True), _group_product(True, with_minima=True)
+# Of codes of eight bits, which `sdot` takes as signed bytes.
+lowered_minimum_product = _group_product(False, with_minima=True, lowered=LOWERED) if LOWERED else minimum_product
 # Of codes of up to four bits. Where that form is the other one as well, so are these.
 narrow_half_product, narrow_product, narrow_minimum_product = (
     (_group_product(True, form=NARROW), _group_product(False, form=NARROW), _group_product(False, True, NARROW))

@@ -59,6 +59,7 @@ from .gemm_formats import (
     fill,
     group_of,
     halves_of,
+    pairs_at,
     record_of,
     shift_of,
     stored_rows,
@@ -210,8 +211,11 @@ def _expand_tile(a, matrix, tiles, way, block, tile, scratch, limits, up, factor
         small_factors(own, 0, factors, 0)
         small_factors(own + TILE_ROWS, 0, factors + 4 * STRIPE, 0)
     elif scheme == MINIMUM:
-        _plain(codes, zeros, narrow, out)
-        minima_factors(a[matrix + SCALES] + (block * tiles + tile) * 4 * TILE_ROWS, factors, shifts)
+        if _lower_of(a, matrix) != 0:
+            lowered_plain(codes, zeros, out)
+        else:
+            _plain(codes, zeros, narrow, out)
+        minima_factors(pairs_at(a, matrix, tiles * TILE, block, tile), factors, shifts)
     else:
         record, own = record_of(a, matrix, tiles, block, tile)
         if scheme == SUPER:

@@ -27,7 +27,7 @@ from .small_floats import small_scales
 # Ways of scaling: a codebook has two groups in a tile; the others at most one, and a zero that is stored or the same everywhere, but for
 # symmetric groups of 16, which are halves of a tile; blocks have a half-precision scale for every group; of super-blocks those with minima
 # have one group in a tile, those with signed scales, of codes or of a table, two; exponents are a power of two for every tile, of levels;
-# minima are half-precision floats beside the scale of every tile; small scales are floats of eight bits, of levels, two in a tile.
+# minima are half-precision floats beside the scale of every group; small scales are floats of eight bits, of levels, two in a tile.
 CODEBOOK, PLAIN, HALVES, BLOCKS, SUPER, SIGNED, EXPONENTS = "codebook", "plain", "halves", "blocks", "super", "signed", "exponents"
 TABLE, NIBBLE, MINIMA, SMALL = "table", "nibble", "minima", "small"
 
@@ -141,10 +141,15 @@ class _MinimaTile:
         self.builder, self.most = builder, most
         self.factor, self.minimum = (half_scales(builder, offset(builder, scales, 2 * ROWS * i), piece) for i in (0, 1))
 
+    def whole(self, dots: ir.Value, seed: ir.Value) -> ir.Value:
+        """codes . x from what was multiplied, both floats: exact, being below 2**24."""
+        return fma(self.builder, constant(FLOATS, 128.0), seed, dots) if self.most > 127 and OFFSET_WHEN_WIDE else dots
+
     def times(self, quads: list[ir.Value], x: list[ir.Value], seeds: list[ir.Value], x_scale: ir.Value, total: ir.Value) -> Emitting:
         builder = self.builder
-        whole = yield from sum_quads(builder, quads, x, self.most)
-        own = fma(builder, self.minimum, to_floats(builder, seeds[0]), builder.fmul(whole, self.factor))
+        dots = yield from sum_quads(builder, quads, x, self.most)
+        seed = to_floats(builder, seeds[0])
+        own = fma(builder, self.minimum, seed, builder.fmul(self.whole(dots, seed), self.factor))
         return fma(builder, own, x_scale, total)
 
 
@@ -210,7 +215,7 @@ def places_of(builder: ir.IRBuilder, way: str, scales: ir.Value, zeros: ir.Value
         record = builder.add(scales, builder.mul(builder.lshr(tile, I64(3)), I64(nbytes)))
         return record, builder.add(offset(builder, record, head), builder.mul(builder.and_(tile, I64(7)), I64(own)))
     zeros = builder.add(zeros, builder.mul(builder.lshr(tile, zero_shift), I64(ROWS)))
-    if way in (PLAIN, BLOCKS, EXPONENTS):
+    if way in (PLAIN, BLOCKS, EXPONENTS, MINIMA):
         tile = builder.lshr(tile, shift)
     nbytes = ROWS if way in (PLAIN, CODEBOOK, EXPONENTS) else 4 * ROWS if way == MINIMA else 2 * ROWS
     return builder.add(scales, builder.mul(tile, I64(nbytes))), zeros

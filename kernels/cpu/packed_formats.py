@@ -25,7 +25,7 @@ def _of_a_format(loop: Callable) -> Callable:
     plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
     block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
     super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
-    minima5, minima4 = (loop(bits, ways.MINIMA) for bits in (5, 4))
+    minima8, minima6, minima5, minima4, minima3, minima2 = (loop(bits, ways.MINIMA) for bits in (8, 6, 5, 4, 3, 2))
     nibble2, small4 = loop(2, ways.NIBBLE), loop(4, ways.SMALL)
     table4, table3 = loop(4, ways.TABLE), loop(3, ways.TABLE)
     signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
@@ -43,8 +43,16 @@ def _of_a_format(loop: Callable) -> Callable:
         elif scheme == MINIMUM:
             if bits == 4:
                 minima4(*given)
-            else:
+            elif bits == 8:
+                minima8(*given)
+            elif bits == 5:
                 minima5(*given)
+            elif bits == 6:
+                minima6(*given)
+            elif bits == 3:
+                minima3(*given)
+            else:
+                minima2(*given)
         elif scheme == NVFP:
             small4(*given)
         elif scheme == SIGNED:
@@ -98,14 +106,14 @@ _expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.
 _many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
 _many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
 _many_table, _many_nibble = columns(ways.TABLE, 255), columns(ways.NIBBLE, 3)
-_many_minima, _many_small = columns(ways.MINIMA, 31), columns(ways.SMALL, 127)
+_many_minima, _many_small = columns(ways.MINIMA, 255), columns(ways.SMALL, 127)
 _many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
 if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
     _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
-    _halves_of_six = columns(ways.HALVES, 63)
+    _halves_of_six, _minima_of_six, _minima_of_five = columns(ways.HALVES, 63), columns(ways.MINIMA, 63), columns(ways.MINIMA, 31)
 else:
     _plain_of_six = _plain_of_five = _many_plain
-    _blocks_of_five, _halves_of_six = _many_blocks, _many_halves
+    _blocks_of_five, _halves_of_six, _minima_of_six, _minima_of_five = _many_blocks, _many_halves, _many_minima, _many_minima
 
 
 @inlined()
@@ -151,7 +159,12 @@ def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, 
     elif scheme == NIBBLE:
         _many_nibble(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == MINIMUM:
-        _many_minima(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+        if bits <= 5:
+            _minima_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+        elif bits <= 6:
+            _minima_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+        else:
+            _many_minima(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == NVFP:
         _many_small(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
     elif scheme == TABLE:

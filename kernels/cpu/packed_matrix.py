@@ -77,7 +77,7 @@ def scales_nbytes_of(a, m):
     if scheme == SIGNED or scheme == TABLE:
         return (a[m + TILES] >> 3) * SIGNED_NBYTES
     if scheme == MINIMUM:
-        return a[m + TILES] * 4 * ROWS
+        return (a[m + TILES] >> a[m + SHIFT]) * 4 * ROWS
     if scheme == BLOCK or scheme == OFFSET:
         return (a[m + TILES] >> a[m + SHIFT]) * 2 * ROWS
     if way == WHOLE:

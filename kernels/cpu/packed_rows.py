@@ -108,7 +108,8 @@ def _values(a, m, block, tile, row, columns, out):
         for k in range(columns):
             value[k] = e4m3(np.uint32(both[(k >> 4) * ROWS])) * float32(levels[code[k]])
     elif scheme == MINIMUM:
-        pair = a[m + SCALES] + (block * tiles + tile) * 4 * ROWS + 2 * row
+        shift = a[m + SHIFT]
+        pair = a[m + SCALES] + (block * (tiles >> shift) + (tile >> shift)) * 4 * ROWS + 2 * row
         scale, least = half_at(pair), half_at(pair + 2 * ROWS)
         for k in range(columns):
             value[k] = scale * float32(code[k]) + least

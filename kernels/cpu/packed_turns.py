@@ -177,6 +177,8 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
         return fma(builder, builder.fmul(dots, tile.factor), scale, total)
     if way == ways.EXPONENTS:  # the zeros are the 64 that the seeds took back
         return fma(builder, builder.fmul(dots, tile.factors[0]), scale, total)
+    if way == ways.MINIMA:
+        dots = tile.whole(dots, record.real(TOTAL_AT))
     if way in (ways.SUPER, ways.MINIMA):
         return fma(builder, fma(builder, tile.minimum, record.real(TOTAL_AT), builder.fmul(dots, tile.factor)), scale, total)
     if way in APART:  # the seed is -32 times the sum of the codes, in two parts

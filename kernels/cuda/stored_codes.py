@@ -96,7 +96,7 @@ def read_tiles(blob, block, depth, tile, row, scales, zeros, BITS: tl.constexpr,
         p = _byte(blob + scales + at * ROWS + row)
         q, r, s = p, p, p
     elif SCHEME == MINIMUM:
-        pair = blob + scales + at * (4 * ROWS) + 2 * row
+        pair = blob + scales + (block * (depth // GROUP) + tile * TILE // GROUP) * (4 * ROWS) + 2 * row
         p, q = _half(pair), _half(pair + 2 * ROWS)
         r, s = p, p
     elif SCHEME == _FLOATS:  # one for all rows of a block

@@ -12,13 +12,13 @@ import numpy as np
 
 from ..codes import Codes
 from ..levels import E4M3
+from ..spec import GROUPS as HELD
 from ..spec import QuantSpec
 from ..weight import from_f32
 from . import fp8, mxfp4, nvfp4
 
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of affine ones
 FLOATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}  # (bits, group) -> mode
-EXACT = (4, 5)  # bits of affine codes that kernels multiply with a scale and a minimum
 TOP = 15  # binary exponent of the largest scale or bias of a row, in half precision
 
 
@@ -34,7 +34,7 @@ class Form:
     def spec(self) -> QuantSpec | None:
         """The format in which kernels multiply it, nothing rounded; None where there is none."""
         if self.mode == "affine":
-            return QuantSpec(self.bits, 32, "minimum") if self.bits in EXACT else None
+            return QuantSpec(self.bits, min(self.group, max(HELD["minimum"])), "minimum")
         return {"mxfp4": mxfp4.SPEC, "nvfp4": nvfp4.SPEC}.get(self.mode)
 
 
@@ -75,8 +75,8 @@ def dequantize(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.nd
 
 
 def factors(form: Form, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Scales and biases float32 [n, G] -> scales and minima uint16 [n, K / 32], halves, and rows float32 [n], as in `Codes`. Raises
-    ValueError for what is no number.
+    """Scales and biases float32 [n, G] -> scales and minima uint16, halves of every group of `form.spec`, and rows float32 [n], as in
+    `Codes`. Raises ValueError for what is no number.
 
     Rows take a power of two, so that what bfloat16 or a half held is held exactly, unless it is 2**-30 of the largest of its row.
     """

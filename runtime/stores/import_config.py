@@ -26,6 +26,11 @@ FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it
 MLX_FAMILIES = ("cohere", "cohere2", "gemma", "gemma2", "gemma3_text", "glm4", "granite", "lfm2", "llama", "ministral3", "mistral",
                 "mixtral", "olmo2", "olmo3", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
                 "qwen3_moe", "seed_oss", "smollm3", "starcoder2")
+# What is in the weights of those folders, whatever their configs go on saying.
+MLX_FOLDED = {"falcon_h1": {
+    "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5,
+    **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
+                     "ssm_in_multiplier", "ssm_out_multiplier"), 1.0)}}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
 # Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations.
 ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes", "W4A16_NVFP4": "nvfp4 in bytes"}
@@ -164,6 +169,13 @@ def check_family(section: Mapping[str, object], model_type: str) -> None:
     """Raises ConfigError for a family of which nobody knows what else its quantizing tool changes."""
     if section.get("quant_method") == MLX and model_type not in MLX_FAMILIES:
         raise ConfigError(f"config.json: weights that MLX quantized are not read of {model_type} models", f"{ORIGINAL}, or a GGUF file")
+
+
+def mlx_says(section: Mapping[str, object], raw: Mapping[str, object]) -> Mapping[str, object]:
+    """What a config says where MLX quantized its weights: multipliers that it took into them are 1, and no other tool did anything."""
+    if section.get("quant_method") != MLX:
+        return raw
+    return {**{key: value for key, value in raw.items() if key != "quantization_config"}, **MLX_FOLDED.get(str(raw.get("model_type")), {})}
 
 
 def order_of(section: Mapping[str, object]) -> str | None:

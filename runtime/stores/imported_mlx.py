@@ -2,13 +2,12 @@
 
 A weight lies as `weight` in words of 32 bits beside `scales`, and `biases` where it is affine; embedding, head and routers too. How many
 bits it has follows from the shapes, so what a config says of single modules need not be looked up. What kernels can multiply as it is
-(`quant/imports/mlx.py`) is put in their order; the others are widened. MLX holds a few tensors otherwise than who published the model:
-convolutions by their last dimension, the experts of a layer as one, and norms of some families with the 1 already added.
+(`quant/imports/mlx.py`) is put in their order; the others are widened. Norms of some families lie with the 1 already added; what else
+MLX holds otherwise than who published the model is in `mlx_names.py`.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -32,55 +31,39 @@ from .. import families
 from .container import Container, StoredTensor
 from .import_config import FLOATS, ORIGINAL
 from .made_store import MadeStore, scratch_nbytes, steps
+from .parted_rows import Rows
 
-ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text")  # norms of these lie with the 1 added
+ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # norms of these lie with the 1 added
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-SWITCH = re.compile(r"(.+\.)switch_mlp\.(gate_proj|up_proj|down_proj)\.(weight|scales|biases)")
-EXPERT_ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 HALVES = ("F16", "BF16")  # types of scales and biases that stay what they are
-CONVOLUTIONS = (".conv1d.weight", ".conv.weight")
-
-
-def give_mlx_names(store: TensorStore, family: str) -> None:
-    """Name and shape what MLX joins or turns as the family of a `model_type` does. Raises CheckpointError."""
-    store.tensors = {info.name: info for info in _as_published(store.tensors, family)}
-
-
-def _as_published(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[TensorInfo]:
-    names = getattr(families.get(family), "NAMES", {})
-    for name, info in tensors.items():
-        if name.endswith(CONVOLUTIONS) and len(info.shape) == 3 and info.shape[2] == 1:
-            yield TensorInfo(name, info.dtype, (info.shape[0], 1, info.shape[1]), info.file, info.offset, info.nbytes)
-        elif found := SWITCH.fullmatch(name):
-            before, role, ending = found.groups()
-            count = info.shape[0] if info.shape else 0
-            if len(info.shape) != 3 or not count or info.nbytes % count:
-                damaged(info.file, f"holds {shown(name)} as {info.dtype} {list(info.shape)}")
-            for expert in range(count):
-                nbytes = info.nbytes // count
-                yield TensorInfo(f"{before}experts.{expert}.{names.get(EXPERT_ROLES[role], role)}.{ending}", info.dtype, info.shape[1:],
-                                 info.file, info.offset + expert * nbytes, nbytes)
-        else:
-            yield info
+WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie in
 
 
 class MlxStore(MadeStore):
     """`rules`: what the model asks for. Of the weights in `codes` what kernels can multiply stays codes where `kept` says so, whose formats
-    `container` then lists. Any other becomes `wide`, f16 or f32."""
+    `container` then lists. Any other becomes `wide`, f16 or f32. `within`: as of `parted_rows.places`."""
 
     def __init__(self, store: TensorStore, family: str, wide: str, rules: Iterable[families.TensorRule], codes: Collection[str],
-                 kept: Callable[[str], bool]) -> None:
+                 kept: Callable[[str], bool], within: Mapping[str, tuple[str, np.ndarray]]) -> None:
         self._wide = wide
+        self._rows: dict[str, np.ndarray] = {}  # of weights that lie in others, row by row
         self._shapes: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, tuple[TensorInfo, ...]] = {}  # words, scales, and biases where there are some
         self._forms: dict[str, mlx.Form] = {}
         self._norms = {name for name in store.tensors if family in ONE_ADDED and name.endswith(NORMS)}
         tensors, stored = dict(store.tensors), {}
         for rule in rules:
-            if len(rule.shape) != 2 or (found := self._found(store.tensors, rule)) is None:
+            if len(rule.shape) != 2:
+                continue
+            whole, rows = within.get(rule.name, (None, None))
+            if (found := self._found(store.tensors, replace(rule, also=(*rule.also, whole)) if whole else rule)) is None:
                 continue
             name, (words, scales, biases) = rule.name, found
             form, shape = self._form(name, words, scales, biases, rule.shape[1]), (words.shape[0], rule.shape[1])
+            if words.name == whole:
+                shape, self._rows[name] = (len(rows), shape[1]), rows
+                if rows.max() >= words.shape[0]:
+                    raise _unfit(words, name, f"{whole} has {words.shape[0]} outputs")
             self._parts[name], self._forms[name], self._shapes[name] = (words, scales, *([biases] if biases else [])), form, shape
             for part in self._parts[name]:
                 tensors.pop(part.name, None)
@@ -162,7 +145,10 @@ class MlxStore(MadeStore):
 
     def stored_nbytes(self, info: TensorInfo) -> int:
         """As of any store."""
-        return sum(part.nbytes for part in self._parts[info.name]) if info.name in self._parts else super().stored_nbytes(info)
+        if info.name not in self._parts:
+            return super().stored_nbytes(info)
+        parts = self._parts[info.name]
+        return sum(part.nbytes for part in parts) * self._shapes[info.name][0] // parts[0].shape[0]
 
     def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
         """As of any store: codes come all at once, since their parts are read once."""
@@ -173,7 +159,7 @@ class MlxStore(MadeStore):
 
     def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
         """As of any store."""
-        if any(info.name not in self._parts for info in infos):
+        if any(info.name not in self._parts or info.name in self._rows for info in infos):
             return None
         parts = [self._parts[info.name] for info in infos]
         return Arrival(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
@@ -205,11 +191,17 @@ class MlxStore(MadeStore):
             raw = TensorStore.read(self, stored, begin, end).view(RAW_NUMPY[kind.lower()])
             out[:] = (to_f32(raw, kind.lower()) - np.float32(1)).view(np.uint8)
             return
-        out[:] = self._widened(info, begin, end, [TensorStore.read(self, part, begin, end) for part in self._parts[info.name]])
+        out[:] = self._widened(info, begin, end, self._read(info, begin, end))
 
     def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
         """See `MadeStore`: all rows."""
-        self._put_codes(info, [TensorStore.read(self, part) for part in self._parts[info.name]], blob)
+        self._put_codes(info, self._read(info, 0, self._shapes[info.name][0]), blob)
+
+    def _read(self, info: TensorInfo, begin: int, end: int) -> list[np.ndarray]:
+        """The bytes of rows [begin, end) of each part, from the file."""
+        rows = self._rows.get(info.name)
+        return [TensorStore.read(self, part, begin, end) if rows is None else Rows(part, rows).read(self, begin, end)
+                for part in self._parts[info.name]]
 
     def _cut(self, info: TensorInfo, begin: int, end: int, raws: Sequence[np.ndarray]) -> list[np.ndarray]:
         """The bytes of rows [begin, end) of each part."""
@@ -243,7 +235,7 @@ class MlxStore(MadeStore):
             elif form.mode == "mxfp4":
                 if not put_pairs(blob, shape, 0, packed, scales):
                     raise ValueError("a scale is NaN")
-            elif form.bits == 4:
+            elif form.bits in WHOLE:
                 halves, minima, rows = mlx.factors(form, scales, biases)
                 put_factors(blob, form.spec, shape, 0, halves, None, rows, minima=minima)
                 put_words(blob, form.spec, shape, "packed", packed.view(np.int32))
