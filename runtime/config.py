@@ -80,6 +80,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     from . import families  # the families import this module
     from .encoders import refuse_writing
 
+    Keys(raw).text("model_type", None)  # what follows looks it up
     refuse_writing(raw)
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE

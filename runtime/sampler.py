@@ -86,7 +86,7 @@ class SamplerSettings:
             value = getattr(self, field.name)
             if field.name in LISTS or field.name == "seed" and value is None:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:  # of any number of digits
                 raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
         self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature",
                      f"0 (greedy) or at least {SMALLEST_TEMPERATURE:g}")

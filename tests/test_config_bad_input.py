@@ -45,6 +45,21 @@ def test_values_of_the_wrong_kind_are_named(name: str, value: object) -> None:
     refused({**LLAMA, name: value}, name)
 
 
+@pytest.mark.parametrize("value", [["llama"], {}, {"a": 1}, 3, True], ids=repr)
+def test_a_family_that_is_no_text_is_named(value: object) -> None:
+    refused({**LLAMA, "model_type": value}, "model_type", "expected a string")
+
+
+MOST_DIGITS = 10**400  # more than a float has, and no infinity either
+
+
+@pytest.mark.parametrize(("family", "name", "value"), [
+    ("falcon_h1", "mlp_multipliers", [MOST_DIGITS, 1.0]), ("falcon_h1", "ssm_multipliers", [MOST_DIGITS] * 5),
+    ("bailing_hybrid", "kda_lower_bound", -MOST_DIGITS), ("mimo_v2_flash", "rope_parameters", {"full_attention": [1]})])
+def test_values_of_a_familys_own_keys_are_named(family: str, name: str, value: object) -> None:
+    refused({**LLAMA, "model_type": family, name: value}, name)
+
+
 OWN_KEYS = [families.get(name).KEYS_USED for name in families.FAMILIES]
 ANY_KEY = st.sampled_from(sorted(config_module.KEYS_USED.union({"text_config"}, *OWN_KEYS)))
 ANY_JSON = st.recursive(

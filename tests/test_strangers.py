@@ -230,8 +230,8 @@ def test_memory_that_the_system_refuses_is_memory() -> None:
 
 
 @pytest.mark.parametrize("settings", [{"repetition_penalty": 1e-39}, {"repetition_penalty": 1e30}, {"presence_penalty": -1e308},
-                                      {"frequency_penalty": 1e39}])
-def test_penalties_that_no_logit_survives_are_refused(settings: dict[str, float]) -> None:
+                                      {"frequency_penalty": 1e39}, {"seed": 10**400}, {"temperature": -(10**400)}], ids=str)
+def test_settings_that_no_float_holds_or_no_logit_survives_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         SamplerSettings(**settings)
 

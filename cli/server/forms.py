@@ -60,12 +60,13 @@ def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
 def _of_format(wanted: Mapping[str, Any]) -> tuple[str, Any] | None:
     """Kind and value of a `response_format`; None where it asks for nothing."""
     kind = wanted.get("type")
+    names = VALUES.get(kind, ()) if isinstance(kind, str) else ()
     if kind == "text":
         return None
     if kind == "json_object":
         schema = wanted.get("schema") or wanted.get("value")
         return ("json", schema) if schema else ("json_object", True)
-    if kind in VALUES and (value := next((wanted[name] for name in VALUES[kind] if wanted.get(name)), None)) is not None:
+    if (value := next((wanted[name] for name in names if wanted.get(name)), None)) is not None:
         return kind, value
     if kind == "json_schema":
         inner = wanted.get("json_schema")

@@ -23,6 +23,7 @@ WITHOUT: Mapping[tuple[str, ...], Mapping[str, Any]] = {
     ("y", "typ_p", "typical_p", "typical"): {"typical_p": 1.0}, ("p", "top_p"): {"top_p": 1.0}, ("m", "min_p"): {"min_p": 0.0},
     ("x", "xtc"): {"xtc_probability": 0.0}, ("t", "temperature"): {"temperature": 1.0}}
 INFILL = ("i", "infill")
+LONGEST_MS = 1e12  # longer than any answer
 
 
 class CompletionAsked(Asked):
@@ -69,7 +70,7 @@ def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Token
     """Raises Problem that names the field."""
     wish = wish_of(asked, defaults, tokenizer)
     tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
-    most_s = asked.t_max_predict_ms / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
+    most_s = min(asked.t_max_predict_ms, LONGEST_MS) / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
     sure = asked.samplers is not None and not frozenset(asked.samplers).isdisjoint(INFILL)
     return replace(wish, settings=_chosen(asked, wish.settings), tells=tells, most_s=most_s, indent=max(0, asked.n_indent or 0), sure=sure)
 

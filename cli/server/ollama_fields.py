@@ -184,7 +184,8 @@ def _messages(turns: list[Turn]) -> list[dict[str, Any]]:
                 if isinstance(call, dict):
                     call = {"id": f"call_{called}", "type": "function", **call}
                     called += 1
-                    unanswered[call["id"]] = (call.get("function") or {}).get("name")
+                    function = call.get("function")
+                    unanswered[str(call["id"])] = function.get("name") if isinstance(function, dict) else None
                 message["tool_calls"].append(call)
         if role == TOOL:
             answers = turn.tool_call_id or next((id for id, name in unanswered.items() if name == turn.tool_name), None)

@@ -187,7 +187,7 @@ def _named(where: str, taken: Callable[[], Made]) -> Made:
 def _in_parts(content: object, where: str, by_tool: bool = False) -> Iterator[Sent]:
     for at, part in enumerate(content if isinstance(content, list) else ()):
         kind = part.get("type") if isinstance(part, dict) else None
-        if kind not in KINDS:
+        if not isinstance(kind, str) or kind not in KINDS:
             continue
 
         def put(text: str, at: int = at, parts: list[Any] = content) -> None:

@@ -24,6 +24,7 @@ NAME = re.compile(r"[\w./-]{1,128}")
 SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 SYSTEM = ("system", "developer")
+AS_ANSWERED = "send calls as they were answered"
 TOLD = """# Tools
 
 You may call the functions that are described here in JSON:
@@ -55,6 +56,11 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
             raise UsageError(f"tools[{number}].function.parameters is no JSON schema", "give an object")
         if not NAME.fullmatch(function["name"]):
             raise UsageError(f"tools[{number}] has a name of more than letters, digits, dots, dashes and slashes", "give it another name")
+        try:
+            written(function)
+        except Wrong:
+            raise UsageError(f"tools[{number}] is no JSON: a number in it is beyond all numbers, or it is nested too deeply",
+                             "send a schema of finite numbers") from None
         rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
         made.append({"type": "function", "function": {"name": function["name"], "description": function.get("description") or "",
                                                       "parameters": {"properties": {}, **parameters}, **rest}})
@@ -113,11 +119,13 @@ class _Calls:
 
     def _calling(self, message: Message, number: int) -> dict[str, Any]:
         style, said, made = self.style, message.get("content"), []
+        if not isinstance(message["tool_calls"], list):
+            raise UsageError(f"messages[{number}].tool_calls is no list", AS_ANSWERED)
         for at, call in enumerate(message["tool_calls"]):
             function = call.get("function") if isinstance(call, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
             if not isinstance(name, str) or not name:
-                raise UsageError(f"messages[{number}].tool_calls[{at}] has no function with a name", "send calls as they were answered")
+                raise UsageError(f"messages[{number}].tool_calls[{at}] has no function with a name", AS_ANSWERED)
             arguments = _arguments(function.get("arguments"), f"messages[{number}].tool_calls[{at}].function.arguments")
             made.append({"id": self._named(call.get("id"), name), "type": "function",
                          "function": {"name": name, "arguments": written(arguments) if style.as_text else arguments}})
@@ -145,6 +153,7 @@ class _Calls:
 
     def _answering(self, message: Message) -> dict[str, Any]:
         called = message.get("tool_call_id")
+        called = called if isinstance(called, str) else None
         if called not in self.known and self.open:
             called = self.open[0]
         if called in self.open:
@@ -157,11 +166,12 @@ class _Calls:
 def _arguments(given: Any, where: str) -> dict[str, Any]:
     try:
         value = parsed(given) if isinstance(given, str) and given.strip() else given or {}
+        text = written(value)
     except Wrong:
         value = None
     if not isinstance(value, Mapping):
-        raise UsageError(f"{where} is no JSON object", "send calls as they were answered")
-    return json.loads(json.dumps(value))
+        raise UsageError(f"{where} is no JSON object", AS_ANSWERED)
+    return json.loads(text)
 
 
 def _one_by_one(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

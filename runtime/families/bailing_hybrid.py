@@ -57,14 +57,15 @@ def config(keys: Keys) -> ModelConfig:
     named = keys.saying(**{name: keys.raw[own] for name, own in CALLED.items() if keys.holds(own)})
     base = Defaults(max_position_embeddings=262_144, eos=(156_895,), theta=6e6, sizes=SIZES)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
-    bound = -float(keys.raw.get("kda_lower_bound", -5.0)) if type(keys.raw.get("kda_lower_bound", -5.0)) in (int, float) else NO_BOUND
+    stated = keys.raw.get("kda_lower_bound", -5.0)
+    bound = -stated if type(stated) in (int, float) else NO_BOUND
     keys.asked.add("kda_lower_bound")
     if not 0 < bound < 1e3:
         raise keys.fail("kda_lower_bound", "a number below 0")
     shape = KdaShape.of(*(keys.integer(own, keys.integer(name, usual, high=high), high=high) for own, name, usual, high in (
         ("linear_num_heads", "num_attention_heads", heads, 4096), ("linear_head_dim", "head_dim", 128, 1024),
         ("linear_conv_kernel_dim", "short_conv_kernel_size", 4, 64))),
-        narrow=False, bound=-bound if keys.flag("kda_safe_gate", True) else None)
+        narrow=False, bound=-float(bound) if keys.flag("kda_safe_gate", True) else None)
     width = keys.integer("moe_intermediate_size", 768, high=2**22)
     shared = keys.integer("moe_shared_expert_intermediate_size", width, high=2**22)
     sparse = sparse_behind(keys, layers, 2)

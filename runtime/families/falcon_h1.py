@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
-from math import isfinite
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import MOST, ConfigError, Keys, show
 from . import LayerWeights, TensorRule, llama
 from .granitemoehybrid import check_steps, mamba_tensors
 
@@ -60,7 +59,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def multiplier(name: str, value: float) -> float:
     """A number that something is multiplied by. Raises ConfigError."""
-    if not isfinite(value) or value <= 0:
+    if not 0 < value < MOST:
         raise ConfigError(f"config.json: {name} holds {show(value)}, expected numbers above 0")
     return float(value)
 

@@ -91,7 +91,8 @@ def _sections(keys: Keys) -> dict[str, dict[str, object]]:
         raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}, which is not supported",
                           "this family has a section for each type of layer")
     usual = {kind: {"rope_type": "default", "rope_theta": theta, "partial_rotary_factor": share} for kind, theta in thetas.items()}
-    return {kind: {"partial_rotary_factor": TURNED, **(stated.get(kind) or own)} for kind, own in usual.items()}
+    of_kinds = Keys(stated, "config.json: rope_parameters")
+    return {kind: {"partial_rotary_factor": TURNED, **(of_kinds.section(kind) or own)} for kind, own in usual.items()}
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
