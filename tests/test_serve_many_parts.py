@@ -17,13 +17,14 @@ from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.cli.serve import own_name
 from effllm.cli.serve_many import joined
-from effllm.cli.server import front as front_module
+from effllm.cli.server import relaying
 from effllm.cli.server.child import Starter, in_words
-from effllm.cli.server.front import Front, problem_in
+from effllm.cli.server.front import Front
 from effllm.cli.server.guard import RECORD
 from effllm.cli.server.lasting import NEVER, seconds_of
 from effllm.cli.server.lasting import in_words as time_in_words
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.relaying import problem_in
 from effllm.cli.server.residents import Limits, Residents
 from effllm.cli.server.shelf import Shelf, called
 from effllm.cli.server.streams import Record
@@ -86,7 +87,7 @@ def parts(text: str) -> tuple[list[str], list[dict]]:
 
 
 def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
     notes: list[str] = []
     front = made(notes, keep_s=0.0)
     replies = in_loop(front, *ASKED, stream=True)
@@ -100,7 +101,7 @@ def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pyt
 
 def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
+    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
     front = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
     replies = sorted(in_loop(front, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
     assert [status for status, _ in replies] == [400, 400, 503] and "which is the most here (--queue)" in replies[-1][1]
@@ -109,7 +110,7 @@ def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPat
         assert "fable cannot be loaded: " in said and " MiB" in said and "--ram" in said, "the numbers, and the next step"
     assert len(notes) == 1 and notes[0].startswith("fable is not loaded: ") and not front.residents.loaded()
 
-    monkeypatch.setattr(front_module, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
     chat, _, response, message = in_loop(made([], ram=hardware.rss() + 30 * MIB), *ASKED, stream=True)
     for (status, text), found in ((chat, lambda last: last["error"]), (response, lambda last: last["response"]["error"]),
                                   (message, lambda last: last["error"])):

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,8 @@ from ...runtime.answers.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, responses_fields
 from . import pictures as pictures_sent
+from .background import HELD, UNKEPT, Background, Following
+from .compaction import COMPACT, CompactionShape, staying, summing_up
 from .conversations import Conversations
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
@@ -33,13 +36,13 @@ from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
 from .one_model import COUNTED, OneModel
 from .pictures import Sent
-from .problems import MESSAGES, OLLAMA, Problem, problem_of
+from .problems import LEAVE_IT, MESSAGES, OLLAMA, Problem, problem_of
 from .responses_fields import Names, ResponsesAsked
 from .responses_paths import ResponsesPaths
-from .responses_shape import ResponseShape
+from .responses_shape import CUT, DONE, ResponseShape
 from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
-from .streams import EventStream, LineStream, Listener, json_response, whole
+from .streams import EventStream, LineStream, Listener, Record, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
 from .transcribing import Transcribing
@@ -78,19 +81,20 @@ class Service(OneModel):
     def __post_init__(self) -> None:
         super().__post_init__()
         self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies, self.note)
-        self._kept, self._conversations, self._threads = KeptResponses(), Conversations(), Threads()
+        self._kept, self._conversations, self._threads, self._background = KeptResponses(), Conversations(), Threads(), Background()
 
     def routes(self) -> list[Route]:
         post = partial(Route, methods=["POST"])
         return [*super().routes(), *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
                 post("/v1/completions", self.text),
                 *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
+                *(post(path, self.compact) for path in COMPACT),
                 *(post(path, self.count_response) for path in COUNTED[:2]), *(post(path, self.count_chat) for path in COUNTED[2:]),
                 post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
                 *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
-                *ResponsesPaths(self._kept, self._conversations).routes(), *Transcribing(self).routes()]
+                *ResponsesPaths(self._kept, self._conversations, self._background).routes(), *Transcribing(self).routes()]
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
@@ -101,23 +105,42 @@ class Service(OneModel):
 
     async def responses(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
+        if asked.background and asked.store is False:
+            raise Problem(400, UNKEPT, param="store", hint=LEAVE_IT)
+        self._background.demand_ended(asked.previous_response_id)
         own = self._kept.own(asked)
         said = [*self._conversations.before(asked), *own]
         answer, names = await self._wanted_response(self._kept.whole(asked, said))
 
-        def keep(response: dict[str, Any]) -> None:
-            self._kept.keep(asked, said, response)
-            if asked.conversation_id is not None:
+        def keep(response: dict[str, Any], events: Sequence[bytes] = ()) -> None:
+            self._kept.keep(asked, said, response, events)
+            if asked.conversation_id is not None and response["status"] in (DONE, CUT):
                 self._conversations.answered(asked.conversation_id, [*own, *response["output"]])
 
-        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None, keep)
-        return await self.answer(request, asked, shape, partial(self.reply, answer))
+        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None,
+                              None if asked.background else keep)
+        if not asked.background:
+            return await self.answer(request, asked, shape, partial(self.reply, answer))
+        listener = Listener(self.desk.ask(partial(self.reply, answer)), self.note, Record(), self.tally.add)
+        running = self._background.begin(shape, listener, keep, self.note)
+        request.scope[RECORD].made = f"{shape.id} goes on in the background"
+        return Following(running.events, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
 
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
         pictures = await self.pictures(pictures_sent.in_responses(asked))
         chat, messages, names = responses_fields.chat_of(asked)
         return await self.wanted(chat, messages, responses_fields.CALLED, pictures), names
+
+    async def compact(self, request: Request) -> Response:
+        asked = await self.asked(request, ResponsesAsked)
+        own = self._kept.own(asked)
+        before = self._kept.whole(asked, [*self._conversations.before(asked), *own]).input
+        if not (items := own if isinstance(before, str) else before):
+            raise Problem(400, "input is missing", param="input", hint="it is the conversation that is to become short")
+        shape = CompactionShape(deepcopy(staying(items)))
+        answer, _ = await self._wanted_response(summing_up(asked, items))
+        return await self.answer(request, asked.model_copy(update={"stream": False}), shape, partial(self.reply, answer))
 
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)

@@ -11,13 +11,14 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.answers.encodings import Encodings
+from .compaction import COMPACT
 from .llama_paths import TokenPaths
 from .ollama import OllamaEncoder
 from .one_model import COUNTED, OneModel
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
 
 WRITING = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions", "/infill", "/apply-template",
-           "/v1/responses", "/responses", *COUNTED, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
+           "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
 
 
 @dataclass

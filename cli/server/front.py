@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
@@ -21,14 +20,13 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
 from ... import EffllmError
 from . import page, responses_fields
 from .bodies import body_of, read
+from .compaction import COMPACT
 from .fields import Body, parsed
 from .form_data import parts_of
-from .guard import RECORD
 from .lasting import seconds_of
 from .llama_paths import refuse_change
 from .llama_shape import LlamaShape
@@ -38,21 +36,21 @@ from .ollama_fields import untagged
 from .ollama_front import OllamaFront
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
 from .one_model import COUNTED, on_left, on_path, on_problem
-from .passing import Answer, Broken, passed_on
-from .problems import FAILED, MESSAGES, OLLAMA, Problem, closing
+from .passing import Broken, passed_on
+from .problems import MESSAGES, OLLAMA, Problem, closing
+from .relaying import Glance, Relay, Search
 from .reranking import PATHS as RERANKING
 from .residents import Resident, Residents
 from .responses_fields import ResponsesAsked
-from .responses_paths import CANCEL, CONVERSATIONS, TOLD_AGAIN
+from .responses_paths import CANCEL, CONVERSATIONS, END, TOLD_AGAIN
 from .responses_shape import ResponseShape
 from .shapes import ChatShape, Shape, TextShape
 from .shelf import Shelf, Shelved
-from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, json_response, unless_gone, written
+from .streams import json_response
 from .transcribing import SPOKEN, TranscriptShape, fields_of
 
 GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, and like Ollama's "
             "under /api, whose programs look here for the words \"Ollama is running\"\n")
-DEATH_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
 
 
 class Named(Body):
@@ -90,7 +88,7 @@ PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, bod
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
           Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")), Passed(RERANKING),
-          Passed((f"{MESSAGES}/count_tokens", *COUNTED, "/tokenize", "/detokenize", "/apply-template")))
+          Passed((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
 
@@ -112,7 +110,7 @@ class Front:
 
     def __init__(self, shelf: Shelf, residents: Residents, key: str, most_context: int | None = None, shows_page: bool = True) -> None:
         self.shelf, self.residents, self.key, self._most_context, self._shows_page = shelf, residents, key, most_context, shows_page
-        self._created = int(time.time())
+        self._created, self._holding = int(time.time()), set[asyncio.Task[None]]()
 
     def application(self) -> Starlette:
         get = partial(Route, methods=["GET"])
@@ -218,6 +216,22 @@ class Front:
     async def glance(self, request: Request) -> Response:
         return Glance(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
+    def give_back(self, resident: Resident, keep_s: float | None, held: str | None) -> None:
+        """A model, behind an answer. What goes on in the background, `held` by a name, is waited for."""
+        if held is None:
+            self.residents.give_back(resident, keep_s)
+        else:
+            self._holding.add(task := asyncio.ensure_future(self._hold(resident, keep_s, held)))
+            task.add_done_callback(self._holding.discard)
+
+    async def _hold(self, resident: Resident, keep_s: float | None, name: str) -> None:
+        try:
+            with contextlib.suppress(Broken):
+                async with passed_on(resident.child.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
+                    await anext(answer.pieces, None)
+        finally:
+            self.residents.give_back(resident, keep_s)
+
     async def meant(self, name: str | None) -> Shelved:
         """The model that a request is for. Raises Problem."""
         if name := untagged(name or ""):
@@ -237,140 +251,3 @@ def keep_of(asked: Named) -> float | None:
         return seconds_of(asked.keep_alive)
     except ValueError:
         raise Problem(400, "keep_alive is seconds, or a time as \"5m\"; negative is for ever", param="keep_alive") from None
-
-
-class Relay(Response):
-    """The answer of a model's server to a request, as it comes."""
-
-    def __init__(self, front: Front, model: Shelved, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
-        self._front, self._model, self._shape, self._body, self._keep_s = front, model, shape, body, keep_s
-        self._kind = LINES if shape is not None and shape.by_line else EVENTS
-        self._began = self._passing = False  # bytes were sent; they are the model's
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        self._scope, self._send = scope, send
-        await unless_gone(receive, self._answered(), self._left)
-
-    def _left(self) -> None:
-        if not self._passing:
-            self._scope[RECORD].ending = LEFT
-
-    async def _answered(self) -> None:
-        record = self._scope[RECORD]
-        try:
-            await self._relayed()
-        except Problem as problem:
-            record.passed_on = False
-            if not self._began:
-                raise
-            record.ending = problem.message
-            if self._shape is None:  # nothing says it but that the connection ends before the answer
-                return
-            pieces = self._shape.broken_off(problem) if self._passing else self._shape.failed(problem)
-            await self._piece(written(self._shape, pieces) + self._shape.ending, more=False)
-
-    async def _relayed(self) -> None:
-        """Raises Problem."""
-        residents, began = self._front.residents, time.monotonic_ns()
-        taking = asyncio.ensure_future(residents.take(self._model))
-        try:
-            while not (await asyncio.wait((taking,), timeout=KEEP_ALIVE_S))[0]:
-                await self._comment(residents.at(self._model))
-            await self._from(await taking, began)
-        finally:
-            if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
-                residents.give_back(taking.result(), self._keep_s)
-
-    async def _from(self, resident: Resident, began: int) -> None:
-        scope, record = self._scope, self._scope[RECORD]
-        target = scope["raw_path"] + query_of(scope)
-        try:
-            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body,
-                                 time.monotonic_ns() - began) as answer:
-                record.passed_on = True
-                if self._began:
-                    await self._demand_events(answer)
-                else:
-                    self._began = True
-                    await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-                self._passing = True
-                async for piece in answer.pieces:
-                    await self._piece(piece)
-                await self._piece(b"", more=False)
-        except Broken as error:
-            await asyncio.wait((resident.child.ended,), timeout=DEATH_S)  # who asks again at once is not to meet it once more
-            raise Problem(500, f"{resident.model.name} ended before its answer did: the next request loads it again", FAILED,
-                          code="model_ended") from error
-
-    async def _demand_events(self, answer: Answer) -> None:
-        """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
-        if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
-            return
-        raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
-
-    async def _comment(self, text: str) -> None:
-        """Lines have no comments: there it is a piece without text, as from a model that waits for its turn."""
-        if self._shape is None:
-            return
-        if not self._began:
-            self._began = True
-            headers = raw((("content-type", self._kind), *HEADERS.items()))
-            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        by_line = self._shape.by_line
-        await self._piece(written(self._shape, self._shape.waiting()) if by_line else f": {text}\n\n".encode("utf-8", "replace"))
-
-    async def _piece(self, body: bytes, more: bool = True) -> None:
-        await self._send({"type": "http.response.body", "body": body, "more_body": more})
-
-
-class Glance(Relay):
-    """What the server of a model that is loaded tells of itself."""
-
-    async def _relayed(self) -> None:
-        resident = self._front.residents.find(self._model)
-        if resident is None:
-            raise Problem(400, f"{self._model.name} is not loaded", param="model", hint="POST /models/load loads it, and so does a prompt")
-        await self._from(resident, time.monotonic_ns())
-
-
-class Search(Response):
-    """What one of the servers that run has, by a name that says nothing of which it is."""
-
-    def __init__(self, front: Front, body: bytes) -> None:
-        self._front, self._body = front, body
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        answered: list[tuple[Answer, bytes]] = []
-        for resident in self._front.residents.loaded():
-            with contextlib.suppress(Broken):  # it ends: what it held has gone
-                async with passed_on(resident.child.port, self._front.key, scope["method"], scope["raw_path"] + query_of(scope),
-                                     scope["headers"], self._body, 0) as answer:
-                    answered.append((answer, b"".join([piece async for piece in answer.pieces])))
-                if answer.status != 404:
-                    break
-        if not answered:
-            raise Problem(404, "no model is loaded: what was kept of answers goes with the model that gave them", code="not_kept")
-        answer, body = answered[-1]
-        scope[RECORD].passed_on = True
-        await send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
-        await send({"type": "http.response.body", "body": body})
-
-
-def query_of(scope: Scope) -> bytes:
-    """As it stands behind the path of a request."""
-    return b"?" + scope["query_string"] if scope["query_string"] else b""
-
-
-def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
-    return [(name.encode(), value.encode()) for name, value in headers]
-
-
-def problem_in(status: int, body: bytes) -> Problem:
-    """The problem that an answer tells of, in the form of any API, or in words alone, as of a request that was no HTTP to it."""
-    try:
-        error = json.loads(body).get("error")
-    except ValueError:
-        error = body.decode("utf-8", "replace")
-    if not isinstance(error, dict):
-        error = {"message": error}
-    return Problem(status, str(error.get("message")), error.get("type") or FAILED, error.get("param"), error.get("code"))

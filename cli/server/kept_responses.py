@@ -11,22 +11,24 @@ from typing import Any
 
 from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .problems import Problem
-from .responses_fields import NOT_KEPT, ResponsesAsked
+from .responses_fields import COMPACTION, NOT_KEPT, ResponsesAsked
 
 REFERENCE = "item_reference"
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
-            "custom_tool_call_output": "ctco"}
+            "custom_tool_call_output": "ctco", COMPACTION: "cmp"}
 Item = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Kept:
-    """What a request said, behind the response `before` it if it named one, and the response as it was told."""
+    """What a request said, behind the response `before` it if it named one, and the response as it was told; of one that went on in the
+    background also its `events`, if its program followed them."""
 
     before: str | None
     said: Sequence[Item]
     response: Mapping[str, Any]
     nbytes: int
+    events: Sequence[bytes] = ()
 
     @property
     def answered(self) -> Sequence[Item]:
@@ -66,12 +68,15 @@ class KeptResponses:
             name = kept.before
         return before
 
-    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any]) -> None:
-        """A response that has ended; the oldest make room for it."""
+    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any], events: Sequence[bytes] = ()) -> None:
+        """A response that has ended; the oldest make room for it. Of its events there are none where both would be too much."""
         nbytes = nbytes_of([*own, response]) + OF_AN_ENTRY
         if asked.store is False or nbytes > self._most:
             return
-        self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes)
+        if nbytes + (more := sum(map(nbytes_of, events))) > self._most:
+            events, more = (), 0
+        nbytes += more
+        self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes, events)
         self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
         while self._nbytes > self._most:
@@ -80,6 +85,10 @@ class KeptResponses:
     def told(self, name: str) -> Mapping[str, Any]:
         """A response, as it was told. Raises Problem."""
         return self._found(name).response
+
+    def events(self, name: str) -> Sequence[bytes]:
+        """Of a response, if it was followed. Raises Problem."""
+        return self._found(name).events
 
     def forget(self, name: str) -> None:
         """Raises Problem for one that is not kept."""

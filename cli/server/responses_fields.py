@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem
+from .sealing import unsealed
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
@@ -21,7 +22,8 @@ FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "requir
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
-ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", *OUTPUTS)
+COMPACTION = "compaction"  # an item that holds what came before, in short
+ITEMS = ("message", "function_call", "custom_tool_call", "reasoning", COMPACTION, *OUTPUTS)
 NOT_KEPT = "send the whole conversation as input"
 LOGPROBS = "message.output_text.logprobs"
 
@@ -36,7 +38,7 @@ class Conversation(Body):
 
 class ResponsesAsked(Asked):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NOT_HERE, "prompt": (), "background": (False,), "truncation": ("disabled",), "context_management": ([],)}
+        **NOT_HERE, "prompt": (), "truncation": ("disabled",), "context_management": ([],)}
 
     input: Any = None  # beside what came before there may be none
     instructions: str | None = None
@@ -44,6 +46,7 @@ class ResponsesAsked(Asked):
     previous_response_id: str | None = None
     conversation: str | Conversation | None = None
     store: bool | None = None
+    background: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
     tools: list[dict[str, Any]] | None = None
@@ -179,6 +182,8 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
         turns.call(text_at(item, "call_id", where), name, given)
     elif kind in OUTPUTS:
         turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
+    elif kind == COMPACTION:
+        turns.say(ASSISTANT, [unsealed(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary") or ()
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]

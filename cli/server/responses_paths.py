@@ -10,18 +10,21 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .background import UNFOLLOWED, Background, Following
 from .bodies import read
 from .conversations import Conversations, page_of
 from .fields import Body
+from .guard import RECORD
 from .kept_responses import KeptResponses
 from .problems import Problem
 from .responses_fields import demand_items
-from .streams import json_response
+from .streams import GONE, json_response, unless_gone
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
 TOLD_AGAIN = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}", f"{CONVERSATIONS}/{{name}}/items",
               f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # by their names alone, whichever model they are of
 CANCEL = f"{RESPONSES}/{{name}}/cancel"
+END = f"{RESPONSES}/{{name}}/end"  # for the server in front of several, which keeps a model until then
 MOST_ITEMS = 20  # of one request, as OpenAI has it
 MOST_METADATA = 16
 
@@ -43,34 +46,56 @@ class Added(Body):
 
 
 class ResponsesPaths:
-    def __init__(self, kept: KeptResponses, conversations: Conversations) -> None:
-        self._kept, self._conversations = kept, conversations
+    def __init__(self, kept: KeptResponses, conversations: Conversations, background: Background) -> None:
+        self._kept, self._conversations, self._background = kept, conversations, background
 
     def routes(self) -> list[Route]:
         get, post, delete = (partial(Route, methods=[method]) for method in ("GET", "POST", "DELETE"))
         response, read_for, conversation, items, item = TOLD_AGAIN
         return [get(response, self.response), delete(response, self.forget), get(read_for, self.input_items), post(CANCEL, self.cancel),
-                post(CONVERSATIONS, self.begin), get(conversation, self.conversation), post(conversation, self.change),
+                get(END, self.end), post(CONVERSATIONS, self.begin), get(conversation, self.conversation), post(conversation, self.change),
                 delete(conversation, self.drop), get(items, self.items), post(items, self.add), get(item, self.item),
                 delete(item, self.drop_item)]
 
     async def response(self, request: Request) -> Response:
-        if request.query_params.get("stream", "false") != "false":
-            raise Problem(400, "stream is not supported for a response that has ended: leave it out", param="stream",
-                          code="unsupported_parameter")
-        return json_response(self._kept.told(request.path_params["name"]))
+        name, query = request.path_params["name"], request.query_params
+        running = self._background.find(name)
+        if query.get("stream", "false") == "false":
+            request.scope[RECORD].is_minor = running is not None  # programs ask many times a second
+            return json_response(self._kept.told(name) if running is None else running.response)
+        if not (events := self._kept.events(name) if running is None else running.events):
+            raise Problem(400, UNFOLLOWED, param="stream", code="unsupported_parameter")
+        return Following(events, running, behind(query.get("starting_after")))
 
     async def forget(self, request: Request) -> Response:
-        self._kept.forget(name := request.path_params["name"])
+        if (running := self._background.find(name := request.path_params["name"])) is not None:
+            running.cancel()
+        self._kept.forget(name)
         return json_response({"id": name, "object": "response", "deleted": True})
 
     async def input_items(self, request: Request) -> Response:
         return json_response(page_of(self._kept.read_for(request.path_params["name"]), request.query_params))
 
     async def cancel(self, request: Request) -> Response:
-        self._kept.told(request.path_params["name"])
-        raise Problem(400, "this response has ended: only one that goes on in the background is cancelled, and none does here",
-                      code="not_cancellable")
+        """Of one that has ended it changes nothing, as programs do not know."""
+        if (running := self._background.find(name := request.path_params["name"])) is not None:
+            running.cancel()
+        if not (response := self._kept.told(name))["background"]:
+            raise Problem(400, "this response did not go on in the background, and has ended: there is nothing to cancel",
+                          code="not_cancellable")
+        return json_response(response)
+
+    async def end(self, request: Request) -> Response:
+        """Answers when a response has ended."""
+        request.scope[RECORD].is_minor = True
+        running = self._background.find(request.path_params["name"])
+
+        async def ended() -> Response:
+            while running is not None and not running.has_ended:
+                await running.changed()
+            return json_response({})
+
+        return await unless_gone(request.receive, ended(), lambda: None) or Response(status_code=GONE)
 
     async def begin(self, request: Request) -> Response:
         asked = await read(request, Begun)
@@ -108,6 +133,15 @@ def checked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
         raise Problem(400, f"items are {MOST_ITEMS} at most: send the others in another request", param="items")
     demand_items(items)
     return items
+
+
+def behind(said: str | None) -> int:
+    """How many events come before those that a query asks for by `starting_after`, the number of the last that came. Raises Problem."""
+    if said is None:
+        return 0
+    if not said.isdecimal() or len(said) > 9:
+        raise Problem(400, f"starting_after is the sequence_number of an event, not {said!r:.40}", param="starting_after")
+    return int(said) + 1
 
 
 def metadata_of(asked: Begun) -> dict[str, str]:

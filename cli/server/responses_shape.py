@@ -19,6 +19,7 @@ from .shapes import Shape
 from .tools import CallList
 
 DONE, CUT = "completed", "incomplete"
+QUEUED, GOES_ON, CANCELLED = "queued", "in_progress", "cancelled"  # one in the background is all of these
 
 
 @dataclass(frozen=True)
@@ -63,8 +64,14 @@ class ResponseShape(Shape):
         self._calls, self._events = CallList(), 0
 
     def first(self) -> list[dict[str, object]]:
-        response = self.response("in_progress")
-        return [self._event("response.created", response=response), self._event("response.in_progress", response=response)]
+        if not self.asked.background:
+            return [self._event("response.created", response=self.response(GOES_ON)), *self.begun()]
+        response = self.response(QUEUED)
+        return [self._event("response.created", response=response), self._event("response.queued", response=response)]
+
+    def begun(self) -> list[dict[str, object]]:
+        """What is told when its turn has come."""
+        return [self._event("response.in_progress", response=self.response(GOES_ON))]
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
@@ -108,6 +115,11 @@ class ResponseShape(Shape):
         error = {"code": problem.code or problem.type, "message": problem.message}
         return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
+    def cancelled(self) -> dict[str, object]:
+        """The response as it is when its program wants no more of it."""
+        self._close(CUT)
+        return self.response(CANCELLED)
+
     def broken_off(self, problem: Problem) -> list[dict[str, object]]:
         """Of a response that is not known here."""
         return [self._event("error", code=problem.code or problem.type, message=problem.message, param=problem.param)]
@@ -117,7 +129,7 @@ class ResponseShape(Shape):
         asked, reasoning, named = self.asked, self.asked.reasoning, self.asked.conversation_id
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
-            "completed_at": int(time.time()) if status == DONE else None, "background": False, "error": None,
+            "completed_at": int(time.time()) if status == DONE else None, "background": self.asked.background is True, "error": None,
             "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": asked.instructions,
             "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
             "previous_response_id": asked.previous_response_id, "conversation": named and {"id": named},
@@ -143,7 +155,7 @@ class ResponseShape(Shape):
     def _begin(self, kind: Kind) -> list[dict[str, object]]:
         called = new_id(kind.prefix)
         self._open = kind, called, []
-        return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, "in_progress", [])),
+        return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, GOES_ON, [])),
                 self._event(f"{kind.part_event}.added", part=_part(kind, "", []), **self._at(kind, called))]
 
     def _close(self, status: str = DONE) -> list[dict[str, object]]:
@@ -167,7 +179,7 @@ class ResponseShape(Shape):
         prefix, kind, place = ("ctc", "custom_tool_call", "input") if is_free else ("fc", "function_call", "arguments")
         told = str(parsed(call.arguments).get(FREE, "")) if is_free else call.arguments
         called, at = new_id(prefix), len(self.items)
-        item = {"id": called, "type": kind, "status": "in_progress", "call_id": self._calls.add(call)["id"], "name": name, place: "",
+        item = {"id": called, "type": kind, "status": GOES_ON, "call_id": self._calls.add(call)["id"], "name": name, place: "",
                 **({"namespace": space} if space else {})}
         done = {**item, "status": DONE, place: told}
         event, where = f"response.{kind}_{place}", {"item_id": called, "output_index": at}

@@ -1,0 +1,152 @@
+"""Responses of OpenAI's API that go on in the background: a program is told at once that one waits for its turn, asks for it later, follows
+its events from any of them on, or cancels it. It takes a place in the line as every answer does, and only its client is not waited with."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import suppress
+from typing import Any
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
+from .problems import Problem, problem_of
+from .responses_shape import GOES_ON, QUEUED, ResponseShape
+from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
+
+HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
+UNKEPT = "a response in the background is asked for later, so it has to be kept"
+UNFOLLOWED = "this response was not asked for with stream and background: ask without stream"
+
+
+class Running:
+    """One that has not ended. `events` are those so far, each as it is sent, where its program wants to follow them. `keep` is told the
+    response as it ended, with its events."""
+
+    def __init__(self, shape: ResponseShape, listener: Listener, follows: bool, keep: Callable[[dict[str, Any], Sequence[bytes]], None],
+                 note: Callable[[str], None]) -> None:
+        self._shape, self._listener, self._follows, self._keep, self._note = shape, listener, follows, keep, note
+        self.events: list[bytes] = []
+        self._state, self._ended, self._changed = QUEUED, None, asyncio.Event()
+        self._tell(shape.first())
+        self._task = asyncio.ensure_future(self._written())
+
+    @property
+    def follows(self) -> bool:
+        return self._follows
+
+    @property
+    def has_ended(self) -> bool:
+        return self._ended is not None
+
+    @property
+    def response(self) -> dict[str, Any]:
+        """The response as it is now."""
+        return self._ended or self._shape.response(self._state)
+
+    def cancel(self) -> None:
+        """The answer ends behind its current token, and is what there is of it."""
+        if not self.has_ended:
+            self._task.cancel()
+            self._end(self._shape.cancelled())
+
+    async def changed(self, seconds: float | None = None) -> bool:
+        """Wait until there is more, or its end; False if there was nothing in so many seconds."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                await self._changed.wait()
+                return True
+        return False
+
+    async def _written(self) -> None:
+        listener, shape = self._listener, self._shape
+        try:
+            while not isinstance(event := await listener.next(), Done):
+                if self._state == QUEUED:
+                    self._state = GOES_ON
+                    self._tell(shape.begun())
+                if isinstance(event, PromptRead | TextDelta | Call):
+                    self._tell(shape.add(event))
+            last, said = shape.last(event.stats), cost(event.stats)
+        except Exception as error:  # whatever it is: nobody waits who could be told otherwise
+            problem = problem_of(error)
+            last, said = shape.failed(problem), problem.message
+        self._tell(last)
+        self._note(f"{shape.id} has ended: {said}")
+        self._end(last[-1]["response"])
+
+    def _end(self, response: dict[str, Any]) -> None:
+        self._listener.job.leave()
+        self._ended = response
+        try:
+            self._keep(response, self.events)
+        finally:
+            self._changed.set()
+
+    def _tell(self, pieces: Sequence[dict[str, Any]]) -> None:
+        if self._follows:
+            self.events += [written(self._shape, [piece]) for piece in pieces]
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class Background:
+    """The responses that have not ended, by their names."""
+
+    def __init__(self) -> None:
+        self._running: dict[str, Running] = {}
+
+    def begin(self, shape: ResponseShape, listener: Listener, keep: Callable[[dict[str, Any], Sequence[bytes]], None],
+              note: Callable[[str], None]) -> Running:
+        def ended(response: dict[str, Any], events: Sequence[bytes]) -> None:
+            del self._running[shape.id]
+            keep(response, events)
+
+        running = self._running[shape.id] = Running(shape, listener, shape.asked.stream is True, ended, note)
+        return running
+
+    def find(self, name: str) -> Running | None:
+        return self._running.get(name)
+
+    def demand_ended(self, name: str | None) -> None:
+        """Raises Problem for one that nothing can be behind yet."""
+        if name in self._running:
+            raise Problem(400, f"previous_response_id: {name:.60} goes on in the background: ask again when it has ended",
+                          param="previous_response_id", code="response_in_progress")
+
+
+class Following(Response):
+    """The events of a response, those behind the first `after` of them, and those to come while it is `running`."""
+
+    def __init__(self, events: Sequence[bytes], running: Running | None = None, after: int = 0) -> None:
+        self._events, self._running, self._at = events, running, after
+        self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {HELD: running.response["id"]})}
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await unless_gone(receive, self._sent(send), lambda: None)
+
+    async def _sent(self, send: Send) -> None:
+        headers = [(name.encode(), value.encode()) for name, value in self._headers.items()]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        async for body in self._bodies():
+            await send({"type": "http.response.body", "body": body, "more_body": True})
+        await send({"type": "http.response.body", "body": b""})
+
+    async def _bodies(self) -> AsyncIterator[bytes]:
+        running = self._running
+        while True:
+            has_ended = running is None or running.has_ended
+            more = b"".join(self._events[self._at :])
+            self._at = max(self._at, len(self._events))
+            if more:
+                yield more
+            elif has_ended:
+                return
+            elif not await running.changed(KEEP_ALIVE_S):
+                yield b": in the background\n\n"
+
+
+def cost(stats: Stats) -> str:
+    return f"{stats.prompt_tokens} tokens in, {len(stats.token_ids)} tokens out"

@@ -1,0 +1,181 @@
+"""What a server of several models passes on to one of theirs, and how its answer comes back: as it comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from .background import HELD
+from .guard import RECORD
+from .passing import Answer, Broken, passed_on
+from .problems import FAILED, Problem
+from .residents import Resident
+from .shapes import Shape
+from .shelf import Shelved
+from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, unless_gone, written
+
+if TYPE_CHECKING:
+    from .front import Front
+
+DEATH_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
+
+
+class Relay(Response):
+    """The answer of a model's server to a request, as it comes."""
+
+    def __init__(self, front: Front, model: Shelved, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
+        self._front, self._model, self._shape, self._body, self._keep_s = front, model, shape, body, keep_s
+        self._kind = LINES if shape is not None and shape.by_line else EVENTS
+        self._began = self._passing = False  # bytes were sent; they are the model's
+        self._held: str | None = None  # what goes on behind the answer
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._send = scope, send
+        await unless_gone(receive, self._answered(), self._left)
+
+    def _left(self) -> None:
+        if not self._passing:
+            self._scope[RECORD].ending = LEFT
+
+    async def _answered(self) -> None:
+        record = self._scope[RECORD]
+        try:
+            await self._relayed()
+        except Problem as problem:
+            record.passed_on = False
+            if not self._began:
+                raise
+            record.ending = problem.message
+            if self._shape is None:  # nothing says it but that the connection ends before the answer
+                return
+            pieces = self._shape.broken_off(problem) if self._passing else self._shape.failed(problem)
+            await self._piece(written(self._shape, pieces) + self._shape.ending, more=False)
+
+    async def _relayed(self) -> None:
+        """Raises Problem."""
+        residents, began = self._front.residents, time.monotonic_ns()
+        taking = asyncio.ensure_future(residents.take(self._model))
+        try:
+            while not (await asyncio.wait((taking,), timeout=KEEP_ALIVE_S))[0]:
+                await self._comment(residents.at(self._model))
+            await self._from(await taking, began)
+        finally:
+            if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
+                self._front.give_back(taking.result(), self._keep_s, self._held)
+
+    async def _from(self, resident: Resident, began: int) -> None:
+        scope, record = self._scope, self._scope[RECORD]
+        target = scope["raw_path"] + query_of(scope)
+        try:
+            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body,
+                                 time.monotonic_ns() - began) as answer:
+                record.passed_on = True
+                self._held = next((value.decode("latin-1") for name, value in answer.headers if name == HELD.encode()), None)
+                if self._began:
+                    await self._demand_events(answer)
+                else:
+                    self._began = True
+                    await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+                self._passing = True
+                async for piece in answer.pieces:
+                    await self._piece(piece)
+                await self._piece(b"", more=False)
+        except Broken as error:
+            await asyncio.wait((resident.child.ended,), timeout=DEATH_S)  # who asks again at once is not to meet it once more
+            raise Problem(500, f"{resident.model.name} ended before its answer did: the next request loads it again", FAILED,
+                          code="model_ended") from error
+
+    async def _demand_events(self, answer: Answer) -> None:
+        """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
+        if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
+            return
+        raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
+
+    async def _comment(self, text: str) -> None:
+        """Lines have no comments: there it is a piece without text, as from a model that waits for its turn."""
+        if self._shape is None:
+            return
+        if not self._began:
+            self._began = True
+            headers = raw((("content-type", self._kind), *HEADERS.items()))
+            await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+        by_line = self._shape.by_line
+        await self._piece(written(self._shape, self._shape.waiting()) if by_line else f": {text}\n\n".encode("utf-8", "replace"))
+
+    async def _piece(self, body: bytes, more: bool = True) -> None:
+        await self._send({"type": "http.response.body", "body": body, "more_body": more})
+
+
+class Glance(Relay):
+    """What the server of a model that is loaded tells of itself."""
+
+    async def _relayed(self) -> None:
+        resident = self._front.residents.find(self._model)
+        if resident is None:
+            raise Problem(400, f"{self._model.name} is not loaded", param="model", hint="POST /models/load loads it, and so does a prompt")
+        await self._from(resident, time.monotonic_ns())
+
+
+class Search(Response):
+    """What one of the servers that run has, by a name that says nothing of which it is."""
+
+    def __init__(self, front: Front, body: bytes) -> None:
+        self._front, self._body = front, body
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._scope, self._send, self._began = scope, send, False
+        await unless_gone(receive, self._answered(), lambda: None)
+
+    async def _answered(self) -> None:
+        scope, lost = self._scope, None
+        for resident in self._front.residents.loaded():
+            with contextlib.suppress(Broken):  # it ends: what it held has gone
+                async with passed_on(resident.child.port, self._front.key, scope["method"], scope["raw_path"] + query_of(scope),
+                                     scope["headers"], self._body, 0) as answer:
+                    if answer.status != 404:
+                        return await self._passed_on(answer)
+                    lost = answer, [piece async for piece in answer.pieces]
+            if self._began:  # nothing says it but that the connection ends before the answer
+                return
+        if lost is None:
+            raise Problem(404, "no model is loaded: what was kept of answers goes with the model that gave them", code="not_kept")
+        await self._begin(lost[0])
+        await self._send({"type": "http.response.body", "body": b"".join(lost[1])})
+
+    async def _passed_on(self, answer: Answer) -> None:
+        """Piece by piece: it may be the events of what goes on."""
+        await self._begin(answer)
+        async for piece in answer.pieces:
+            await self._send({"type": "http.response.body", "body": piece, "more_body": True})
+        await self._send({"type": "http.response.body", "body": b""})
+
+    async def _begin(self, answer: Answer) -> None:
+        self._scope[RECORD].passed_on = self._began = True
+        await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
+
+
+def query_of(scope: Scope) -> bytes:
+    """As it stands behind the path of a request."""
+    return b"?" + scope["query_string"] if scope["query_string"] else b""
+
+
+def raw(headers: Iterable[tuple[str, str]]) -> list[tuple[bytes, bytes]]:
+    return [(name.encode(), value.encode()) for name, value in headers]
+
+
+def problem_in(status: int, body: bytes) -> Problem:
+    """The problem that an answer tells of, in the form of any API, or in words alone, as of a request that was no HTTP to it."""
+    try:
+        error = json.loads(body).get("error")
+    except ValueError:
+        error = body.decode("utf-8", "replace")
+    if not isinstance(error, dict):
+        error = {"message": error}
+    return Problem(status, str(error.get("message")), error.get("type") or FAILED, error.get("param"), error.get("code"))

@@ -1,0 +1,30 @@
+"""What a conversation came to, in an item that its program holds and does not read.
+
+The API calls its text encrypted. Here it is the words themselves in base64, with a mark before them: they are the program's own
+conversation, and a server that was started anew is to read them too."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+
+from .problems import Problem
+
+MARK = b"effllm:"
+HEAD = "What was said before, in short:\n"
+
+
+def sealed(text: str) -> str:
+    return base64.b64encode(MARK + text.encode("utf-8", "replace")).decode()
+
+
+def unsealed(content: object, where: str) -> str:
+    """The words of an item of type compaction. Raises Problem for one that was not made here."""
+    try:
+        data = base64.b64decode(content, validate=True) if isinstance(content, str) else b""
+        if data.startswith(MARK):
+            return HEAD + data.removeprefix(MARK).decode()
+    except (binascii.Error, ValueError):
+        pass
+    raise Problem(400, f"{where}.encrypted_content was not made by this program, and nobody else can read it", param=where,
+                  hint="send what was said before instead")

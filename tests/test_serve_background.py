@@ -1,0 +1,143 @@
+"""Responses that go on in the background, and conversations made short: what OpenAI's clients ask for beside an answer."""
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from served import ASKED, QUESTION, Reply, Served, serving, until
+
+BEHIND = {"background": True}
+GOING = ("queued", "in_progress")
+LONG = 1800  # tokens of an answer that does not end while a test looks at it
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with serving() as server:
+        yield server
+
+
+def told(server: Served, name: str, more: str = "") -> Reply:
+    return server.ask("GET", f"/v1/responses/{name}{more}")
+
+
+def ended(server: Served, name: str) -> dict:
+    until(lambda: told(server, name).json["status"] not in GOING)
+    return told(server, name).json
+
+
+def said(response: dict) -> list:
+    return [part["text"] for item in response["output"] for part in item["content"]]
+
+
+def test_one_is_asked_for_later(server: Served) -> None:
+    whole = server.respond().json
+    begun = server.respond(**BEHIND)
+    assert begun.status == 200 and begun.json["status"] == "queued" and begun.json["background"] is True and begun.json["output"] == []
+    last = ended(server, begun.json["id"])
+    assert said(last) == said(whole) and last["usage"]["output_tokens"] == whole["usage"]["output_tokens"]
+    assert (last["status"], last["id"], last["background"]) == (whole["status"], begun.json["id"], True)
+    again = server.respond("And then?", previous_response_id=last["id"]).json
+    assert again["usage"]["input_tokens"] > last["usage"]["input_tokens"], "it is kept as any"
+    lines = server.err
+    assert f"{last['id']} goes on in the background" in lines and f"{last['id']} has ended: 17 tokens in, 24 tokens out" in lines
+
+
+def test_its_events_are_followed_from_any_on(server: Served) -> None:
+    first = server.respond(**BEHIND, stream=True).named_events
+    kinds = [event["type"].removeprefix("response.") for event in first]
+    assert kinds[:4] == ["created", "queued", "in_progress", "output_item.added"] and kinds[-1] == "incomplete"
+    assert [event["sequence_number"] for event in first] == [*range(len(first))]
+    name = first[0]["response"]["id"]
+    assert told(server, name, "?stream=true").named_events == first
+    assert told(server, name, "?stream=true&starting_after=4").named_events == first[5:]
+    assert told(server, name, "?stream=true&starting_after=9999").named_events == []
+    wrong = told(server, name, "?stream=true&starting_after=-1")
+    assert wrong.status == 400 and wrong.error["param"] == "starting_after"
+    unfollowed = told(server, server.respond(**BEHIND).json["id"], "?stream=true")
+    assert unfollowed.status == 400 and unfollowed.error["param"] == "stream" and "ask without stream" in unfollowed.error["message"]
+
+
+def test_a_client_that_leaves_ends_nothing_and_comes_back(server: Served) -> None:
+    stream = server.open("POST", "/v1/responses", {"input": QUESTION, "max_output_tokens": 60, "temperature": 0, **BEHIND, "stream": True})
+    stream.readline()
+    name = json.loads(stream.readline().removeprefix(b"data: "))["response"]["id"]
+    stream.connection.close()
+    followed = told(server, name, "?stream=true").named_events
+    assert followed[-1]["type"] == "response.incomplete" and followed[-1]["response"]["usage"]["output_tokens"] == 60
+    assert ended(server, name) == followed[-1]["response"]
+
+
+def test_one_is_cancelled_while_it_goes_on_and_while_it_waits(server: Served) -> None:
+    going, waiting = (server.respond(max_output_tokens=LONG, **BEHIND).json["id"] for _ in range(2))
+    until(lambda: told(server, going).json["status"] == "in_progress")
+    assert told(server, waiting).json["status"] == "queued"
+    early = server.respond("So?", previous_response_id=going)
+    assert early.status == 400 and early.error["code"] == "response_in_progress"
+    for name in (waiting, going, going):
+        response = server.ask("POST", f"/v1/responses/{name}/cancel")
+        assert response.status == 200 and response.json["status"] == "cancelled" and told(server, name).json == response.json
+    assert server.respond().status == 200, "the line goes on"
+    gone = server.respond(max_output_tokens=LONG, **BEHIND).json["id"]
+    assert server.ask("DELETE", f"/v1/responses/{gone}").json["deleted"] and told(server, gone).status == 404
+
+
+def test_what_goes_wrong_is_told_by_the_response(server: Served) -> None:
+    failed = ended(server, server.respond("fox " * 3000, **BEHIND).json["id"])
+    assert failed["status"] == "failed" and failed["error"]["code"] == "context_length_exceeded" and "3007" in failed["error"]["message"]
+    for fields, param in (({"store": False}, "store"), ({"model": "gpt-5"}, "model"), ({"temperature": -1}, "temperature")):
+        refused = server.respond(**BEHIND, **fields)
+        assert refused.status in (400, 404) and refused.error["param"] == param
+
+
+def test_a_conversation_gets_what_was_answered_in_the_background(server: Served) -> None:
+    name = server.ask("POST", "/v1/conversations", {}).json["id"]
+    response = ended(server, server.respond(conversation=name, **BEHIND).json["id"])
+    items = server.ask("GET", f"/v1/conversations/{name}/items?order=asc").json["data"]
+    assert [item["content"][0]["text"] for item in items] == [QUESTION, *said(response)]
+
+
+@pytest.mark.slow
+def test_a_model_stays_until_its_answer_has_ended() -> None:
+    with serving("--keep-alive", "0", "models/fable", "models/fable-relu", model=None) as server:
+        begun = server.respond(model="fable", max_output_tokens=120, stream=True, **BEHIND).named_events
+        name = begun[0]["response"]["id"]
+        assert begun[-1]["type"] == "response.incomplete"
+        server.until("fable is ended")
+        lines = server.err.splitlines()
+        order = [next(at for at, line in enumerate(lines) if words in line) for words in (f"{name} has ended", "fable is ended")]
+        assert order == sorted(order)
+        later = server.respond(model="fable", max_output_tokens=300, **BEHIND).json["id"]
+        assert server.ask("GET", f"/v1/responses/{later}").json["status"] in GOING
+        server.until(f"{later} has ended: 17 tokens in, 300 tokens out")
+
+
+def test_a_conversation_becomes_short_and_goes_on(server: Served) -> None:
+    talk = [{"role": "developer", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": "There was a fox. " * 40},
+            {"role": "user", "content": "And the king?"}]
+    made = server.ask("POST", "/v1/responses/compact", {"input": talk, "max_output_tokens": 40, "temperature": 0})
+    short = made.json
+    assert made.status == 200 and short["object"] == "response.compaction" and short["usage"]["output_tokens"] == 40
+    *messages, item = short["output"]
+    assert [each["role"] for each in messages] == ["developer", "user", "user"] and all(each["id"] for each in messages)
+    assert {*item} == {"id", "type", "encrypted_content"} and item["type"] == "compaction"
+    asked = [*short["output"], {"role": "user", "content": "Go on."}]
+    next_one = server.respond(asked).json
+    assert next_one["status"] == "incomplete" and next_one["usage"]["input_tokens"] < short["usage"]["input_tokens"]
+    again = server.ask("POST", "/v1/responses/compact", {"previous_response_id": next_one["id"], "max_output_tokens": 8}).json
+    assert [each["type"] for each in again["output"]] == ["message"] * 4 + ["compaction"]
+    alone = server.ask("POST", "/v1/responses/compact", {"input": QUESTION, "max_output_tokens": 8, "stream": True}).json
+    assert alone["output"][0]["content"] == [{"type": "input_text", "text": QUESTION}]
+
+
+@pytest.mark.parametrize(("fields", "param", "words"), [
+    ({}, "input", "missing"), ({"input": []}, "input", "missing"), ({"previous_response_id": "resp_1"}, "previous_response_id", "not kept"),
+    ({"input": [{"type": "compaction", "encrypted_content": "gAAAAB"}]}, "input[0]", "not made by this program"),
+    ({"input": [{"type": "compaction", "encrypted_content": 1}]}, "input[0]", "send what was said before")])
+def test_what_cannot_be_made_short(server: Served, fields: dict, param: str, words: str) -> None:
+    refused = server.ask("POST", "/v1/responses/compact", fields)
+    assert refused.status == 400 and refused.error["param"] == param and words in refused.error["message"]
