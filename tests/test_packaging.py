@@ -35,7 +35,8 @@ USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate", "timm"}  # what benchmarks compare with, and only those who run them install
 OF_PEERS = {"accelerate": "accelerate", "anthropic": "anthropic", "bitsandbytes": "bitsandbytes",
             "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval", "mcp": "mcp",
-            "mlx": "mlx_lm", "mlx-lm": "mlx_lm", "ollama": "ollama", "openai": "openai", "playwright": "playwright", "rwkv": "rwkv",
+            "mlx": "mlx_lm", "mlx-lm": "mlx_lm", "ollama": "ollama", "openai": "openai", "playwright": "playwright",
+            "pypdf": "pypdf", "rwkv": "rwkv",
             "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}  # as imported
 
 
@@ -124,7 +125,7 @@ def test_metadata() -> None:
 
 def test_declared_dependencies_are_the_imported_ones() -> None:
     used = imported(FOLDERS, ("__init__.py", "__main__.py"), without="kernels/cuda/")
-    beside = import_names(declared("eval")) | import_names(declared("sound")) | import_names(declared("video"))
+    beside = set().union(*(import_names(declared(extra)) for extra in ("eval", "pdf", "sound", "video")))
     assert import_names(declared()) - {"gguf"} == used - beside and beside <= used
     assert "gguf" in declared()  # a name that files of ours have too, so it is looked for where it is imported
     assert "from gguf import quants" in (ROOT / "quant/imports/gguf_levels.py").read_text(encoding="utf-8")

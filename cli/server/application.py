@@ -17,7 +17,7 @@ from starlette.routing import Route
 from ... import EffllmError
 from ...runtime.answers.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
-from . import messages_fields, ollama_fields, responses_fields
+from . import messages_fields, ollama_fields, papers, responses_fields
 from . import pictures as pictures_sent
 from .background import HELD, UNKEPT, Background, Following
 from .compaction import COMPACT, CompactionShape, staying, summing_up
@@ -80,7 +80,7 @@ class Service(OneModel):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.tally, self._taking = Tally(), pictures_sent.Taking(self.replies, self.note)
+        self.tally, self._taking, self._reading = Tally(), pictures_sent.Taking(self.replies, self.note), papers.Reading(self.note)
         self._kept, self._conversations, self._threads, self._background = KeptResponses(), Conversations(), Threads(), Background()
 
     def routes(self) -> list[Route]:
@@ -98,7 +98,7 @@ class Service(OneModel):
 
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
-        pictures = await self.pictures(pictures_sent.in_chat(asked))
+        pictures = await self.pictures(pictures_sent.in_chat(asked), papers.in_chat(asked))
         answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), counted(asked.n)
         starts = [partial(self.reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
         return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
@@ -128,7 +128,7 @@ class Service(OneModel):
 
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
-        pictures = await self.pictures(pictures_sent.in_responses(asked))
+        pictures = await self.pictures(pictures_sent.in_responses(asked), papers.in_responses(asked))
         chat, messages, names = responses_fields.chat_of(asked)
         return await self.wanted(chat, messages, responses_fields.CALLED, pictures), names
 
@@ -145,14 +145,14 @@ class Service(OneModel):
     async def messages(self, request: Request) -> Response:
         asked = await self.asked(request, MessagesAsked)
         whole = self._threads.whole(asked)
-        pictures = await self.pictures(pictures_sent.in_messages(whole))
+        pictures = await self.pictures(pictures_sent.in_messages(whole), papers.in_messages(whole))
         answer = await self.wanted(*messages_fields.chat_of(whole), messages_fields.CALLED, pictures)
         shape = MessageShape(self.called(asked.model), asked, partial(self._threads.keep, asked, whole))
         return await self.answer(request, asked, shape, partial(self.reply, answer))
 
     async def count_chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
-        pictures = await self.pictures(pictures_sent.in_chat(asked))
+        pictures = await self.pictures(pictures_sent.in_chat(asked), papers.in_chat(asked))
         return await self._counted(await self.wanted(asked, messages_of(asked), pictures=pictures))
 
     async def count_response(self, request: Request) -> Response:
@@ -163,7 +163,7 @@ class Service(OneModel):
 
     async def count_tokens(self, request: Request) -> Response:
         asked = self._threads.whole(await self.asked(request, CountAsked))
-        pictures = await self.pictures(pictures_sent.in_messages(asked))
+        pictures = await self.pictures(pictures_sent.in_messages(asked), papers.in_messages(asked))
         return await self._counted(await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures), {})
 
     async def _counted(self, wanted: Wanted, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
@@ -237,8 +237,9 @@ class Service(OneModel):
         around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
         return partial(self.replies.complete, around.ids, wish, lasting=around.lasting)
 
-    async def pictures(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
-        """The pictures of a request, in whose places marks are then. Raises Problem."""
+    async def pictures(self, sent: Iterable[Sent], files: Iterable[papers.Sent] = ()) -> tuple[Picture, ...]:
+        """The pictures of a request, in whose places marks are then; in those of its files are their texts. Raises Problem."""
+        await self._reading.all(files)
         return await self._taking.all(sent)
 
     async def sound(self, data: bytes, where: str) -> Picture:

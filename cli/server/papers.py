@@ -1,0 +1,175 @@
+"""Files in the requests of each API that a model is given as text: a PDF, page by page, or what is text already. Their bytes come with the
+request, and their text takes their place in it."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import hashlib
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote_to_bytes
+
+from ... import EffllmError
+from ...runtime.files.pdf_pages import is_pdf, pages_of
+from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT
+from .problems import Problem, problem_of
+from .responses_fields import OUTPUTS
+from .turns import TOOL
+
+if TYPE_CHECKING:
+    from .fields import ChatAsked
+    from .messages_fields import CountAsked
+    from .responses_fields import ResponsesAsked
+
+NOT_FETCHED = "files are not fetched from addresses: send it in the request, as {}"
+NONE_KEPT = "no files are kept here: send it in the request, as {}"
+AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
+MOST_HELD = 8 << 20  # letters of what was read, for programs that send a file again with each question
+
+
+@dataclass(frozen=True)
+class Sent:
+    """A file of a request as it gives it, in base64 or as an address with its data; `put` sets what stands in its place. `by_tool`: a tool
+    gave it back."""
+
+    data: object
+    name: str
+    where: str
+    put: Callable[[str], None]
+    by_tool: bool = False
+
+
+def in_chat(asked: ChatAsked) -> Iterator[Sent]:
+    """Of chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
+    for number, message in enumerate(asked.messages):
+        yield from _in_parts(message.content, "file", f"messages[{number}].content", message.role == TOOL)
+
+
+def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
+    """Of responses: `{"type": "input_file", "filename", "file_data"}`, of messages and of what tools gave back."""
+    for number, item in enumerate(asked.input if isinstance(asked.input, list) else ()):
+        kind = item.get("type", "message") if isinstance(item, dict) else None
+        if kind in ("message", *OUTPUTS):
+            field = "output" if kind in OUTPUTS else "content"
+            yield from _in_parts(item.get(field), "input_file", f"input[{number}].{field}", kind in OUTPUTS)
+
+
+def in_messages(asked: CountAsked) -> Iterator[Sent]:
+    """Of Anthropic's messages: documents with a source of type base64, which become such of text, with the titles that they have."""
+    for number, turn in enumerate(asked.messages):
+        where = f"messages[{number}].content"
+        yield from _in_blocks(turn.content, where, False)
+        for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
+            if isinstance(block, dict) and block.get("type") == "tool_result":
+                yield from _in_blocks(block.get("content"), f"{where}[{at}].content", True)
+
+
+class Reading:
+    """Reads the files of requests, of one at a time: each is a process. `note` is told what is left out of what tools gave back."""
+
+    def __init__(self, note: Callable[[str], None]) -> None:
+        self._note, self._turn = note, asyncio.Lock()
+        self._held: dict[bytes, str] = {}  # by the hashes of files, the one that was used longest ago first
+
+    async def all(self, sent: Iterable[Sent]) -> None:
+        """Texts stand in the places of a request's files then. Raises Problem that names the field."""
+        for each in sent:
+            async with self._turn:
+                try:
+                    text = await asyncio.to_thread(self._text, each)
+                except EffllmError as error:
+                    problem = problem_of(error, each.where)
+                except Problem as raised:
+                    problem = raised
+                else:
+                    each.put("\n".join(filter(None, (each.name, text))))
+                    continue
+            if not each.by_tool:
+                raise problem
+            why = "file", problem.message.removeprefix(f"{each.where}: ").removeprefix(f"{each.where} ")
+            each.put(LEFT_OUT.format(*why))
+            self._note(LEFT_NOTE.format(*why))
+
+    def _text(self, sent: Sent) -> str:
+        """Raises Problem and UsageError that begin with where it is."""
+        data = _bytes_of(sent)
+        key = hashlib.sha256(data).digest()
+        text = self._held.pop(key, None)
+        if text is None:
+            text = _pages(pages_of(data, sent.where)) if is_pdf(data) else _plain(data, sent.where)
+        self._held[key] = text
+        while sum(map(len, self._held.values())) > MOST_HELD:
+            del self._held[next(iter(self._held))]
+        return text
+
+
+def _pages(pages: list[str]) -> str:
+    """Programs ask for what is on a page by its number."""
+    return pages[0] if len(pages) == 1 else "\n\n".join(f"Page {number}:\n{page}" for number, page in enumerate(pages, 1))
+
+
+def _plain(data: bytes, where: str) -> str:
+    try:
+        text = data.decode("utf-8-sig")
+        if "\0" not in text:
+            return text
+    except UnicodeDecodeError:
+        text = ""
+    raise Problem(400, f"{where} is neither a PDF nor text in UTF-8", param=where, hint="send what it says as text")
+
+
+def _in_parts(content: object, kind: str, where: str, by_tool: bool) -> Iterator[Sent]:
+    for at, part in enumerate(content if isinstance(content, list) else ()):
+        if not isinstance(part, dict) or part.get("type") != kind:
+            continue
+        file = part.get("file") if kind == "file" else part
+        file, place = file if isinstance(file, dict) else {}, f"{where}[{at}]"
+
+        def put(text: str, at: int = at, parts: list[Any] = content) -> None:
+            parts[at] = {"type": "text", "text": text}
+
+        yield Sent(_given(file, place), file["filename"] if isinstance(file.get("filename"), str) else "", place, put, by_tool)
+
+
+def _given(file: dict[str, Any], where: str) -> object:
+    """The data of a file, or the problem of one that has none here."""
+    if file.get("file_data") is None:
+        for field, said in (("file_url", NOT_FETCHED), ("file_id", NONE_KEPT)):
+            if file.get(field):
+                return Problem(400, f"{where}: {said.format(AS_DATA)}", param=where)
+    return file.get("file_data")
+
+
+def _in_blocks(content: object, where: str, by_tool: bool) -> Iterator[Sent]:
+    for at, block in enumerate(content if isinstance(content, list) else ()):
+        source = block.get("source") if isinstance(block, dict) and block.get("type") == "document" else None
+        kind, place = source.get("type") if isinstance(source, dict) else None, f"{where}[{at}]"
+        if kind not in ("base64", "url", "file"):
+            continue
+
+        def put(text: str, block: dict[str, Any] = block) -> None:
+            block["source"] = {"type": "text", "media_type": "text/plain", "data": text}
+
+        said = {"url": NOT_FETCHED, "file": NONE_KEPT}.get(kind)
+        data = source.get("data") if said is None else Problem(400, f"{place}: {said.format(AS_SOURCE)}", param=place)
+        yield Sent(data, "", place, put, by_tool)
+
+
+def _bytes_of(sent: Sent) -> bytes:
+    """Raises Problem for what is neither base64 nor an address with data."""
+    text, where = sent.data, sent.where
+    if isinstance(text, Problem):
+        raise text
+    head, comma, rest = text.partition(",") if isinstance(text, str) and text[:5].lower() == "data:" else ("", "", text)
+    if comma and not head.rstrip().lower().endswith(";base64"):
+        return unquote_to_bytes(rest)
+    try:
+        data = base64.b64decode(rest.translate(BLANKS), validate=True) if isinstance(rest, str) else b""
+    except (binascii.Error, ValueError):
+        data = b""
+    if not data:
+        raise Problem(400, f"{where} is no file in base64", param=where, hint=f"send its bytes as {AS_DATA}")
+    return data
