@@ -1,6 +1,7 @@
 """Calls of tools over HTTP: what clients of OpenAI's API send and get, from a server with the real model."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
@@ -186,3 +187,32 @@ def test_names_of_calls():
     stats = SimpleNamespace(finish_reason="stop")
     assert shape.finish(stats) == "tool_calls" and ChatShape("m").finish(stats) == "stop"
     assert shape.finish(SimpleNamespace(finish_reason="length")) == "length"
+
+
+SUM = r"[0-9]{1,3} [+-] [0-9]{1,3}\n"
+OF_CHAT = {"type": "custom", "custom": {"name": "reckon", "description": "Adds.", "format": {
+    "type": "grammar", "grammar": {"syntax": "regex", "definition": SUM}}}}
+OF_RESPONSES = {"type": "custom", "name": "reckon", "format": {"type": "grammar", "syntax": "regex", "definition": SUM}}
+
+
+def test_a_custom_tool_gets_text_of_its_grammar(server) -> None:
+    """OpenAI's chats and Responses: no arguments, but a text, which is held to a grammar."""
+    given = {"tools": [*TOOLS, OF_CHAT], "tool_choice": {"type": "custom", "custom": {"name": "reckon"}}, **MORE}
+    choice = server.chat(**given).json["choices"][0]
+    (call,) = choice["message"]["tool_calls"]
+    assert {*call} == {"id", "type", "custom"} and call["type"] == "custom" and choice["finish_reason"] == "tool_calls"
+    assert call["custom"]["name"] == "reckon" and re.fullmatch(SUM, call["custom"]["input"])
+    (streamed,) = [each for piece in server.chat(**given, stream=True).events
+                   for each in piece["choices"][0]["delta"].get("tool_calls", ())]
+    assert streamed == {"index": 0, **call, "id": streamed["id"]}
+    history = [*ASKED, {"role": "assistant", "content": None, "tool_calls": [call]},
+               {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    assert server.chat(history, tools=[OF_CHAT]).status == 200
+    item = server.respond(tools=[OF_RESPONSES], tool_choice={"type": "custom", "name": "reckon"}, max_output_tokens=160).json["output"][0]
+    assert item["type"] == "custom_tool_call" and re.fullmatch(SUM, item["input"])
+    for fields, param in (({"tools": [{"type": "custom"}]}, "tools[0].custom.name"),
+                          ({"tools": [{**OF_CHAT, "custom": {"name": "f", "format": 1}}]}, "tools[0].custom.format"),
+                          ({"messages": [{"role": "assistant", "tool_calls": [{"type": "custom", "custom": {}}]}]},
+                           "messages[0].tool_calls[0].custom")):
+        refused = server.chat(**fields)
+        assert refused.status == 400 and refused.error["param"] == param

@@ -22,6 +22,7 @@ from . import pictures as pictures_sent
 from .background import HELD, UNKEPT, Background, Following
 from .compaction import COMPACT, CompactionShape, staying, summing_up
 from .conversations import Conversations
+from .custom_tools import names_of
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .guard import RECORD
@@ -265,7 +266,9 @@ class Service(OneModel):
 
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
         told_by = None if wish.tells is None else self.replies.tokenizer
-        return kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
+        made = kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
+        made.calls.free = names_of(asked.tools) if isinstance(asked, ChatAsked) else frozenset()
+        return made
 
     async def _answers(self, request: Request, asked: Asked, make: Callable[[], Completion], starts: Sequence[Start],
                        each: int) -> Response:

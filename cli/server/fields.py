@@ -8,6 +8,7 @@ from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, RootModel, ValidationError
 
+from .custom_tools import call_of
 from .problems import LEAVE_IT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -227,6 +228,8 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     told = message.model_dump(exclude_unset=True)
     if message.role == "assistant":
         content, told = thoughts_apart(content, told, param)
+        if isinstance(calls := told.get("tool_calls"), list):
+            told["tool_calls"] = [call_of(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     if content is None and message.role not in ("assistant", "tool"):
         raise Problem(400, f"{param} is missing", param=param)
     if content is not None and not isinstance(content, str | list):

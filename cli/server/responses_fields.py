@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from ...runtime.calls.free_text import FREE
+from .custom_tools import function_of
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem
 from .sealing import unsealed
@@ -17,8 +19,6 @@ from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
 ROLES = {"user": USER, "assistant": ASSISTANT, "system": SYSTEM, "developer": SYSTEM}
-FREE = "input"  # the argument of a tool that takes free text
-FREE_TEXT = {"type": "object", "properties": {FREE: {"type": "string"}}, "required": [FREE], "additionalProperties": False}
 CALLED = {"max_tokens": "max_output_tokens", "response_format": "text.format", "reasoning_effort": "reasoning.effort"}
 TYPES = ("description", str, "a text"), ("parameters", dict, "a JSON schema"), ("strict", bool, "true or false")  # of tools
 OUTPUTS = ("function_call_output", "custom_tool_call_output")  # items of what tools gave back
@@ -122,9 +122,11 @@ def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where
             names.spaces[known] = space, name
         if kind == "custom":
             names.free.add(known)
-        schema = FREE_TEXT if kind == "custom" else tool.get("parameters")
-        made.append({"type": "function", "function": {"name": known, "description": tool.get("description"), "parameters": schema,
-                                                      "strict": tool.get("strict") is True}})
+            function = function_of(known, tool.get("description"), tool.get("format"), f"{place}.format")
+        else:
+            function = {"name": known, "description": tool.get("description"), "parameters": tool.get("parameters"),
+                        "strict": tool.get("strict") is True}
+        made.append({"type": "function", "function": function})
     return made
 
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.text import Tokenizer
+from .custom_tools import input_of
 from .logprobs import TokenList
 from .problems import TOO_LONG, Problem
-from .responses_fields import FREE, Names, ResponsesAsked
+from .responses_fields import Names, ResponsesAsked
 from .shapes import Shape
 from .tools import CallList
 
@@ -177,7 +177,7 @@ class ResponseShape(Shape):
         space, name = self.names.spaces.get(call.name, (None, call.name))
         is_free = call.name in self.names.free
         prefix, kind, place = ("ctc", "custom_tool_call", "input") if is_free else ("fc", "function_call", "arguments")
-        told = str(parsed(call.arguments).get(FREE, "")) if is_free else call.arguments
+        told = input_of(call.arguments) if is_free else call.arguments
         called, at = new_id(prefix), len(self.items)
         item = {"id": called, "type": kind, "status": GOES_ON, "call_id": self._calls.add(call)["id"], "name": name, place: "",
                 **({"namespace": space} if space else {})}

@@ -7,8 +7,10 @@ from typing import Any
 
 from ... import UsageError
 from ...runtime.calls.calling import AUTO, REQUIRED, Tools, tools_of
+from ...runtime.calls.free_text import FREE
 from ...runtime.calls.messages import new_id
 from ...runtime.events import Call
+from .custom_tools import CUSTOM, in_chat, input_of
 from .fields import ChatAsked
 from .problems import Problem, problem_of
 
@@ -40,7 +42,7 @@ def tools_asked(asked: ChatAsked) -> Tools | None:
 def _allowed(asked: ChatAsked) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
     """The tools that may be called, and the choice among them: of those that a request brings it may allow a few. The model is told of no
     others, since it would call them. Raises Problem."""
-    tools, choice = asked.tools or [], asked.tool_choice
+    tools, choice = in_chat(asked.tools or []), asked.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
         return tools, choice
     said = choice.get(ALLOWED)
@@ -57,7 +59,7 @@ def _allowed(asked: ChatAsked) -> tuple[list[dict[str, Any]], str | dict[str, An
 
 def _name(tool: Any) -> str | None:
     """What a function is called, as chat completions or as Responses write one; None where that is not said."""
-    function = tool.get("function", tool) if isinstance(tool, dict) else None
+    function = tool.get(tool.get("type", "function"), tool) if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     return name if isinstance(name, str) else None
 
@@ -66,21 +68,23 @@ def _choice(choice: str | dict[str, Any] | None) -> str:
     """auto, none, required, or the name of a function. Raises Problem."""
     if choice is None or choice in (AUTO, NONE, REQUIRED):
         return choice or AUTO
-    name = _name(choice) if isinstance(choice, dict) and choice.get("type") == "function" else None
+    name = _name(choice) if isinstance(choice, dict) and choice.get("type") in ("function", CUSTOM) else None
     if name is None or name in (AUTO, NONE, REQUIRED):
         raise Problem(400, 'tool_choice is none, auto, required or {"type": "function", "function": {"name": ...}}', param="tool_choice")
     return name
 
 
 class CallList:
-    """The calls of one answer, as they come."""
+    """The calls of one answer, as they come; `free` are those tools that take free text."""
 
-    def __init__(self) -> None:
-        self.made: list[dict[str, object]] = []
+    def __init__(self, free: frozenset[str] = frozenset()) -> None:
+        self.free, self.made = free, list[dict[str, object]]()
 
     def add(self, call: Call) -> dict[str, object]:
         """One more, as a part of a message."""
         taken = {each["id"] for each in self.made}
         called = call.id if KEPT_ID.fullmatch(call.id) and call.id not in taken else new_id()
-        self.made.append({"id": called, "type": "function", "function": {"name": call.name, "arguments": call.arguments}})
+        own = {"type": CUSTOM, CUSTOM: {"name": call.name, FREE: input_of(call.arguments)}} if call.name in self.free else \
+            {"type": "function", "function": {"name": call.name, "arguments": call.arguments}}
+        self.made.append({"id": called, **own})
         return self.made[-1]

@@ -14,6 +14,7 @@ from ..forms.schema_cost import without_slow
 from ..templates.template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
+from .free_text import within_json
 from .grammar import GUIDANCE, CallGrammar
 from .harmony import Harmony
 from .harmony_grammar import HarmonyGrammar
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 AUTO, REQUIRED = "auto", "required"
 NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"
 UNHELD = "the arguments of calls are left to the model, which does not write them as JSON"
+FREE_UNHELD = "the text of {} is left to the model: its grammar cannot be held to within a call of this model"
 THE_FUNCTIONS = "the functions"
 LEAVE_OUT = "leave one of them out"
 GIVES_BACK = "<tool_response>"  # a model that was told of tools in a system prompt may go on to invent what they give back
@@ -87,7 +89,13 @@ class Calling:
     def fallbacks(self, tools: Tools) -> list[str]:
         """What of a request is not done as one might think."""
         told = [] if self.style.knows_tools else [NO_TOOLS]
+        told += [FREE_UNHELD.format(name) for name in self._loose(tools)]
         return told + [UNHELD] if tools.choice != AUTO and not self._grammar.holds else told
+
+    def _loose(self, tools: Tools) -> list[str]:
+        """Tools with a grammar of their text to which it is not held."""
+        free = [tool["function"] for tool in tools.functions if tool["function"].get("grammar")]
+        return [each["name"] for each in free if not self._grammar.holds_text or within_json(each["grammar"]) is None]
 
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer in which calls are read."""

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from .free_text import arguments
 from .messages import SHORT_ID
 from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 from .tag_grammar import Lark, pattern, tag_rules
@@ -33,6 +34,7 @@ class CallGrammar:
         self._before, rest = sample[:at], sample[at + len(NAME) :]
         begin, end = _json_arguments(rest)
         self._tags = None if end else tag_rules(rest)
+        self.holds_text = end > 0  # and a text to a grammar of its own?
         self.holds = end > 0 or self._tags is not None  # are arguments held to their schema?
         self._between, self._behind = (rest[:begin], rest[end:]) if end else (rest[:1], "")
         self._marks = [number for word, number in words.items() if word in rest]
@@ -71,7 +73,7 @@ class CallGrammar:
                 lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark)
                 parts.append(f"{rule}_args")
             elif self.holds:
-                lines.append(f"{rule}_args: %json {json.dumps({**function['parameters'], 'x-guidance': GUIDANCE})}")
+                lines.append(f"{rule}_args: {arguments(function, GUIDANCE)}")
                 parts += [self._literal(self._between), f"{rule}_args", self._literal(self._behind)]
             else:
                 parts += [self._literal(self._between), "rest"]

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..tokens.reasoning import ChannelFilter
+from .free_text import arguments
 
 CONSTRAIN = "<|constrain|>"
 
@@ -14,7 +15,7 @@ CONSTRAIN = "<|constrain|>"
 class HarmonyGrammar:
     """As CallGrammar. `words` has the marks of channels."""
 
-    holds = True
+    holds = holds_text = True
 
     def __init__(self, words: Mapping[str, int], guidance: Mapping[str, Any]) -> None:
         self._guidance = guidance
@@ -41,5 +42,5 @@ class HarmonyGrammar:
             to = json.dumps(f"to=functions.{function['name']}")
             header = f'(" " {to} {self._channel} "commentary" | {self._channel} "commentary " {to})'
             lines += [f"{rule}: {header} {self._json} {self._message} {rule}_args",
-                      f"{rule}_args: %json {json.dumps({**function['parameters'], 'x-guidance': self._guidance})}"]
+                      f"{rule}_args: {arguments(function, self._guidance)}"]
         return "\n".join(lines)

@@ -25,6 +25,7 @@ SHORT_ID = re.compile(r"[a-zA-Z0-9]{9}")
 _LETTERS = string.ascii_letters + string.digits
 SYSTEM = ("system", "developer")
 AS_ANSWERED = "send calls as they were answered"
+HELD = ("strict", "grammar")
 TOLD = """# Tools
 
 You may call the functions that are described here in JSON:
@@ -68,8 +69,8 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
 
 
 def shown(tools: Sequence[Message]) -> list[dict[str, Any]]:
-    """Tools as the model is shown them: how strictly it is held to them is not its concern."""
-    return [{**tool, "function": {key: value for key, value in tool["function"].items() if key != "strict"}} for tool in tools]
+    """Tools as the model is shown them: how it is held to them is not its concern."""
+    return [{**tool, "function": {key: value for key, value in tool["function"].items() if key not in HELD}} for tool in tools]
 
 
 def parameters_of(tools: Sequence[Message]) -> Tools:

@@ -1,0 +1,202 @@
+"""Text of a grammar as it stands within JSON: what a tool gets that takes free text.
+
+A model writes such a text as the only argument of a function, so between quotes, where a quote, a backslash and the end of a line are two
+letters each. A grammar in Lark's notation is rewritten to say that. What a class of letters allows of those that are written otherwise is
+asked of Python's own regular expressions, letter by letter.
+
+A lexer that takes the longest terminal does not look one letter ahead: within a line that may have quotes, a backslash is the first half of
+one, not of the line's end. So the rules become terminals too, of which one is the whole text. Rules that refer to themselves cannot: they
+stay, and a text of them is held where no more than one letter is written otherwise.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import re
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from ... import UsageError
+
+FREE = "input"  # the argument
+WRITTEN_OTHERWISE = "\b\t\n\f\r\"\\"  # of the others below a blank, which are four digits there, a text that is held to a grammar has none
+INSIDE = r'["\\\x00-\x1F]'  # what stands for itself nowhere, as a class
+RANGE = re.compile(r"""("(?:\\.|[^"\\])")\s*\.\.\s*("(?:\\.|[^"\\])")""")
+TOKEN = re.compile(r"""(?P<comment>(?://|\#)[^\n]*) | (?P<range>"(?:\\.|[^"\\])"\s*\.\.\s*"(?:\\.|[^"\\])")
+    | (?P<text>"(?:\\.|[^"\\\n])*"i?) | (?P<regex>/(?!/)(?:\\.|[^/\\\n])+/[a-z]*)
+    | (?P<import>%import\s+common\s*(?:\.\s*\w+(?:\s*->\s*\w+)?|\([^)]*\)))
+    | (?P<special><[^<>\s]+> | %(?:json|lark|regex)\b | @\w+) | (?P<alias>->[ \t]*\w+) | (?P<mark>^[?!](?=\w)) | (?P<name>\b[a-z_]\w*)""",
+                   re.VERBOSE | re.MULTILINE)
+DEFINED = re.compile(r"^[ \t]*[?!]?(\w+)(?:\.-?\d+)?[ \t]*:", re.MULTILINE)
+ATOM = re.compile(r"""(?P<flags>\(\?(?P<on>[a-z]*)(?:-(?P<off>[a-z]+))?(?P<end>[:)])) | (?P<open>\((?:\?P?<\w+>)?) | (?P<close>\))
+    | (?P<count>\{\d*,?\d*\}[?+]?) | (?P<edge>\\[bBAzZ]|[\^$])
+    | (?P<class>\[\^?\]?(?:\\.|[^\]\\])*\]) | (?P<one>\\x[0-9A-Fa-f]{2}|\\u[0-9A-Fa-f]{4}|\\[^pP]|\\p\{?[LN]\w*\}?|[^\\*+?|])
+    | (?P<rest>[*+?|])""", re.VERBOSE | re.DOTALL)
+# Of the terminals that grammars take from elsewhere those with letters that are written otherwise.
+COMMON = {"LF": r"\n", "CR": r"\r", "NEWLINE": r"(\r?\n)+", "WS": r"[ \t\f\r\n]+", "WS_INLINE": r"[ \t]+",
+          "ESCAPED_STRING": r'"([^"\\\n]|\\.)*"'}
+PLAIN = "write it with letters, classes of letters, groups and repeats"
+
+
+def arguments(function: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
+    """What the arguments of a call are, in Lark's notation: JSON of the function's schema, or of a text of its `grammar`."""
+    if (grammar := function.get("grammar")) and (inner := within_json(grammar)) is not None:
+        return f'"{{" / ?/ {json.dumps(json.dumps(FREE))} / ?/ ":" / ?/ "\\"" %lark {{\n{inner}\n}} "\\"" / ?/ "}}"'
+    return f"%json {json.dumps({**function['parameters'], 'x-guidance': guidance})}"
+
+
+def within_json(grammar: str) -> str | None:
+    """The grammar of a text's letters as JSON has them; None where a text cannot be held to it there. Raises UsageError for what is not
+    read."""
+    special = {letter for found in TOKEN.finditer(grammar) for letter in _special(found)}
+    if _goes_round(grammar) or "%ignore" in grammar:
+        return None if len(special) > 1 else _rewrite(grammar, {})
+    rules = {name: f"RULE_{name.upper()}" for name in _rules(grammar) if name.islower()}
+    return f"start: {rules['start']}\n{_rewrite(grammar, rules)}" if "start" in rules else _rewrite(grammar, {})
+
+
+def _special(found: re.Match[str]) -> Iterator[str]:
+    """Letters of a terminal that JSON writes otherwise."""
+    kind, text = found.lastgroup, found.group()
+    if kind == "text":
+        yield from {*_text(text.rstrip("i"))} & {*WRITTEN_OTHERWISE}
+    bodies = {"regex": [text[1:].rpartition("/")[0]], "range": [_class(text)],
+              "import": [COMMON[name] for name in re.findall(r"\w+", text) if name in COMMON]}
+    for atom in ATOM.finditer("".join(bodies.get(kind, ()))) if kind in bodies else ():
+        yield from _otherwise(atom.group(), True, True) if atom.lastgroup in ("class", "one") else ()
+
+
+def _rules(grammar: str) -> dict[str, str]:
+    """What stands behind the name of each rule and terminal, without its texts."""
+    bare = TOKEN.sub(lambda found: found.group() if found.lastgroup == "name" else " ", grammar)
+    begins = [*DEFINED.finditer(bare)]
+    ends = [*(each.start() for each in begins[1:]), len(bare)]
+    return {each[1]: bare[each.end() : end] for each, end in zip(begins, ends)}
+
+
+def _goes_round(grammar: str) -> bool:
+    """Does a rule refer to itself, over others or not?"""
+    rules = _rules(grammar)
+    refers = {name: {*re.findall(r"\w+", body)} & {*rules} for name, body in rules.items()}
+    for _ in rules:
+        refers = {name: to.union(*(refers[each] for each in to)) for name, to in refers.items()}
+    return any(name in to for name, to in refers.items())
+
+
+def _rewrite(grammar: str, rules: Mapping[str, str]) -> str:
+    """Every terminal as JSON has it, and rules by other names. Raises UsageError."""
+    def rewritten(found: re.Match[str]) -> str:
+        kind, text = found.lastgroup, found.group()
+        if kind in ("comment", "alias", "mark"):
+            return ""
+        if kind == "name":
+            return rules.get(text, text)
+        if kind == "special":
+            raise UsageError(f"{text} in a grammar of text means no text", "leave it out")
+        if kind == "import":
+            return _imported(text)
+        if kind == "regex":
+            body, _, flags = text[1:].rpartition("/")
+            return f"/{_regex(body, flags)}/{flags.replace('s', '')}"
+        if kind == "range":
+            return f"/{_regex(_class(text), '')}/"
+        said, flag = text.rstrip("i"), text[len(text.rstrip("i")) :]
+        inner = json.dumps(_text(said), ensure_ascii=False)[1:-1]
+        if flag and "\\" in inner:
+            raise UsageError(f"{text:.40} leaves case open and has letters that JSON writes otherwise", "write them in a text of their own")
+        return json.dumps(inner, ensure_ascii=False) + flag
+
+    return TOKEN.sub(rewritten, grammar)
+
+
+def _text(said: str) -> str:
+    try:
+        return ast.literal_eval(said)
+    except (ValueError, SyntaxError):
+        raise UsageError(f"{said:.40} in the grammar is no text", "escape letters as JSON does") from None
+
+
+def _imported(text: str) -> str:
+    """Terminals that come from elsewhere: those with letters that are written otherwise are made here."""
+    names = re.findall(r"(\w+)(?:\s*->\s*(\w+))?", text.partition("common")[2])
+    lines = []
+    for name, called in names:
+        called = called or name
+        kept = f"%import common.{name}" + (f" -> {called}" if called != name else "")
+        lines.append(f"{called}: /{_regex(COMMON[name], '')}/" if name in COMMON else kept)
+    return "\n".join(lines)
+
+
+def _class(text: str) -> str:
+    """A range as a class of letters; none where the text is no range."""
+    if found := RANGE.fullmatch(text):
+        return "[" + "-".join(re.escape(_text(each)) for each in found.groups()) + "]"
+    return ""
+
+
+def _regex(body: str, flags: str) -> str:
+    """A regular expression of the letters as they are written. Raises UsageError."""
+    if {*flags} - {*"ismu"}:
+        raise UsageError(f"/{body:.40}/{flags} has flags other than i and s", PLAIN)
+    return "".join(_rewritten(body, "s" in flags, "i" in flags))
+
+
+def _rewritten(body: str, dot_is_all: bool, any_case: bool) -> Iterator[str]:
+    around: list[bool] = []  # what a dot is outside of each group that is open
+    at = 0
+    while at < len(body):
+        found = ATOM.match(body, at)
+        if found is None:
+            raise UsageError(f"/{body:.40}/ has a part that is not read here: {body[at : at + 8]}", PLAIN)
+        at, kind, text = found.end(), found.lastgroup, found.group()
+        kind = "flags" if found["flags"] else kind
+        if kind == "flags":
+            on, off = found["on"], found["off"] or ""
+            if {*on, *off} - {*"ismu"} or "i" in off:
+                raise UsageError(f"/{body:.40}/ has flags other than i and s", PLAIN)
+            if found["end"] == ":":
+                around.append(dot_is_all)
+            dot_is_all, any_case = (dot_is_all or "s" in on) and "s" not in off, any_case or "i" in on
+        elif kind == "open":
+            around.append(dot_is_all)
+        elif kind == "close" and around:
+            dot_is_all = around.pop()
+        elif kind in ("class", "one"):
+            yield _letter(text, dot_is_all, any_case)
+            continue
+        yield text
+
+
+@cache
+def _letter(atom: str, dot_is_all: bool, any_case: bool) -> str:
+    """One letter of a pattern, as it is written."""
+    special = _otherwise(atom, dot_is_all, any_case)
+    if not special:
+        return atom
+    made = "".join(re.escape(json.dumps(each)[2:-1]) for each in special)
+    made = rf"\\{made}" if len(special) == 1 else rf"\\[{made}]"
+    if atom == ".":
+        return rf"(?:[^{INSIDE[1:]}|{made})"
+    return f"(?:[{atom}--{INSIDE}]|{made})" if _pattern(atom, dot_is_all, any_case).search(_all()) else made
+
+
+@cache
+def _otherwise(atom: str, dot_is_all: bool, any_case: bool) -> str:
+    """What a letter of a pattern may be that JSON writes otherwise. Raises UsageError."""
+    found = _pattern(atom, dot_is_all, any_case) if atom[:2] != r"\p" else None
+    return "".join(each for each in WRITTEN_OTHERWISE if found and found.fullmatch(each))
+
+
+def _pattern(atom: str, dot_is_all: bool, any_case: bool) -> re.Pattern[str]:
+    try:
+        return re.compile(atom, (re.DOTALL if dot_is_all else 0) | (re.IGNORECASE if any_case else 0))
+    except re.error as error:
+        raise UsageError(f"{atom:.40} in the grammar is no class of letters: {error}", PLAIN) from None
+
+
+@cache
+def _all() -> str:
+    """Every letter that JSON writes as it is."""
+    return "".join(chr(each) for each in range(32, 0x3000) if chr(each) not in '"\\')

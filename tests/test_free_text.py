@@ -1,0 +1,103 @@
+"""Grammars of a text as it stands within JSON: what a tool of free text is held to, against the library's own reading of both."""
+
+import json
+from functools import cache
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from effllm import UsageError
+from effllm.cli.server.custom_tools import function_of, input_of, regex_grammar
+from effllm.cli.server.problems import Problem
+from effllm.runtime.calls.free_text import FREE, arguments, within_json
+
+LIST = """// what a person would write down
+start: title item+ end?
+title: "# " NAME LF
+item: ("-" | "*") " " NAME (" \\"" /[^"\\n]*/ "\\"")? LF -> item
+?end: "the end"i LF
+NAME: /[a-z .\\\\]+/
+%import common.LF
+"""
+SUMS = """start: sum
+sum: term (SIGN term)* -> sum
+term: "(" sum ")" | INT
+SIGN: "+" | "-"
+%import common.INT
+"""
+QUOTED = 'start: list\nlist: "[" (list | ESCAPED_STRING)* "]" WS?\n%import common (ESCAPED_STRING, WS)'
+PATTERNS = (
+    r'[^"]*', r"\s+x\S+", r"(?s:.)*q.", r".+", r"\W{2,3}", r"[\n\r]x",
+    r'a|"\\', r"(a(?i:b)|[^a-f\]\\])+?", r"\/\d+\/", r"[ -~]+", r"\x41é\\?", r"(?s)a.b")
+
+
+@cache
+def read(grammar: str):
+    import llguidance
+
+    made = llguidance.LLMatcher.grammar_from_lark(grammar)
+    return llguidance.LLTokenizer("byte"), made
+
+
+def takes(grammar: str, text: str) -> bool:
+    import llguidance
+
+    tokenizer, made = read(grammar)
+    matcher = llguidance.LLMatcher(tokenizer, made)
+    assert not matcher.get_error(), matcher.get_error()
+    tokens = tokenizer.tokenize_str(text)
+    return matcher.validate_tokens(tokens) == len(tokens) and matcher.consume_tokens(tokens) and matcher.is_accepting()
+
+
+@settings(deadline=None, max_examples=150)
+@given(st.sampled_from(PATTERNS), st.text(st.sampled_from('ab xBqA"\\\n\t\r/1]é!(~'), max_size=6))
+@example(r"[^\"]*", '\\\n"')
+@example(r".+", "\n")
+def test_a_pattern_takes_within_json_what_it_takes_outside(pattern: str, text: str) -> None:
+    grammar = regex_grammar(pattern)
+    assert takes(within_json(grammar), json.dumps(text, ensure_ascii=False)[1:-1]) == takes(grammar, text)
+
+
+@pytest.mark.parametrize(("text", "is_right"), [
+    ('# foxes\n- a fox "its \\ name"\n* b\n', True), ("# foxes\n- a\\\nThe END\n", True), ("# foxes\n", False), ("# foxes\n- \n", False),
+    ('# foxes\n- a "b\n', False), ("# foxes\n- a\nthe end\n- b\n", False)])
+def test_a_grammar_of_lines_takes_within_json_what_it_takes_outside(text: str, is_right: bool) -> None:
+    """A line may have quotes and backslashes before it ends: what ends it looks like them at first."""
+    call = f"start: {arguments({'grammar': LIST}, {})}"
+    assert takes(call, json.dumps({FREE: text})) == takes(call, json.dumps({FREE: text}, separators=(",", ":"))) == is_right
+
+
+def test_rules_that_go_round_are_held_where_no_two_letters_are_written_otherwise() -> None:
+    for text, is_right in (("(1+2)-3", True), ("(1+2", False), ("1 + 2", False)):
+        assert takes(within_json(SUMS), text) == is_right
+    assert within_json(QUOTED) is None and within_json("start: A\n%ignore /[ \\n\"]+/\nA: \"a\"") is None
+    assert arguments({"grammar": QUOTED, "parameters": {"type": "object"}}, {}).startswith("%json ")
+
+
+@pytest.mark.parametrize(("grammar", "words"), [
+    ("start: <|end|>", "means no text"), ("start: %json {}", "means no text"), ("start: /a/x", "flags other than"),
+    ("start: /(?x:a)/", "flags other than"), ("start: /\\p{P}/", "not read here"), ('start: "a\\n"i', "leaves case open"),
+    ("start: /[z-a]/", "no class of letters"), ('start: "\\x"', "is no text")])
+def test_what_is_not_read_says_so(grammar: str, words: str) -> None:
+    with pytest.raises(UsageError, match=words) as raised:
+        within_json(grammar)
+    assert raised.value.hint
+
+
+@pytest.mark.parametrize("format", [
+    {"type": "grammar"}, {"type": "xml"}, "text", {"type": "grammar", "syntax": "gbnf", "definition": "root ::= 1"},
+    {"type": "grammar", "syntax": "lark", "definition": " "}, {"type": "grammar", "syntax": "lark", "definition": "start: lost"},
+    {"type": "grammar", "syntax": "regex", "definition": "(a"}, {"type": "grammar", "grammar": {"syntax": "regex"}}])
+def test_formats_that_are_none_are_named(format: object) -> None:
+    with pytest.raises(Problem) as raised:
+        function_of("f", None, format, "tools[0].format")
+    assert raised.value.status == 400 and raised.value.param == "tools[0].format"
+
+
+def test_the_model_is_told_of_the_grammar_and_a_pattern_is_of_the_whole_text() -> None:
+    made = function_of("f", "Adds.", {"type": "grammar", "syntax": "regex", "definition": "^[0-9]/[0-9]$"}, "")
+    assert made["description"].startswith("Adds.\n\n") and made["description"].endswith("^[0-9]/[0-9]$") and made["strict"]
+    assert takes(made["grammar"], "1/2") and not takes(made["grammar"], "1/23") and regex_grammar("a\\$") == "start: /a\\$/"
+    assert "grammar" not in function_of("f", None, {"type": "text"}, "") and input_of('{"input": "a"}') == "a"
+    assert input_of("[1") == "[1" and input_of('{"text": "a"}') == '{"text": "a"}'
