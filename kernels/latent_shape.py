@@ -11,6 +11,7 @@ other side, to the queries and to what is attended to, so that the latents thems
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 
@@ -39,3 +40,10 @@ class LatentShape:
     def made(self) -> int:
         """Rows of `kv_b` of a head."""
         return self.nope + self.value
+
+
+def widest(shapes: Sequence[LatentShape]) -> LatentShape:
+    """What has room for what layers of any of these shapes make of a token."""
+    ranks = [shape.query_rank for shape in shapes if shape.query_rank is not None]
+    widths = (max(getattr(shape, name) for shape in shapes) for name in ("rank", "nope", "rope", "value"))
+    return LatentShape(*widths, max(ranks, default=None))

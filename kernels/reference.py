@@ -97,6 +97,12 @@ def rotate_heads(y: np.ndarray, cos: np.ndarray, sin: np.ndarray, neighbours: bo
     return np.concatenate([low * c - high * s, high * c + low * s, rest], -1)
 
 
+def grown_heads(y: np.ndarray, logs: np.ndarray, scales: np.ndarray, offsets: np.ndarray) -> np.ndarray:
+    """y[T, H, D], each head times a number of its own that grows with the logarithm of a token's place, logs [T]: scales [H] of it, and
+    offsets [H]."""
+    return y * (logs.astype(np.float64)[:, None] * scales + offsets)[..., None]
+
+
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
            softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None,
            seen: np.ndarray | None = None) -> np.ndarray:

@@ -210,26 +210,30 @@ class Lora:
 @dataclass(frozen=True)
 class Latent:
     """Latent attention's parameters (`kernels/latent_shape.py`): queries come from `q_down` and its norm, where there are such, and
-    then `q`; latents from `kv_down` and its norm; `expand` [heads * (nope + value), rank] is a raw matrix."""
+    then `q`; latents from `kv_down` and its norm, which a layer lacks that attends to another's; `expand` [heads * (nope + value), rank]
+    is a raw matrix."""
 
     q_down: Linear | None
     q_norm: Norm | None
     q: Linear
-    kv_down: Linear
-    kv_norm: Norm
+    kv_down: Linear | None
+    kv_norm: Norm | None
     expand: Weight
 
 
 @dataclass(frozen=True)
 class Index:
     """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that of
-    queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere."""
+    queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere. `entered`:
+    the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with their place."""
 
     q: Linear
     q_norm: Norm | None
     k: Linear | None
     k_norm: Norm | None
     weights: Linear | None
+    entered: Norm | None = None
+    grows: tuple[object, object] | None = None
 
 
 @dataclass(frozen=True)

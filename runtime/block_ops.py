@@ -45,6 +45,14 @@ class BlockOps(Protocol):
     def normed(self, y: object, norm: Norm) -> object:
         """norm(y) of every row, in place."""
 
+    def normed_apart(self, x: object, norm: Norm) -> object:
+        """norm(x) of every row, [T, D] in an array of its own."""
+
+    def grown_heads(self, y: object, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                    growth: tuple[object, object]) -> object:
+        """y [T, heads * head_dim], in place: each head times what its numbers in `growth`, two vectors [heads], make of the logarithm of a
+        token's place: so much of it, and so much whatever it is. `places`: a table that holds these logarithms."""
+
     def clipped(self, y: object, limit: float) -> object:
         """y with what is beyond -limit and limit at these, in place."""
 

@@ -50,8 +50,8 @@ class KVCache(CacheBytes):
     exact tokens (of a cache without pages any) and `exact` their memory; `sealers` are told when all of a page has been noted; `pool` has
     the memory of sealed pages, of which those of `spilling` layers may lie on a disk. `probes` are what a policy sees of attention.
     `states` are those of the layers that have some, which `stateful` gives by number: without pages, or `beside` them; `readers` are, by
-    number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose. `n` tokens are
-    held. `ends`: as of `ends_of`, of the pass in hand. `open_cache` makes one."""
+    number, what layers without keys and values of their own see of others', `choosing`, by place, those whose tokens choose, and `apart`
+    by number such as are readers. `n` tokens are held. `ends`: as of `ends_of`, of the pass in hand. `open_cache` makes one."""
 
     ends: Ends | None = None
 
@@ -60,16 +60,18 @@ class KVCache(CacheBytes):
                  pool: PagePool | None = None, probes: Probes | None = None, spilling: Sequence[LayerPages] = (),
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
                  readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
-                 choosing: Mapping[int, Choosing] = NO_CHOICE) -> None:
+                 choosing: Mapping[int, Choosing] = NO_CHOICE, apart: Mapping[int, Choosing] = NO_CHOICE) -> None:
         self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
         self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
         self.choosing = choosing
-        self.indexes = [kept for each in choosing.values() for kept in (each.index, each.keys) if kept is not None]
         self.chosen: Chosen | None = None  # of the current pass: what its tokens see in layers that choose; None: all before them
-        self.states, paged, others = states, iter(self._layers), {**stateful, **{i: LayerCache(each, self) for i, each in readers.items()}}
+        reading = {index: LayerCache(each, self, choosing=apart.get(index)) for index, each in readers.items()}
+        self.states, paged, others = states, iter(self._layers), {**stateful, **reading}
         self._of_model = [replace(next(paged), states=stateful[index]) if index in beside else others.get(index) or next(paged)
                           for index in range(len(layers) + len(others) - len(beside))]
+        chosen_by = [each.choosing for each in self._of_model if isinstance(each, LayerCache) and each.choosing is not None]
+        self.indexes = [kept for each in chosen_by for kept in (each.index, each.keys) if kept is not None]
         self.better = [codec.better for codec in codecs if codec.better is not None]
         self._used: dict[int, int] = {}  # parts of slots that hold tokens, or held some and were not given back
         self.step: Step | None = None

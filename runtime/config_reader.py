@@ -168,6 +168,15 @@ class Keys:
             raise self.fail(name, f"a list of layers from 0 to {count - 1}")
         return frozenset(value)
 
+    def places(self, name: str, count: int) -> tuple[int, ...] | None:
+        """A list of exactly `count` numbers of as many layers, None when absent."""
+        value = self._get(name, None)
+        if value is None:
+            return None
+        if not isinstance(value, list) or len(value) != count or not all(type(v) is int and 0 <= v < count for v in value):
+            raise self.fail(name, f"a list of {count} layers from 0 to {count - 1}")
+        return tuple(value)
+
     def words(self, name: str, length: int) -> tuple[str, ...] | None:
         """A list of exactly `length` strings, None when absent."""
         value = self._get(name, None)

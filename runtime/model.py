@@ -29,7 +29,7 @@ from .images.album import Shown
 from .kv.both_ways import ends_of
 from .kv.picture_keys import BLIND, SLOTS, Look, PictureKeys, SeenLayer
 from .ngrams import away_nbytes, held, is_table
-from .rope import rope_tables
+from .rope import learned, rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
 from .stores.container import Container
@@ -58,7 +58,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     mixture = (own.experts + own.handed, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
-                config.latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
+                config.widest_latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),
                 config.num_hidden_layers * config.input_width, own is not None and own.apart, 2 * config.hidden_size if mtp else 0,
                 config.states_beside, config.gates_apart, config.streams, config.low_rank, lora, config.one_scale, config.narrow,
                 config.indexed.shape if config.indexed else None,
@@ -79,6 +79,9 @@ class Model(StoredStates):
         self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
         self.ropes = rope_tables(config, ctx)
+        if config.frequencies_learned:
+            own = self.tensors["outer"]["rope_alpha"]
+            self.ropes = learned(self.ropes, as_float32(own, {own.name: store.read(own.info)}))
         host = {key: [tensor.info for tensor in (held(roles) if key == "outer" else roles).values()] for key, roles in self.tensors.items()
                 if key == "outer" or devices[key] == "cpu"}
         self.pager = ResidentPager(store, host, mmap=mmap) if streams is None else streams.pager(store)

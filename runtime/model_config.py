@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..kernels.latent_shape import LatentShape, widest
 from ..kernels.layout import capped_silu
 from .compressed import Compressed
 from .config_rope import MAX_POSITIONS, RopeConfig
@@ -13,7 +14,6 @@ from .mixture import Mixture
 from .ngrams import Ngrams
 
 if TYPE_CHECKING:
-    from ..kernels.latent_shape import LatentShape
     from ..kernels.state_shape import StateShape
 
 
@@ -62,6 +62,8 @@ class ModelConfig:
     `ranks_lists`: such vectors are made of documents and a query in one text, to be compared. `written_window`: a token of an answer sees
     the whole prompt and so many of those that were written, itself among them; None for all. `mix_rank`: by way of so many numbers streams
     say, channel by channel, what a branch reads of them, 0 where they do not; `ngrams`: layers that are given rows of n-grams.
+    `layer_latents`: by layer the widths of latent attention, where layers differ. `queries_grow`: those of each head by numbers of its own
+    with their place; `frequencies_learned`: those of rotary positions are times numbers that a checkpoint holds.
     """
 
     family: str
@@ -157,6 +159,9 @@ class ModelConfig:
     written_window: int | None = None
     mix_rank: int = 0
     ngrams: Ngrams | None = None
+    layer_latents: tuple[LatentShape, ...] = ()
+    queries_grow: bool = False
+    frequencies_learned: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -165,6 +170,11 @@ class ModelConfig:
         return tuple(layer for layer in range(self.num_hidden_layers)
                      if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
 
+    @property
+    def shares_by_turns(self) -> bool:
+        """Whether a layer with keys and values of its own comes behind one that attends to others'."""
+        return any(source != layer for layer, source in enumerate(self.kv_sources[: max(self.attention_layers, default=0)]))
+
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention to the text."""
         return layer not in self.cross_layers and (self.states_beside or layer not in self.state_layers or layer in self.attends_beside)
@@ -172,6 +182,15 @@ class ModelConfig:
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""
         return self.layer_heads[layer] if self.layer_heads else (self.num_key_value_heads, self.head_dim)
+
+    def latent_of(self, layer: int) -> LatentShape | None:
+        """The widths of a layer's latent attention."""
+        return self.layer_latents[layer] if self.layer_latents else self.latent
+
+    @property
+    def widest_latent(self) -> LatentShape | None:
+        """What has room for the latent attention of all layers."""
+        return widest(self.layer_latents) if self.layer_latents else self.latent
 
     def queries_of(self, layer: int) -> int:
         """Query heads of a layer."""

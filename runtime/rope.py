@@ -72,6 +72,17 @@ class Places(RopeTable):
 PLACES = Places(np.ones(1, F32), 1.0, 2)
 
 
+class Logarithms(RopeTable):
+    """Of queries that grow head by head: in the place of cos the logarithm of how many tokens a token sees."""
+
+    def turns(self, positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        logs = np.log(np.asarray(positions, F32).reshape(-1, 1) + F32(1))
+        return logs, np.zeros_like(logs)
+
+
+LOGARITHMS = Logarithms(np.ones(1, F32), 1.0, 2)
+
+
 def place_fronts(slopes: Sequence[float], kv_heads: int, scale: float, width: int) -> tuple[np.ndarray, np.ndarray]:
     """What stands in front of queries [heads, width] and of keys [kv_heads, width], of which the first two become the digits of a place: a
     score, times `scale`, is then more by a head's slope for each place of its key. The others are zeros."""
@@ -187,7 +198,7 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
         return [PLACES] * config.num_hidden_layers
 
     def of_layer(layer: int, rope: RopeConfig | None) -> RopeTable | None:
-        size = config.heads_of(layer)[1] if config.layer_heads else config.rotary_width
+        size = config.heads_of(layer)[1] if config.layer_heads and config.latent is None else config.rotary_width
         if rope is None:
             return None
         if (id(rope), size) not in made:
@@ -200,3 +211,16 @@ def rope_tables(config: ModelConfig, ctx: int) -> list[RopeTable | None]:
         return made[id(rope), size]
 
     return [of_layer(layer, rope) for layer, rope in enumerate(config.ropes)]
+
+
+def learned(tables: Sequence[RopeTable | None], alpha: np.ndarray) -> list[RopeTable | None]:
+    """Tables whose frequencies are times the exponential of what a model learned of each; layers that shared one do so still."""
+    factors, made = np.exp(alpha), {}
+
+    def of(table: RopeTable) -> RopeTable:
+        return replace(table, inv_freq=table.inv_freq * factors, index=None if table.index is None else of(table.index))
+
+    for table in tables:
+        if table is not None and id(table) not in made:
+            made[id(table)] = of(table)
+    return [None if table is None else made[id(table)] for table in tables]

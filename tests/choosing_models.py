@@ -10,6 +10,7 @@ import torch
 from family_models import CASES, Case, oracle
 from transformers import PreTrainedModel
 
+from effllm.kernels.cpu.index import LayerIndex
 from effllm.runtime.engine import Engine
 
 AS_GOOD = 1e-3  # of the spread of a token's scores: as far may two tokens be apart that are taken for one another
@@ -18,6 +19,10 @@ CALM = {"hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings"
 CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **CALM, "index_topk": 70}),
             "glm_moe_dsa": Case("glm_moe_dsa", {**CASES["glm_moe_dsa"].changes, **CALM, "index_topk": 150, "num_hidden_layers": 4,
                                                 "indexer_types": ["full", "shared", "full", "shared"]}),
+            "mistral_large4": Case("mistral_large4_text", {
+                **CASES["mistral_large4"].changes, **{key: value for key, value in CALM.items() if key != "q_lora_rank"},
+                "index_topk": 70, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4],
+                "indexer_types": ["full", "shared", "full", "full", "shared"]}, inside="mistral_large4"),
             "minimax_m3": Case("minimax_m3_vl_text", {
                 **CASES["minimax_m3_vl_text"].changes, "hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": 640,
                 "dense_intermediate_size": 192, "index_topk_blocks": 4, "index_block_size": 16})}
@@ -26,7 +31,7 @@ CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].change
 @contextmanager
 def noted(engine: Engine) -> Iterator[list[dict[int, np.ndarray]]]:
     """What each layer that chooses chose, by the position of a token, int [groups, chosen]."""
-    indexes = [each.index for each in engine.cache.choosing.values() if each.index is not None]
+    indexes = [each for each in engine.cache.indexes if isinstance(each, LayerIndex)]
     found = [{} for _ in indexes]
 
     def noting(place: int, index: object, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:

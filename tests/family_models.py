@@ -318,7 +318,9 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     rotary, tables = rotary_of(model), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
         ours, = (abs(each.inv_freq) for each in tables.values())  # below zero where the model turns the other way round
-        assert np.allclose(rotary.inv_freq.numpy(), ours, rtol=1e-6, atol=0)
+        learned = getattr(rotary, "alpha", torch.zeros(1))
+        assert np.allclose((rotary.inv_freq * learned.exp()).numpy(), ours, rtol=1e-6, atol=0)
+        learned.zero_()
         rotary.inv_freq = torch.from_numpy(ours.copy())
 
 

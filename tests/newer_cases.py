@@ -42,7 +42,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "unlimited_ocr": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                            "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},
                             "encoder_config": SIGHT},
-          "minimax_m3_vl": {**SIGHT, "patch_size": 14, "image_size": 28},
+          "minimax_m3_vl": {**SIGHT, "patch_size": 14, "image_size": 28}, "mistral_large4": {**SIGHT, "model_type": "pixtral"},
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
                      "vision_output_dim": 64},
@@ -80,6 +80,8 @@ LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONT
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
 AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "num_shared_experts": 2, "mup_enabled": True,
          "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
+LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP, **INDEXED}.items() if key != "q_lora_rank"}, "no_rope_layers": [1, 0, 1],
+           "initializer_range": 0.15, **rope("yarn", factor=8.0, original_max_position_embeddings=48, attention_factor=1.0)}
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
 LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "kv_lora_rank":
@@ -320,6 +322,13 @@ NEWER = {
     "mistral4, queries at once, bfloat16": Case("mistral4", {
         **LATENT, **ONE_GROUP, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": GROWING_PARTS}, dtype="bfloat16",
         inside="mistral3"),
+    "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
+    "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
+        **LARGE_4, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4], "indexer_types": [
+            "full", "shared", "full", "shared", "full"], "final_logit_softcapping": 3.0, "mlp_layer_types": ["sparse", "dense"] * 2 + [
+                "sparse"]}, dtype="bfloat16", inside="mistral_large4"),
+    "mistral_large4, all seen, bfloat16": Case("mistral_large4_text", {**LARGE_4, "index_topk": CONTEXT}, dtype="bfloat16",
+                                               inside="mistral_large4"),
     "bamba": Case("bamba", {**MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1], "vocab_size": 301}),
     "bamba, biases, tied, bfloat16": Case("bamba", {
         **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,

@@ -61,6 +61,8 @@ def _save(case: Case, folder: Path) -> type:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("rotary_emb.alpha"):
+                buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)

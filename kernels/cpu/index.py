@@ -35,6 +35,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
     widths = {"y3": own.heads * own.width, "y4": own.width} if own.each or own.means else {"y2": own.width, "y3": own.heads}
+    if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
+        widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
     return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.listed,
             **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
 

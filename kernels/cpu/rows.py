@@ -16,12 +16,13 @@ from ..compile import kernel
 from ..layout import NORMS, activation_number
 from ..registry import Call
 from ..workspace import address
-from .angles import Angles
+from .angles import Angles, angles_of
 from .arithmetic import ONE, ZERO, activate, exp, gate_values, normalise_here, softplus
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 
 if TYPE_CHECKING:
     from ...quant.weight import Curve, Norm
+    from ...runtime.rope import RopeTable
     from .ops import CpuOps
 
 SHARE_FROM = 16_384  # values from which a job is worth waking the other threads
@@ -38,6 +39,9 @@ G_GATE, G_UP, G_TOKENS, G_WIDTH, G_ACT = range(5)
 # `gate_heads`: OUT times the sigmoid of the second halves, or of all of Y where STEP, how many times DEPTH a head is wide in Y, is 1, or
 # of its one number where that is 0; with SOFT times their softplus.
 P_Y, P_OUT, P_TOKENS, P_HEADS, P_DEPTH, P_STEP, P_SOFT = range(7)
+# Slots of `grow_rows`: every head of Y [TOKENS, HEADS * DEPTH], in place, times its number in SCALES, times the token's in LOGS, plus that
+# in OFFSETS.
+W_Y, W_TOKENS, W_HEADS, W_DEPTH, W_LOGS, W_SCALES, W_OFFSETS = range(7)
 # Slots of `scale_rows`: OUT = FACTOR * Y, both [TOKENS, WIDTH], which may be one.
 S_Y, S_OUT, S_TOKENS, S_WIDTH, S_FACTOR = range(5)
 # Slots of `clip_rows`: Y [TOKENS, WIDTH], in place, within -LIMIT and LIMIT, which is float64.
@@ -199,6 +203,21 @@ def gate_head_rows(args, worker, counter):
                     out[i] = out[i] / (ONE + exp(-gate[i]))
 
 
+@kernel()
+def grow_rows(args, worker, counter):
+    """Heads of Y times numbers of their own that grow with a token's place. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, logs, scales, offsets = a[W_HEADS], a[W_DEPTH], f32_at(a[W_LOGS]), f32_at(a[W_SCALES]), f32_at(a[W_OFFSETS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[W_TOKENS]:
+            return
+        for head in range(heads):
+            y, factor = f32_at(a[W_Y] + 4 * (t * heads + head) * depth), scales[head] * logs[t] + offsets[head]
+            for i in range(depth):
+                y[i] = factor * y[i]
+
+
 def rotate(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, norm: Norm | None) -> None:
     """Norm, of each head or of the whole row as its weight is long, then rotation; in place. A weight of two dimensions is one for each."""
     args, width = ops.args, head_dim if norm is None else norm.weight.shape[-1]
@@ -288,6 +307,13 @@ def scale_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, factor: float) 
     np.multiply(y, np.float32(factor), out=out)
 
 
+def normed_apart(ops: CpuOps, x: np.ndarray, norm: Norm) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take("normed", *x.shape)
+    ops.registry.select(Call("scale")).candidate.run(ops, x, out, 1.0)
+    return norm_rows(ops, out, norm)
+
+
 def clipped(ops: CpuOps, y: np.ndarray, limit: float) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("clip")).candidate.run(ops, y, limit)
@@ -316,6 +342,24 @@ def gate_heads(ops: CpuOps, x: np.ndarray, y: np.ndarray, heads: int, head_dim: 
     """See `BlockOps`."""
     ops.registry.select(Call("gate heads")).candidate.run(ops, y, x, heads, head_dim, soft)
     return x
+
+
+def grown_heads(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                growth: tuple[np.ndarray, np.ndarray]) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("grow heads")).candidate.run(ops, y, heads, head_dim, angles_of(ops, ops._angles, positions, places), growth)
+    return y
+
+
+def grow(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
+    ops.args[: W_OFFSETS + 1] = ops.at(y), len(y), heads, head_dim, angles.at[0], *map(address, growth)
+    ops.run(grow_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def grow_reference(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, angles: Angles, growth: tuple[np.ndarray, np.ndarray]) -> None:
+    ops.flush()
+    split = y.reshape(len(y), heads, head_dim)
+    split[:] = reference.grown_heads(split, angles.cos[:, 0], *growth)
 
 
 def part(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, head_dim: int) -> None:

@@ -212,6 +212,16 @@ class TorchOps(lora.Scales):
         """See `BlockOps`."""
         return y.copy_(self.stages.normalise(y, norm))
 
+    def normed_apart(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `BlockOps`."""
+        return self.stages.normalise(x, norm)
+
+    def grown_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
+                    growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+        """See `BlockOps`."""
+        logs, _ = self._cos_sin(positions, places)
+        return y.view(len(y), heads, head_dim).mul_((logs[:, :1] * growth[0] + growth[1])[..., None]).view_as(y)
+
     def clipped(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """See `BlockOps`."""
         return y.clamp_(-limit, limit)

@@ -125,7 +125,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of latent attention in the place of attention's."""
-    own, heads, hidden, prefix = config.latent, config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
+    own, heads, hidden, prefix = config.latent_of(layer), config.num_attention_heads, config.hidden_size, f"model.layers.{layer}.self_attn."
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     found = {"kv_a": ("kv_a_proj_with_mqa", own.key, hidden), "kv_a_norm": ("kv_a_layernorm", own.rank),
              "kv_b": ("kv_b_proj", heads * own.made, own.rank), "o": ("o_proj", hidden, heads * own.value)}

@@ -15,7 +15,8 @@ from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, laten
 from .glm4_moe import corrected
 from .glm4_moe_lite import DENSE, SPARSE
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "indexed_config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "check_kinds", "config", "indexed_config", "layer_tensors",
+           "outer_tensors", "sparse"]
 
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {
     "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types"}
@@ -36,10 +37,8 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do."""
     layers = base.size(keys, "num_hidden_layers")
-    for kind in keys.words("layer_types", layers) or ():
-        if kind != INDEXED:
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {INDEXED}")
-    own = _sparse(keys, layers, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
+    check_kinds(keys, layers)
+    own = sparse(keys, layers, corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
     made = latent_config(keys, base, widths, query_rank, True, mixture=grouped(keys, own, *groups))
     rope, rank = made.latent.rope, made.latent.query_rank
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
@@ -49,6 +48,13 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
     own = Indexed(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
     return replace(made, mtp_layers=mtp_layers(keys), indexed=own)
+
+
+def check_kinds(keys: Keys, layers: int) -> None:
+    """Raises ConfigError for layers of other kinds than have indexers."""
+    for kind in keys.words("layer_types", layers) or ():
+        if kind != INDEXED:
+            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {INDEXED}")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
@@ -64,7 +70,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "index_weights": TensorRule(f"{prefix}weights_proj.weight", (own.heads, hidden), plain=True)}
 
 
-def _sparse(keys: Keys, layers: int, own: Mixture) -> Mixture:
+def sparse(keys: Keys, layers: int, own: Mixture) -> Mixture:
     """The mixture in the layers that mlp_layer_types says, where it is there."""
     kinds = keys.words("mlp_layer_types", layers)
     if kinds is None:

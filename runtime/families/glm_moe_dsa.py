@@ -9,7 +9,7 @@ from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v32
 from .deepseek_v32 import NAMES, block, indexed_config, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "choosing", "config", "layer_tensors", "outer_tensors"]
 
 SHARING = frozenset({"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"})
 KEYS_USED, KEYS_HARMLESS = deepseek_v32.KEYS_USED | SHARING, deepseek_v32.KEYS_HARMLESS - SHARING
@@ -21,10 +21,10 @@ FULL, SHARED = "full", "shared"
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=202_752, norm_eps=1e-5, sizes=SIZES, bos=0, eos=(1,))
-    return indexed_config(keys, base, WIDTHS, 2048, (1, 1), 32, True, _choosing(keys, base.size(keys, "num_hidden_layers")))
+    return indexed_config(keys, base, WIDTHS, 2048, (1, 1), 32, True, choosing(keys, base.size(keys, "num_hidden_layers")))
 
 
-def _choosing(keys: Keys, layers: int) -> list[bool]:
+def choosing(keys: Keys, layers: int) -> list[bool]:
     """By layer whether it chooses for itself: by its own word, by a letter each, or every so many behind the first."""
     letters = isinstance(keys.raw.get("index_topk_pattern"), str)
     pattern = keys.text("index_topk_pattern") if letters else keys.words("index_topk_pattern", layers)

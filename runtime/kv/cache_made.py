@@ -31,6 +31,7 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     every = tuple(index for index in range(len(specs)) if index in both or (index not in stateful and index not in shared))
     if not every:
         return _without_pages(states, stateful, shape, kv)
+    of_all, every_spec = backends, specs
     backends, specs = [backends[index] for index in every], [getattr(specs[index], "attention", specs[index]) for index in every]
     heads = [(spec.kv_heads, spec.head_dim) for spec in specs]
     layouts, codecs = [kv.layout(*each) for each in heads], codecs or layer_codecs(kv, heads)
@@ -46,7 +47,7 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
               for i, (ops, spec) in enumerate(zip(backends, specs, strict=True))]
     readers = {index: layers[every.index(layer)].reader() for index, layer in shared.items()}
     spilling = [(pages, pooled.index(i)) for i, pages in enumerate(layers) if i in pooled]
-    # Those of readers come behind all others in a pass: only the last layers share.
+    # Those of readers come behind all others in a pass: only the last layers share, where pages lie on a disk.
     spilling += [(readers[index], pooled.index(every.index(layer))) for index, layer in shared.items() if every.index(layer) in pooled]
     if pool.stream is None:
         spilling = []
@@ -59,21 +60,22 @@ def open_cache(backends: Sequence[object], specs: Sequence[LayerSpec], kv: RawCo
     sealing = [*sealers(backends, layers, codecs, layouts), *second]
     policy = open_policy(kv.policy, codecs[0].share if better else 0.0)
     probes = Probes(specs, shape, every) if policy.probes else None
-    choosing = _open_indexes(backends, specs, kv, shape, disk)
+    choosing = _open_indexes(backends, dict(enumerate(specs)), kv, shape, disk)
+    apart = _open_indexes(of_all, {index: spec for index, spec in enumerate(every_spec) if index in shared}, kv, shape, disk)
     return KVCache(layers, codecs, policy, shape, layouts, exact, sealing, pool, probes, [pages for pages, _ in spilling], states, stateful,
-                   readers, both, choosing)
+                   readers, both, choosing, apart)
 
 
-def _open_indexes(backends: Sequence[object], specs: Sequence[AttnSpec], kv: RawCodec | PackedFormat, shape: CacheShape,
-                  disk: DiskTier | None) -> dict[int, Choosing]:
+def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | SharedPages], kv: RawCodec | PackedFormat,
+                  shape: CacheShape, disk: DiskTier | None) -> dict[int, Choosing]:
     """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
-    found = {place: spec for place, spec in enumerate(specs) if spec.by_choice or spec.compressed}
+    found = {place: spec for place, spec in specs.items() if spec.by_choice or spec.compressed}
     if found and (kv.is_packed or disk is not None or any(backends[place].name != "cpu" for place in found)):
         raise UsageError("a model that chooses which tokens it sees keeps them unpacked, in memory and on the CPU",
                          "--kv 16bit --device cpu, without --kv-ram")
     stored = index_type(kv)
 
-    def keys_of(place: int, spec: AttnSpec) -> CompressedKeys | None:
+    def keys_of(place: int, spec: AttnSpec | SharedPages) -> CompressedKeys | None:
         own = spec.compressed
         return None if own is None else backends[place].compressed_keys(own, anonymous(own.keys_nbytes(shape.ctx, stored)), stored)
 

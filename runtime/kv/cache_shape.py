@@ -39,9 +39,14 @@ class AttnSpec:
 
 @dataclass(frozen=True)
 class SharedPages:
-    """Of a layer without keys and values of its own: it attends to those of an earlier `layer`, with the same heads, scale and window."""
+    """Of a layer without keys and values of its own: it attends to those of an earlier `layer`, with the same heads, scale and window.
+    The others are as of `AttnSpec`."""
 
     layer: int
+    index: IndexShape | None = None
+    by_choice: bool = False
+    latent: bool = False
+    compressed: CompressedShape | None = None
 
 
 @dataclass(frozen=True)
@@ -78,11 +83,17 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
         if layer in config.cross_layers:
             found.append(Nothing())
         elif layer not in config.state_layers:
-            found.append(paged.get(layer) or SharedPages(config.kv_sources[layer]))
+            found.append(paged.get(layer) or _shared(config, layer))
         else:
             own = shape_of(config, layer)
             found.append(Both(paged[layer], own) if config.attends(layer) else own)
     return found
+
+
+def _shared(config: ModelConfig, layer: int) -> SharedPages:
+    own = config.indexed
+    return SharedPages(config.kv_sources[layer], own.of(layer) if own else None, own is not None and own.sources[layer] is not None,
+                       config.latent is not None)
 
 
 @dataclass(frozen=True)

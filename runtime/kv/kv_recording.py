@@ -194,7 +194,7 @@ def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, lay
         if weights.o_norm.weight is not None:
             o = o * (weights.o_norm.weight + np.float32(weights.o_norm.kind == "rms+1"))[:, None]
     parts = np.ascontiguousarray(o.reshape(len(o), heads, -1).swapaxes(0, 1))
-    if (own := config.latent) is not None:
+    if (own := config.latent_of(layer)) is not None:
         values = weights.latent.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
         parts = np.pad(parts @ values, ((0, 0), (0, 0), (own.rope, 0)))
     return (parts.swapaxes(1, 2) @ parts).astype(np.float64) * scale**2

@@ -233,7 +233,7 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None
-        if cache.codecs and not cache.kv.policy and options.parallel == 1 and config.indexed is None:
+        if cache.codecs and not cache.kv.policy and options.parallel == 1 and config.indexed is None and not config.shares_by_turns:
             spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,

@@ -104,6 +104,10 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
         whole = config.indexed.shape.whole
         if options.ctx is not None and options.ctx <= whole:
             config = without_index(config)
+            if config.shares_by_turns:
+                found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
+                why = "layers of this model share keys and values by turns, and these stay in memory"
+                options = _without(options, found, why, "", notices)
             return config, _on_the_host(options, notices) if config.mix_rank else options
         why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
         instead = f"-c {whole}"

@@ -17,6 +17,7 @@ from ...offload.header import TensorInfo, damaged, shown
 from .. import families
 from ..families import gpt2
 from ..families.mixtral import MOST_EXPERTS
+from .native_names import TRANSLATED, translated
 
 THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.text_model.", "language_model."), "lm_head."
@@ -26,7 +27,8 @@ BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "
 EXPERTS = {**dict.fromkeys(("afmoe", "axk1", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                             "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
                             "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum", "mimo_v2_flash", "minimax_m3_vl",
-                            "minimax_m3_vl_text", "mistral4", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
+                            "minimax_m3_vl_text", "mistral4",
+                            "mistral_large4", "mistral_large4_text", "olmoe", "qwen2_moe", "qwen3_5_moe", "qwen3_5_moe_text", "qwen3_moe",
                             "qwen3_next", "qwen4_exp", "qwen4_exp_text", "solar_open", "deepseek_ocr2_text", "unlimited_ocr_text"),
                             "mlp"),
            **dict.fromkeys(("granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "kimi_linear", "minimax", "minimax_m2",
@@ -80,6 +82,9 @@ def alone(name: str) -> str:
 def give_names(store: TensorStore, model_type: object) -> None:
     """Name the tensors of a store as the family of a `model_type` does. Raises CheckpointError."""
     model_type = families.RENAMED.get(str(model_type), str(model_type))
+    if model_type in TRANSLATED:
+        names = ((translated(name, model_type), info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
     if any(name.startswith(INSIDE) for name in store.tensors) and not any(name.startswith(BASE) for name in store.tensors):
         names = ((BASE + name if name.startswith(INSIDE) else name, info) for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}

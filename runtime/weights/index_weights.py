@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
 from ...quant.weight import Index, Linear, Norm
@@ -28,7 +28,13 @@ def index_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear:
     def norm(role: str) -> Norm | None:
         return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in roles else None
 
-    return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"))
+    return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
+                 norm("index_entered"), growth(roles, vector, "index_"))
+
+
+def growth(roles: Collection[str], vector: Callable[[str], object], whose: str = "") -> tuple[object, object] | None:
+    """By what queries of a layer, or of its indexer, grow with their place head by head, of its tensors by role."""
+    return (vector(f"{whose}grow_scale"), vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in roles else None
 
 
 def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,

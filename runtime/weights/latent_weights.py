@@ -18,12 +18,12 @@ def latent_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear
                    vector: Callable[[str], object]) -> Latent | None:
     """Of a layer's tensors by role, where it has such; `linear` and `vector` make a role's matrix and vector on a backend. What a config
     multiplies both latents by is in their norms."""
-    if "kv_a" not in roles:
+    if "kv_b" not in roles:
         return None
 
     def norm(role: str) -> Norm:
         weight, factor = vector(role), config.factor(role)
         return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS)
 
-    q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm")
+    q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm") if "kv_a" in roles else None
     return Latent(linear("q_a"), q_norm, linear("q_b") or linear("q"), linear("kv_a"), kv_norm, linear("kv_b").weight)

@@ -25,7 +25,7 @@ from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NO
 from ..tensors import ModelTensor, as_float32, typed
 from . import residual_weights
 from .compressed_weights import LEAVES, PICKS, hyper_weights, picks_of, wide_weights
-from .index_weights import index_weights
+from .index_weights import growth, index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .ngram_table import NgramTable, check_numbers
@@ -185,6 +185,7 @@ class WeightRecords:
                             correction=correction, shared=shared,
                             state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
                             latent=latent_weights(config, roles, linear, vector), index=index_weights(config, roles, linear, vector),
+                            grows=growth(roles, vector),
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,

@@ -1,0 +1,137 @@
+"""Mistral Large 4 (1T-A52B), text: latent attention whose tokens choose what they see, as in GLM 5, in which some layers know no positions,
+some attend to the latents of an earlier layer, and queries grow with their place by numbers that each head learned.
+
+Where a layer knows no positions no channels are set apart for them, so its latents are narrower than those of the others. Frequencies of
+the others are times numbers that the checkpoint holds. Index queries are made of what the layer reads, normed once more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ...kernels.index_shape import IndexShape
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from ..indexed import Indexed, sources_of
+from ..rope import LOGARITHMS
+from ..weights.index_weights import choose
+from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, llama
+from .deepseek_v3 import NAMES, latent_config
+from .deepseek_v32 import EPS, check_kinds, sparse
+from .glm4_moe import shared_mixture
+from .glm_moe_dsa import choosing
+from .llama import feed_forward
+from .smollm3 import rotated_layers
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = glm_moe_dsa.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "n_group", "topk_group",
+                                     "norm_topk_prob"} | {
+    "final_logit_softcapping", "kv_source_layers", "no_rope_layer_interval", "no_rope_layers"}
+KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS
+REFUSED_UNLESS: Mapping[str, object] = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group": 1,
+                                        "norm_topk_prob": True, "rope_interleave": True, "sliding_window": None, "topk_group": 1}
+SIZES = {"vocab_size": 204_800, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 72, "num_attention_heads": 64}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
+YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,
+        "beta_slow": 1.0, "attention_factor": 1.0}  # where a config has no section of rotary positions
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES, bos=1, eos=(2,))
+    layers = base.size(keys, "num_hidden_layers")
+    check_kinds(keys, layers)
+    stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
+    mixture = sparse(keys, layers, shared_mixture(keys, layers, 128, 4, 1, True, 6144, 1))
+    made = latent_config(stated, base, WIDTHS, None, True, mixture=mixture, queries_grow=True, frequencies_learned=True,
+                         final_logit_softcapping=keys.number("final_logit_softcapping", 30.0))
+    turned, own = rotated_layers(keys.saying(num_hidden_layers=layers)), made.latent
+    for key, value, stated in (("attention_bias", made.o_bias, made.o_bias), ("q_lora_rank", own.query_rank is not None, own.query_rank)):
+        if value:
+            raise ConfigError(f"config.json: {key} = {show(stated)} is not supported for mistral_large4_text models",
+                              "queries of this family are made of what a layer reads, and its matrices have no biases")
+    width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
+    if width < own.rope:
+        raise ConfigError(f"config.json: index_head_dim {width} with qk_rope_head_dim {own.rope} is not supported",
+                          "a part of each index query turns")
+    index = IndexShape(keys.integer("index_n_heads", 32, high=1024), width, own.rope, count)
+    still = replace(own, nope=own.query, rope=0)
+    latents = tuple(own if each else still for each in turned)
+    return replace(made, ropes=tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True)),
+                   layer_latents=latents, layer_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
+                   indexed=Indexed(index, sources_of(choosing(keys, layers)), True, ("layer", EPS)))
+
+
+def _sources(keys: Keys, turned: Sequence[bool]) -> tuple[int, ...]:
+    """By layer whose latents it attends to, nothing where each has its own. Raises ConfigError."""
+    listed = keys.places("kv_source_layers", len(turned))
+    lent = {source for layer, source in enumerate(listed or ()) if source != layer}  # whose latents others attend to
+    for layer, source in enumerate(listed or ()):
+        last = max((each for each in lent if each < layer and turned[each] == turned[layer]), default=layer)
+        if source != layer and (source != last or listed[source] != source):
+            raise ConfigError(f"config.json: kv_source_layers says {source} of layer {layer}, which is not supported",
+                              "a layer attends to the last one before it whose latents are lent and that has positions if it has them")
+    return listed if lent else ()
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules = deepseek_v32.layer_tensors(config, layer)
+    prefix, heads, hidden = f"model.layers.{layer}.self_attn.", config.num_attention_heads, config.hidden_size
+    if config.kv_sources and config.kv_sources[layer] != layer:
+        del rules["kv_a"], rules["kv_a_norm"]
+    rules |= {"grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (heads,)),
+              "grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (heads,))}
+    if "index_q" in rules:
+        own, prefix = config.indexed.shape, f"{prefix}indexer."
+        rules |= {"index_q": replace(rules["index_q"], shape=(own.heads * own.width, hidden)),
+                  "index_entered": TensorRule(f"{prefix}q_input_norm.weight", (hidden,)),
+                  "index_entered_bias": TensorRule(f"{prefix}q_input_norm.bias", (hidden,)),
+                  "index_grow_scale": TensorRule(f"{prefix}softmax_scaling.scale", (own.heads,)),
+                  "index_grow_offset": TensorRule(f"{prefix}softmax_scaling.bias", (own.heads,))}
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.latent.rope // 2,))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `deepseek_v3.block`; a layer without latents of its own attends to those that an earlier one has cached."""
+    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+
+
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+              layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """The first half of a block."""
+    tap("block_in", layer, x)
+    own, shape, heads = w.latent, config.latent_of(layer), config.num_attention_heads
+    y, norm, beside = x, w.input_norm, ()
+    if w.index is not None:  # whose queries read the row once it is normed
+        y, norm, beside = ops.normed_apart(x, w.input_norm), None, (w.index.k, w.index.weights)
+    latents = () if own.kv_down is None else (own.kv_down,)
+    q, *made = ops.norm_linear(y, norm, [own.q, *latents, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
+    k = ops.rope_heads(ops.latent_keys(made.pop(0), shape, own.kv_norm), 1, shape.key, positions, rope, None) if latents else None
+    q = ops.grown_heads(q, heads, shape.query, positions, LOGARITHMS, w.grows)
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    if w.index is not None:  # where the layer's own queries were made
+        (chosen_by,) = ops.norm_linear(y, w.index.entered, [w.index.q])
+        chosen_by = ops.grown_heads(chosen_by, config.indexed.shape.heads, config.indexed.shape.width, positions, LOGARITHMS, w.index.grows)
+        choose(ops, w.index, chosen_by, *made, kv, positions, rope, config.indexed.shape)
+    tap("q", layer, q)
+    if k is not None:
+        tap("k", layer, k)
+        tap("v", layer, k)
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
+    tap("attn_out", layer, attended)
+    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)
