@@ -8,7 +8,8 @@ Tokens are chosen in units of `grain` side by side. Each query's own choice are 
 
 Keys of `rate` tokens may be `means` of theirs (Qwen 4, QSA). Then a unit is these tokens, and those behind the last whole unit, which have
 no key yet, are seen whatever is chosen: they are one unit more of every choice, the last. Behind the blocks lie what tokens give to their
-means, [tokens, width], row by row: a key that is not whole yet is made of them, wherever a text is cut.
+means, [tokens, row], row by row: a key that is not whole yet is made of them, wherever a text is cut. Where means are `weighed` (GLM 5.3),
+a row is what the mean is of and what the token says of each channel, of which a softmax over the tokens makes weights.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class IndexShape:
     `each`: every head chooses for a head of keys and values of its own, a unit by its best token; otherwise one choice is made for all, by
     the sum over heads of what is above zero, each times a weight of the token's. `near`: units that are chosen whatever they score, the
     token's own and those before it. `rate`: tokens of a key, which is seen once its last one is there; then a unit is a
-    key, or where these are `means` the tokens of one."""
+    key, or where these are `means` the tokens of one, which may be `weighed`."""
 
     heads: int
     width: int
@@ -35,11 +36,17 @@ class IndexShape:
     near: int = 0
     rate: int = 1
     means: bool = False
+    weighed: bool = False
 
     @property
     def groups(self) -> int:
         """Choices of a token."""
         return self.heads if self.each else 1
+
+    @property
+    def row(self) -> int:
+        """Numbers that a token gives to a mean."""
+        return self.width * (1 + self.weighed)
 
     @property
     def listed(self) -> int:
@@ -66,7 +73,7 @@ class IndexShape:
 
     def token_nbytes(self, stored: int) -> int:
         """Bytes of the key of a token, or of its part of one, and of what it gives to a mean."""
-        return self.scored_nbytes(stored) + self.means * self.width * STORED_BYTES[stored]
+        return self.scored_nbytes(stored) + self.means * self.row * STORED_BYTES[stored]
 
     def scored_nbytes(self, stored: int) -> int:
         """Bytes of the key of a token, or of its part of one: what later tokens read."""
@@ -74,7 +81,7 @@ class IndexShape:
 
     def nbytes(self, ctx: int, stored: int) -> int:
         """Bytes of one layer's keys for a context, and of what means are made of."""
-        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1 + self.means * self.rate)
+        return -(-self.keys(ctx) // PAGE) * self.block_nbytes(stored) * (1 + self.means * self.rate * (1 + self.weighed))
 
     def block_nbytes(self, stored: int) -> int:
         """Bytes of PAGE keys."""

@@ -47,6 +47,15 @@ def means(rows: np.ndarray, norm: tuple[str, np.ndarray, None, float], rate: int
     return rotate_heads(made[:, None], cos[:whole], sin[:whole])[:, 0]
 
 
+def pools(rows: np.ndarray, rate: int) -> np.ndarray:
+    """Keys [n, width] of every `rate` of rows [tokens, 2 * width] that are whole: means of their first halves, weighed channel by channel
+    by a softmax over their second ones."""
+    whole, width = len(rows) // rate, rows.shape[1] // 2
+    split = rows[: whole * rate].astype(np.float64).reshape(whole, rate, 2, width)
+    weights = np.exp(split[:, :, 1] - split[:, :, 1].max(1, keepdims=True))
+    return (split[:, :, 0] * weights).sum(1) / weights.sum(1)
+
+
 def seen(chosen: np.ndarray, tokens: int, kv_heads: int, shape: IndexShape) -> np.ndarray:
     """Which of the first `tokens` tokens a query may see: bool [T, kv_heads, tokens]."""
     units = np.zeros((*chosen.shape[:2], shape.units(tokens) + 1), bool)  # a unit may begin behind the last token

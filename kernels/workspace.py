@@ -35,7 +35,7 @@ class Dims:
     matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
     which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
     numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
-    the words before a token.
+    the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`.
     """
 
     hidden: int
@@ -74,6 +74,7 @@ class Dims:
     mix_rank: int = 0
     ngrams: NgramShape | None = None
     ngram_layers: int = 0
+    mixes: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -102,7 +103,8 @@ class Dims:
         if self.latent is None:
             wide = self.streams * self.hidden if self.grouped or self.mix_rank else 0
             return max(self.attended, wide, self.grouped, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
-        return max(self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
+        wide = self.streams * self.hidden if self.mixes else 0
+        return max(wide, self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
 
 
 def address(array: np.ndarray | None) -> int:

@@ -223,9 +223,10 @@ class Latent:
 
 @dataclass(frozen=True)
 class Index:
-    """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that of
-    queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere. `entered`:
-    the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with their place."""
+    """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that
+    of queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere.
+    `entered`: the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with
+    their place; `places` [rate * width]: what is added to what tokens of a pool say, by their place in it."""
 
     q: Linear
     q_norm: Norm | None
@@ -234,6 +235,7 @@ class Index:
     weights: Linear | None
     entered: Norm | None = None
     grows: tuple[object, object] | None = None
+    places: object | None = None
 
 
 @dataclass(frozen=True)

@@ -23,6 +23,7 @@ class Hyper:
     least: float
     leaves: bool
     is_gated: ClassVar[bool] = False
+    is_mean: ClassVar[bool] = False
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,16 @@ class Residual:
     up: Linear
     inject: Linear | None
     is_gated: ClassVar[bool] = True
+    is_mean: ClassVar[bool] = False
+
+
+@dataclass(frozen=True)
+class Mean:
+    """What leaves the last layer is the mean of `count` streams."""
+
+    count: int
+    is_gated: ClassVar[bool] = False
+    is_mean: ClassVar[bool] = True
 
 
 @dataclass(frozen=True)

@@ -147,7 +147,7 @@ class BlockOps(Protocol):
 
     def lent_mlp(self, x: object, norm: Norm, gate: Linear, up: Linear, down: Linear, act: str, own: Sequence[LowRank],
                  see: See = None) -> object:
-        """down(act(gate(n)) * up(n)) with n = norm(x), to gate and up of which the branches of `own` are added. `see`: what goes
+        """down(act(gate(n)) * up(n)) with n = norm(x), to gate and up of which the branches of `own` are added, if any. `see`: what goes
         into `down`."""
 
     def widened_heads(self, y: object, heads: int, wide: int, front: object | None, which: int) -> object:

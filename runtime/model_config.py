@@ -64,6 +64,9 @@ class ModelConfig:
     say, channel by channel, what a branch reads of them, 0 where they do not; `ngrams`: layers that are given rows of n-grams.
     `layer_latents`: by layer the widths of latent attention, where layers differ. `queries_grow`: those of each head by numbers of its own
     with their place; `frequencies_learned`: those of rotary positions are times numbers that a checkpoint holds.
+    `latent_eps`: of norms of latents, where it is not that of most families. `mix_rounds`: where streams are mixed by numbers of a token's
+    own in a model without keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and
+    `mix_least`, which is added to what is divided by; what leaves them is their mean.
     """
 
     family: str
@@ -162,6 +165,9 @@ class ModelConfig:
     layer_latents: tuple[LatentShape, ...] = ()
     queries_grow: bool = False
     frequencies_learned: bool = False
+    latent_eps: float | None = None
+    mix_rounds: int = 0
+    mix_least: float = 0.0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -169,6 +175,16 @@ class ModelConfig:
         """Those that have keys and values of their own."""
         return tuple(layer for layer in range(self.num_hidden_layers)
                      if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
+
+    @property
+    def mixes(self) -> tuple[int, float]:
+        """By how many rounds of dividing streams are mixed, and what is added to what is divided by."""
+        return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)
+
+    @property
+    def mixes_on_host(self) -> bool:
+        """Whether streams are mixed by stages that the CPU alone has, in a model without keys of several tokens."""
+        return self.mix_rank > 0 or self.mix_rounds > 0
 
     @property
     def shares_by_turns(self) -> bool:

@@ -42,6 +42,8 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "unlimited_ocr": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                            "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},
                             "encoder_config": SIGHT},
+          "glm5_next": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
+                        "image_size": 32, "projection_intermediate_size": 32},
           "minimax_m3_vl": {**SIGHT, "patch_size": 14, "image_size": 28}, "mistral_large4": {**SIGHT, "model_type": "pixtral"},
           "kimi_k25": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
           "llama4": {**SIGHT, "intermediate_size": 128, "pixel_shuffle_ratio": 0.5, "projector_input_dim": 64, "projector_output_dim": 64,
@@ -80,8 +82,12 @@ LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONT
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
 AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "num_shared_experts": 2, "mup_enabled": True,
          "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
-LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP, **INDEXED}.items() if key != "q_lora_rank"}, "no_rope_layers": [1, 0, 1],
-           "initializer_range": 0.15, **rope("yarn", factor=8.0, original_max_position_embeddings=48, attention_factor=1.0)}
+LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP, **INDEXED}.items() if key != "q_lora_rank"},
+           "no_rope_layers": [1, 0, 1], "initializer_range": 0.15,
+           **rope("yarn", factor=8.0, original_max_position_embeddings=48, attention_factor=1.0)}
+GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "first_k_dense_replace")},
+              "num_hidden_layers": 4, "qk_rope_head_dim": 0, "linear_head_dim": 24, "linear_num_heads": 3, "index_topk": 320,
+              "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
 LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "kv_lora_rank":
@@ -329,6 +335,12 @@ NEWER = {
                 "sparse"]}, dtype="bfloat16", inside="mistral_large4"),
     "mistral_large4, all seen, bfloat16": Case("mistral_large4_text", {**LARGE_4, "index_topk": CONTEXT}, dtype="bfloat16",
                                                inside="mistral_large4"),
+    "glm5_next": Case("glm5_next_text", GLM_5_NEXT, inside="glm5_next"),
+    "glm5_next, no bound, other layers, a choice that is shared, bfloat16": Case("glm5_next_text", {
+        **GLM_5_NEXT, "layer_types": ["indexed_attention", "indexed_attention", "linear_attention", "linear_attention"],
+        "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
+        "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
+        "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
     "bamba": Case("bamba", {**MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1], "vocab_size": 301}),
     "bamba, biases, tied, bfloat16": Case("bamba", {
         **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,

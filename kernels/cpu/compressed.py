@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 def wide_floats(dims: Dims) -> int:
     """Floats of scratch per worker, of these layers and of what mixes streams."""
     if not isinstance(dims.state, CompressedShape):
-        return 0
+        return hyper.scratch_floats(dims)
     return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim), hyper.scratch_floats(dims))
 
 

@@ -11,32 +11,35 @@ from .. import reference_hyper as meaning
 from ..registry import Call
 from ..workspace import Dims, address
 from . import hyper_loops as loops
-from . import linear, residuals
+from . import linear, residuals, streams
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear
-    from ...quant.wide_weights import Hyper, Residual
+    from ...quant.wide_weights import Hyper, Mean, Residual
     from .ops import CpuOps
 
 
 def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     """Floats of the buffers, none for a model whose streams are not mixed so."""
+    said = {"said": chunk * dims.streams * (2 + dims.streams)}
     if not dims.grouped:
-        return residuals.plan_workspace(dims, chunk)
+        return said if dims.mixes else residuals.plan_workspace(dims, chunk)
     picks = {f"picks{place}": chunk * dims.experts for place in range(dims.picked)}
-    return {**picks, "said": chunk * dims.streams * (2 + dims.streams), "grouped": chunk * dims.grouped,
+    return {**picks, **said, "grouped": chunk * dims.grouped,
             "gave": chunk * dims.grouped, "group": chunk * dims.heads * dims.head_dim}
 
 
 def scratch_floats(dims: Dims) -> int:
     """Of a worker."""
-    return dims.streams * loops.BLOCK if dims.grouped else 0
+    return dims.streams * loops.BLOCK if dims.grouped or dims.mixes else 0
 
 
-def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
+def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.ndarray:
     """See `HostOps`."""
     if hyper.is_gated:
         return residuals.read(ops, x, hyper)
+    if hyper.is_mean:
+        return streams.mean_stream(ops, x, hyper.count)
     if (outs := ops._remembered(x, hyper.norm, (hyper.matrix,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])]
         ops._matrix(x, hyper.norm, [hyper.matrix], outs, linear.PLAIN, "none")

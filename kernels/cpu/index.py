@@ -14,7 +14,7 @@ from ..index_shape import IndexShape
 from ..layout import F32, PAGE
 from ..registry import Call
 from ..workspace import Dims, address
-from . import attention, attention_few, chosen_loops, latent, states
+from . import attention, attention_few, chosen_loops, latent, pool_loops, states
 from . import index_loops as loops
 from .angles import KeyAngles
 from .rows import SHARE_FROM
@@ -35,6 +35,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
     beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
     widths = {"y3": own.heads * own.width, "y4": own.width} if own.each or own.means else {"y2": own.width, "y3": own.heads}
+    if dims.latent is not None and own.means:
+        widths = {"y2": own.row, "y3": own.heads}
     if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
         widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
     return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.listed,
@@ -46,7 +48,7 @@ def scratch_floats(dims: Dims) -> int:
     own = dims.index
     if own is None:
         return 0
-    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))), 2 * own.width,
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))), pool_loops.SCRATCH_ROWS * own.width,
                chosen_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
 
 
@@ -79,19 +81,20 @@ class LayerIndex:
     """The keys of one layer in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
 
     def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
-        keys = len(memory) // (1 + shape.rate * shape.means)
+        keys = len(memory) // (1 + shape.rate * shape.means * (1 + shape.weighed))
         self.ops, self.shape, self.memory, self.stored = ops, shape, memory[:keys], stored
-        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.width)  # of means
+        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.row)  # of means
         kind = "f32" if stored == F32 else "f16"
         self._choose = ops.registry.select(Call("choose", kind)).candidate.run
-        self._note_means = ops.registry.select(Call("note means", kind)).candidate.run
+        self._note_means = ops.registry.select(Call("note pools" if shape.weighed else "note means", kind)).candidate.run
 
     def room(self, tokens: int) -> np.ndarray:
         """Where the choice of so many tokens goes, int32 [T, groups * listed]."""
         return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.listed).view(np.int32)
 
-    def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | None = None) -> None:
-        """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, and those that are whole, by `closing`."""
+    def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | tuple[Norm, np.ndarray] | None = None) -> None:
+        """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, [T, row], and those that are whole, by
+        `closing`."""
         if self.shape.means:
             self._note_means(self, k, position, closing)
             return
@@ -124,7 +127,7 @@ class LayerIndex:
 
     def unseen_nbytes(self, tokens: int) -> int:
         """Bytes of what means of so many tokens are made of, which no later one reads once they are whole."""
-        return self.shape.means * tokens * self.rows.itemsize * self.shape.width
+        return self.shape.means * tokens * self.rows.itemsize * self.shape.row
 
     def keys(self, count: int) -> np.ndarray:
         """The first keys as they are kept, [count, width]."""
@@ -226,6 +229,30 @@ def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closin
         made = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate, *table.turns(places))
         at, held = first + np.arange(len(made)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
         held[at // PAGE, :, at % PAGE] = made
+
+
+def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
+    """The kernel: the tokens of a key are one thread's. `closing`: by what the first half of a row is normed, and what is added to the
+    second at each place [rate, width] of a pool."""
+    ops, shape, (norm, places), loops = index.ops, index.shape, closing, pool_loops
+    block = np.zeros(loops.POOL_SLOTS, np.int64)
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+                address(norm.weight), address(norm.bias), address(places), ops.scratch, ops.scratch_stride, 0)
+    block.view(np.float64)[loops.P_EPS] = norm.eps
+    ops.keep(block)
+    ops.refresh(partial(block.__setitem__, loops.P_POSITION))
+    ops.run(loops.note_pools, address(block), k.size >= SHARE_FROM)
+
+
+def note_pools_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
+    index.ops.flush()
+    rate, width, (norm, places), first = index.shape.rate, index.shape.width, closing, position // index.shape.rate
+    own = index.rows[position : position + len(k)]
+    own[:, :width] = reference.normalise(k[:, :width].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps)
+    own[:, width:] = k[:, width:] + places.reshape(rate, width)[np.arange(position, position + len(k)) % rate]
+    last = (position + len(k)) // rate
+    at, held = np.arange(first, last), index.memory.view(index.rows.dtype).reshape(-1, width, PAGE)
+    held[at // PAGE, :, at % PAGE] = meaning.pools(index.rows[first * rate : last * rate], rate)
 
 
 def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,

@@ -34,7 +34,7 @@ TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
 
 
 @inlined()
-def _put(source, target, width, step, item):
+def put_kept(source, target, width, step, item):
     """`width` float32 of `source` to the address `target`, `step` values apart, as floats or as halves."""
     if item == 4:
         wide = f32_at(target)
@@ -59,7 +59,7 @@ def note_keys(args, worker, counter):
             at, source = a[N_POSITION] + t, f32_at(a[N_K] + 4 * t * width)
             block = a[N_KEYS] + at // PAGE * PAGE * width * item
             at %= PAGE
-            _put(source, block + at * item, width, PAGE, item)
+            put_kept(source, block + at * item, width, PAGE, item)
 
 
 @inlined({"contract"})
@@ -103,13 +103,13 @@ def note_means(args, worker, counter):
             return
         for t in range(max(begin, group * rate), min(end, (group + 1) * rate)):
             source, target = f32_at(a[M_K] + 4 * (t - begin) * width), a[M_ROWS] + t * width * item
-            _put(source, target, width, 1, item)
+            put_kept(source, target, width, 1, item)
         if (group + 1) * rate > end:
             continue
         _mean(args, group, row, mean)
         _turn_halves(mean, a[M_COS] + 4 * (group - first) * half, a[M_SIN] + 4 * (group - first) * half, half)
         made, block, at = f32_at(mean), a[M_KEYS] + group // PAGE * PAGE * width * item, group % PAGE
-        _put(made, block + at * item, width, PAGE, item)
+        put_kept(made, block + at * item, width, PAGE, item)
 
 
 @inlined()

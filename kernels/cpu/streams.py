@@ -83,6 +83,17 @@ def second_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
     return one
 
 
+def mean_stream(ops: CpuOps, x: np.ndarray, count: int) -> np.ndarray:
+    """The mean [T, D] of streams x [T, S * D], in an array of its own."""
+    one, other = ops.workspace.take("stream", len(x), x.shape[1] // count), ops.workspace.take("beside", len(x), x.shape[1] // count)
+    taken = ops.registry.select(Call("take stream")).candidate.run
+    taken(ops, x, one, 0)
+    for which in range(1, count):
+        taken(ops, x, other, which)
+        ops.added(one, other, 1.0)
+    return ops.scaled(one, 1 / count)
+
+
 def put_stream(ops: CpuOps, x: np.ndarray, y: np.ndarray, which: int) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("put stream")).candidate.run(ops, x, y, which, False)
@@ -110,7 +121,7 @@ def lent_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, d
     if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
         ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
-    for low, out in zip(own, outs, strict=True):
+    for low, out in zip(own, outs, strict=bool(own)):
         widened(ops, x, norm, low, out)
     ops.gate(*outs, act)
     if see is not None:

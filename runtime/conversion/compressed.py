@@ -55,7 +55,7 @@ SPELLED = {"axk1": "AXK1", "bitnet": "BitNet", "codegen": "CodeGen", "cohere2_mo
            "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3",
            "stablelm": "StableLm", "vaultgemma": "VaultGemma"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
-               **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm_moe_dsa", "minimax_m3_vl_text", "mistral_large4_text",
+               **dict.fromkeys(("deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "minimax_m3_vl_text", "mistral_large4_text",
                                 "qwen4_exp_text"),
                                "this version writes no indexer, which other tools want"),
                "mllama_text_model": "no other tool was found to read its text part without the rest of the model",

@@ -26,14 +26,14 @@ are behind these. RWKV 7 has state_r, state_k and state_v in the place of state_
 state_direction, state_remains and state_bonus, and `shift_<letter>` and shift_up, how far rows go to those of the token before. Latent
 attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
 What chooses the tokens that a layer sees has index_q, index_k and their norms, index_weights, and index_entered, the norm of what index
-queries are made of. Queries that grow with their place have grow_scale and grow_offset, those of what chooses index_grow_scale and
-index_grow_offset; rope_alpha, outside the layers, is what a model learned of the frequencies of its positions. Keys of several tokens are
-made by key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows, index_row_weights, index_bias and
-index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and outside the layers leave_mix say
-how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word visit. Where gates say how, these are
-`<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows of n-grams have ngram_key, ngram_value, ngram_conv and
-norms, and outside the layers `layers.<number>.ngrams`, their table. Layers that attend to pictures have attn_share and mlp_share, numbers
-that say how much of both they add.
+queries are made of; index_places are added to what tokens of a pool say. Queries that grow with their place have grow_scale and
+grow_offset, those of what chooses index_grow_scale and index_grow_offset; rope_alpha, outside the layers, is what a model learned of the
+frequencies of its positions. Keys of several tokens are made by key_rows, key_weights, key_bias and key_norm, and those by which they are
+chosen by index_rows, index_row_weights, index_bias and index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams
+attn_mix, mlp_mix and outside the layers leave_mix say how, each with a base and a scale, and `picks.<layer>`, there too, which experts the
+tokens of a word visit. Where gates say how, these are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows
+of n-grams have ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Layers that
+attend to pictures have attn_share and mlp_share, numbers that say how much of both they add.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -65,16 +65,16 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "deepseek_v4", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4", "exaone_moe",
             "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text",
-            "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj",
-            "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense",
-            "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1",
-            "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo",
-            "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral",
-            "mistral4", "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert_decoder", "mpt", "muse_glimmer_text", "nanochat",
-            "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3",
-            "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-            "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text",
-            "vaultgemma", "youtu", "zamba2")
+            "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox",
+            "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium",
+            "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba",
+            "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2",
+            "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral",
+            "ministral3", "mistral", "mistral4", "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert_decoder", "mpt",
+            "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
+            "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
+            "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
+            "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
@@ -83,7 +83,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
     "glm46v": ("glm4v_moe_text", "glm4v_text"), "glm4v": ("glm4v_text",), "glm4v_moe": ("glm4v_moe_text",), "glm_ocr": ("glm_ocr_text",),
-    "granite4_vision": ("granite4_vision_text", "granite"),
+    "glm5_next": ("glm5_next_text",), "granite4_vision": ("granite4_vision_text", "granite"),
     "got_ocr2": ("qwen2",), "granite_docling": ("granite_docling_text",),
     "granite_speech": ("granite",), "hunyuan_vl": ("hunyuan_vl_text",),
     "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
@@ -101,10 +101,10 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
-             "glm4v", "glm4v_moe", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics3",
-             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2",
-             "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2",
-             "paddleocr_vl", "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe",
+             "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl",
+             "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+             "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer",
+             "ovis2", "paddleocr_vl", "paligemma", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe",
              "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
 NAMED_ALONE = ("llava_qwen2",)  # whose architectures are called as those of text
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways

@@ -82,7 +82,7 @@ def latent_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_r
                   **features: object) -> ModelConfig:
     """What a config of latent attention says; `widths` and `query_rank` are defaults, `features` what the family decides besides.
     `neighbours`: which channels turn together, SILENT where none do."""
-    rank, nope, rope, value = (keys.integer(name, default, high=MOST_WIDTH) for name, default in widths.items())
+    rank, nope, rope, value = (keys.integer(name, default, min(default, 1), MOST_WIDTH) for name, default in widths.items())
     from_rank = keys.integer("q_lora_rank", query_rank if "q_lora_rank" not in keys.raw else None, high=2**16)
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
     shape = LatentShape(rank, nope, rope, value, from_rank)
@@ -150,6 +150,13 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
 def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """The first half of a block."""
+    attended = attended_to(ops, w, x, kv, positions, rope, config, layer, tap)
+    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)
+
+
+def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
+                config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """What o reads, [T, H * value], of what a layer reads."""
     tap("block_in", layer, x)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
     beside = () if w.attn_gate is None else (w.attn_gate,)  # [T, H], of what is attended to
@@ -176,4 +183,4 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if w.attn_gate is not None:
         attended = ops.gate_heads(attended, gated[0], heads, shape.value)
     tap("attn_out", layer, attended)
-    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)
+    return attended

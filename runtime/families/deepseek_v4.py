@@ -178,7 +178,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
         rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (index.heads * index.width, own.query_rank), plain=True),
                   "index_weights": TensorRule(f"{place}weights_proj.weight", (index.heads, hidden), plain=True)}
     for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
-        rules |= _mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
+        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
     experts = mixture_tensors(config, f"{prefix}ffn.", NAMES, correction="gate.bias")
     if layer in config.mixture.picked:
         experts.pop("correction", None)
@@ -194,7 +194,7 @@ def _key_tensors(place: str, roles: tuple[str, ...], shape: CompressedShape, wid
             bias: TensorRule(f"{place}ape", (shape.rate, made), coefficients=True), norm: TensorRule(f"{place}norm.weight", (width,))}
 
 
-def _mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
+def mix_tensors(config: ModelConfig, role: str, names: list[str], each: int, scales: int,
                  also: tuple[str, ...] = ()) -> dict[str, TensorRule]:
     """What a token says of its streams: so many numbers `each`."""
     count = config.streams
@@ -208,7 +208,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     table, own = (config.vocab_size, config.hidden_size), config.mixture
     rules = {"embed": TensorRule("model.embed_tokens.weight", table, ("embed.weight",)),
              "norm": TensorRule("model.norm.weight", (config.hidden_size,))}
-    rules |= _mix_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
+    rules |= mix_tensors(config, "leave_mix", [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")], 1, 1,
                           ("hc_head_fn", "hc_head_base", "hc_head_scale"))
     rules |= {f"picks.{layer}": TensorRule(f"model.layers.{layer}.ffn.gate.tid2eid", (config.vocab_size, own.per_token), coefficients=True)
               for layer in sorted(own.picked)}

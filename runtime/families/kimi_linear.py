@@ -93,7 +93,7 @@ def _linear(keys: Keys, layers: int) -> tuple[KdaShape, tuple[int, ...]]:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role. transformers writes an MLP to where others have experts."""
-    prefix, own, hidden = f"model.layers.{layer}.", config.state, config.hidden_size
+    prefix = f"model.layers.{layer}."
     rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
     for role in NAMES:
         if (shared := f"shared.{role}") in rules:
@@ -102,13 +102,19 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
             rules[role] = replace(rules[role], also=(rules[role].name.replace(".mlp.", ".block_sparse_moe."),))
     if layer not in config.state_layers:
         return latent_tensors(config, layer, rules)
+    return linear_tensors(config, layer, rules, (1, 1, config.state.value_heads, 1))
+
+
+def linear_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule], decay: tuple[int, ...]) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: those of linear attention in the place of attention's. `decay`: the shape of its decays."""
+    prefix, own, hidden = f"model.layers.{layer}.", config.state, config.hidden_size
     rules = {role: rule for role, rule in rules.items() if ".self_attn." not in rule.name}
     for role, (name, *shape) in {
             "state_in": ("qkv_proj.weight", own.channels, hidden), "state_gate": ("g_a_proj.weight", own.value_dim, hidden),
             "state_gate_wide": ("g_b_proj.weight", own.values, own.value_dim),
             "state_rate": ("f_a_proj.weight", own.key_dim, hidden), "state_rate_wide": ("f_b_proj.weight", own.keys, own.key_dim),
             "state_beta": ("b_proj.weight", own.value_heads, hidden), "state_conv": ("conv1d.weight", own.channels, 1, own.taps),
-            "state_decay": ("A_log", 1, 1, own.value_heads, 1), "state_dt": ("dt_bias", own.keys),
+            "state_decay": ("A_log", *decay), "state_dt": ("dt_bias", own.keys),
             "state_norm": ("o_norm.weight", own.value_dim), "state_out": ("o_proj.weight", hidden, own.values)}.items():
         rules[role] = TensorRule(f"{prefix}self_attn.{name}", tuple(shape))
     return rules

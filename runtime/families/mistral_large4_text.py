@@ -67,7 +67,8 @@ def config(keys: Keys) -> ModelConfig:
     index = IndexShape(keys.integer("index_n_heads", 32, high=1024), width, own.rope, count)
     still = replace(own, nope=own.query, rope=0)
     latents = tuple(own if each else still for each in turned)
-    return replace(made, ropes=tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True)),
+    ropes = tuple(rope if each else None for rope, each in zip(made.ropes, turned, strict=True))
+    return replace(made, latent_eps=made.norm_eps, ropes=ropes,
                    layer_latents=latents, layer_heads=tuple((1, each.key) for each in latents), kv_sources=_sources(keys, turned),
                    indexed=Indexed(index, sources_of(choosing(keys, layers)), True, ("layer", EPS)))
 

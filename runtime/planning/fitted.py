@@ -108,7 +108,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
                 found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
                 why = "layers of this model share keys and values by turns, and these stay in memory"
                 options = _without(options, found, why, "", notices)
-            return config, _on_the_host(options, notices) if config.mix_rank else options
+            return config, _on_the_host(options, notices) if config.mixes_on_host else options
         why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
         instead = f"-c {whole}"
     packed = options.kv != AUTO and codec(options.kv).is_packed
@@ -116,7 +116,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
     refused, shorter = f"{said}, which lie unpacked in memory, on the CPU", f"; or {instead}, where every token sees all before it"
     options = _without(options, found, refused, shorter if instead else "", notices)
-    instead = "" if config.mix_rank else instead  # streams are mixed on the CPU whatever is seen
+    instead = "" if config.mixes_on_host else instead  # streams are mixed on the CPU whatever is seen
     options = _without(options, _of_a_card(options), refused, shorter if instead else "", notices)
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")

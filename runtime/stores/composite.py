@@ -38,7 +38,8 @@ OUTER_HARMLESS = frozenset({
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
-UNTIED = ("deepseek_ocr2", "mistral_large4", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
+UNTIED = ("deepseek_ocr2", "glm5_next", "mistral_large4", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp",
+          "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
@@ -55,7 +56,8 @@ OF_ALL: Mapping[str, frozenset[str]] = {
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
-FLAT = ("hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")  # which may say of the text part all in the outer object
+# Which may say of the text part all in the outer object.
+FLAT = ("glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",

@@ -30,7 +30,7 @@ from .made_store import MadeStore
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
 IN_ONE = ("bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
-JOINED = ("bailing_hybrid", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")  # and those that hold parts of one apart
+JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")  # and those that hold parts of one apart
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 

@@ -23,8 +23,13 @@ def hyper_weights(config: ModelConfig, role: str, linear: Callable[[str], Linear
                   put: Callable[[np.ndarray], object]) -> Hyper:
     """How a branch meets the streams; `linear` and `vector` make a role's matrix and vector on a backend, `put` one of numbers."""
     norm = Norm("rms", put(np.ones(config.streams * config.hidden_size, np.float32)), None, config.norm_eps)
-    own = config.compressed
-    return Hyper(config.streams, norm, linear(role), vector(f"{role}_base"), vector(f"{role}_scale"), own.rounds, own.least, role == LEAVES)
+    return Hyper(config.streams, norm, linear(role), vector(f"{role}_base"), vector(f"{role}_scale"), *config.mixes, role == LEAVES)
+
+
+def hyper_around(config: ModelConfig, linear: Callable[[str], Linear], vector: Callable[[str], object],
+                 put: Callable[[np.ndarray], object]) -> tuple[Hyper, Hyper] | None:
+    """How both branches of a layer meet the streams, in a model without keys of several tokens."""
+    return tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER) if config.mix_rounds else None
 
 
 def wide_weights(config: ModelConfig, layer: int, linear: Callable[[str], Linear], vector: Callable[[str], object],

@@ -29,7 +29,7 @@ def index_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear:
         return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in roles else None
 
     return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
-                 norm("index_entered"), growth(roles, vector, "index_"))
+                 norm("index_entered"), growth(roles, vector, "index_"), vector("index_places") if "index_places" in roles else None)
 
 
 def growth(roles: Collection[str], vector: Callable[[str], object], whose: str = "") -> tuple[object, object] | None:
@@ -42,6 +42,9 @@ def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None
     """Let `kv` choose what the tokens of a pass see, by products with the index's matrices, which are normed and turned in place; of keys
     that are means so are these, once they are whole."""
     table = None if rope is None else rope.index
+    if shape.weighed:
+        kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, w.places))
+        return
     if shape.means:
         kv.choose(ops.rope_heads(q, shape.heads, shape.width, positions, table, w.q_norm), k, weights, (w.k_norm, table))
         return

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from ..model_config import ModelConfig
     from ..tensors import ModelTensor
 
-EPS = 1e-6  # of the norms between the matrices, whatever a config says of the others
+EPS = 1e-6  # of the norms between the matrices, whatever a config says of the others, but for a few families
 
 
 def latent_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
@@ -23,7 +23,7 @@ def latent_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear
 
     def norm(role: str) -> Norm:
         weight, factor = vector(role), config.factor(role)
-        return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS)
+        return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS if config.latent_eps is None else config.latent_eps)
 
     q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm") if "kv_a" in roles else None
     return Latent(linear("q_a"), q_norm, linear("q_b") or linear("q"), linear("kv_a"), kv_norm, linear("kv_b").weight)

@@ -42,6 +42,8 @@ class StoredStates:
         """What the last norm reads of states [tokens, S * D] that have gone through all layers: float32 [tokens, D]."""
         if self.config.mix_rank:
             return self._read_gated(states.reshape(len(states), self.config.streams, -1))
+        if self.config.mix_rounds:
+            return states.reshape(len(states), self.config.streams, -1).mean(1)
         if LEAVES in self.tensors["outer"]:
             matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
             split = states.reshape(len(states), self.config.streams, -1)

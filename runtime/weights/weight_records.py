@@ -14,6 +14,7 @@ from ...kernels.reference_moe import ranks
 from ...offload.memory import anonymous
 from ...offload.neurons import ResidentBundles
 from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
+from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
 from ..families.mllama_text_model import SHARES
@@ -24,7 +25,7 @@ from ..sparse.bundles import THRESHOLDS, layout_of
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, like
 from ..tensors import ModelTensor, as_float32, typed
 from . import residual_weights
-from .compressed_weights import LEAVES, PICKS, hyper_weights, picks_of, wide_weights
+from .compressed_weights import LEAVES, PICKS, hyper_around, hyper_weights, picks_of, wide_weights
 from .index_weights import growth, index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
@@ -198,7 +199,8 @@ class WeightRecords:
                             fronts=self._fronts(ops) if config.slopes else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
                             wide=wide_weights(config, key, linear, vector, lambda values: ops.put(values, "f32")),
-                            around=residual_weights.residuals_around(config, roles, linear, vector),
+                            around=residual_weights.residuals_around(config, roles, linear, vector)
+                            or hyper_around(config, linear, vector, lambda values: ops.put(values, "f32")),
                             ngrams=residual_weights.ngram_weights(config, roles, linear, vector,
                                                                   lambda taps: ops.put(np.ascontiguousarray(taps.T), "f32")),
                             shares=tuple(math.tanh(as_float32(roles[role], raw)[0]) for role in SHARES) if SHARES[0] in roles else None)
@@ -300,11 +302,13 @@ class WeightRecords:
         check_numbers(self.config, self.store)
         return {layer: NgramTable(self.tensors["outer"][role_of(layer)], self.store).weight for layer in own.layers}
 
-    def _leaves(self, raw: Mapping[str, np.ndarray], weight: Callable[[str], Weight]) -> Hyper | Residual | None:
+    def _leaves(self, raw: Mapping[str, np.ndarray], weight: Callable[[str], Weight]) -> Hyper | Residual | Mean | None:
         roles = self.tensors["outer"]
         if self.config.mix_rank:
             return residual_weights.residual(self.config, residual_weights.LEAVES, roles, lambda role: Linear(weight(role)),
                                              lambda role: self.host.put(as_float32(roles[role], raw), "f32"))
+        if self.config.mix_rounds:
+            return Mean(self.config.streams)
         if LEAVES not in roles:
             return None
 

@@ -1,0 +1,182 @@
+"""GLM 5.3 Flash (GLM 5 Next), text: three of four layers are Kimi Delta Attention, the others latent attention without positions, whose
+tokens choose pools of several earlier ones; around both a token has several streams, which it mixes by numbers of its own as DeepSeek V4's
+do, and which leave the last layer as their mean.
+
+The key of a pool is a mean of its tokens' index keys, weighed channel by channel by what each of them says (`kernels/index_shape.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...kernels.index_shape import IndexShape
+from ...kernels.kda_shape import KdaShape
+from ...kernels.layout import SILU_LIMIT
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from ..indexed import Indexed
+from ..mixture import Mixture
+from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
+from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
+from .deepseek_v4 import mix_tensors
+from .deepseek_v32 import EPS, INDEXED, sparse
+from .glm4_moe import corrected
+from .glm_moe_dsa import choosing
+from .kimi_linear import linear_tensors
+from .llama import outer_tensors
+from .mixtral import expert_tensors
+from .qwen3_5_text import FULL, LINEAR
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import HostOps
+    from ..cache import LayerCache
+    from ..kv.states import LayerStates
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = glm_moe_dsa.KEYS_USED | {
+    "hc_eps", "hc_mult", "hc_sinkhorn_iters", "index_kpool", "linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim",
+    "linear_lower_bound", "linear_num_heads"}
+# Of training, and of positions that nothing has.
+KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS | {"original_max_position_embeddings", "rope_interleave", "rope_parameters",
+                                             "rope_scaling", "rope_theta"}
+REFUSED_UNLESS: Mapping[str, object] = {
+    **{key: value for key, value in glm_moe_dsa.REFUSED_UNLESS.items() if key not in ("indexer_rope_interleave", "rope_interleave")},
+    "index_kpool_always_select_tail": True, "swiglu_limit": SILU_LIMIT}
+SIZES = {"vocab_size": 154_880, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 45, "num_attention_heads": 64}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 256, "qk_rope_head_dim": 0, "v_head_dim": 256}
+LOWEST = -5.0  # logarithm of a decay, where a config says none
+OF_LINEAR = kimi_linear.OF_LINEAR | {"gate_lower_bound", "safe_gate"}
+DENSE_FIRST = 3
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    kinds = keys.words("layer_types", layers) or tuple(FULL if layer % 4 == 3 else LINEAR for layer in range(layers))
+    if stray := next((kind for kind in kinds if kind not in (FULL, INDEXED, LINEAR)), None):
+        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {INDEXED}, {FULL}, {LINEAR}")
+    states = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
+    if not 0 < len(states) < layers:
+        raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",
+                          "this family has layers of both kinds")
+    made = latent_config(keys, base, WIDTHS, 1536, SILENT, mixture=_mixture(keys, layers), state=_linear(keys), state_layers=states,
+                         streams=keys.integer("hc_mult", 4, low=2, high=16),
+                         mix_rounds=keys.integer("hc_sinkhorn_iters", 20, high=1000), mix_least=keys.number("hc_eps", 1e-6))
+    own = made.latent
+    if made.hidden_act != "silu" or own.query_rank is None or own.rope:
+        raise ConfigError(f"config.json: hidden_act {made.hidden_act} with q_lora_rank {show(own.query_rank)} and qk_rope_head_dim "
+                          f"{own.rope} is not supported for glm5_next_text models",
+                          "silu, queries that are made of q_lora_rank numbers, no positions")
+    return replace(made, hidden_act="clamped_silu", latent_eps=made.norm_eps, mtp_layers=mtp_layers(keys),
+                   indexed=_indexed(keys, made, kinds))
+
+
+def _mixture(keys: Keys, layers: int) -> Mixture:
+    own = corrected(keys, layers, 288, 8, min(DENSE_FIRST, layers), True, 2.5, 2048)
+    return replace(sparse(keys, layers, grouped(keys, own, 1, 1)), apart=True)
+
+
+def _linear(keys: Keys) -> KdaShape:
+    """What layers of linear attention remember. Raises ConfigError."""
+    section = dict(keys.section("linear_attn_config") or {})
+    for name, value in section.items():
+        if name not in OF_LINEAR and value not in (None, False):
+            raise ConfigError(f"config.json: linear_attn_config holds {show(name)}, which is not supported",
+                              f"known: {', '.join(sorted(OF_LINEAR))}")
+    inner = Keys(section, "config.json: linear_attn_config")
+    heads, width, taps = (inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
+        ("num_heads", "linear_num_heads", 64, 4096), ("head_dim", "linear_head_dim", 128, 1024),
+        ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64)))
+    keys.asked.add("linear_lower_bound")
+    lowest = section.get("gate_lower_bound", keys.raw.get("linear_lower_bound", LOWEST))
+    if lowest is None and section and section.get("safe_gate", True):
+        lowest = LOWEST
+    if lowest is not None and (isinstance(lowest, bool) or not isinstance(lowest, int | float) or not -1e3 < lowest < 0):
+        raise ConfigError(f"config.json: linear_lower_bound or gate_lower_bound = {show(lowest)} is not supported",
+                          "a number below 0, or null for no bound")
+    return KdaShape.of(heads, width, taps, bound=None if lowest is None else float(lowest))
+
+
+def _indexed(keys: Keys, made: ModelConfig, kinds: tuple[str, ...]) -> Indexed:
+    """What chooses; a layer shares the choice of the one right before it alone."""
+    rate, count = keys.integer("index_kpool", 16, high=4096), keys.integer("index_topk", deepseek_v32.CHOSEN, high=2**27)
+    if rate < 2 or count % rate:
+        raise ConfigError(f"config.json: index_kpool {rate} with index_topk {count} is not supported",
+                          "pools of two tokens or more, whose number divides index_topk")
+    shape = IndexShape(keys.integer("index_n_heads", 32, high=1024), keys.integer("index_head_dim", 128, high=1024), 0, count // rate,
+                       rate=rate, means=True, weighed=True)
+    chooses, sources = choosing(keys, len(kinds)), []
+    for layer, kind in enumerate(kinds):
+        if kind != LINEAR and not chooses[layer] and (not layer or sources[-1] is None):
+            raise ConfigError(f"config.json: indexer_types says shared of layer {layer}, which is not supported",
+                              "a layer shares the choice of the one right before it, which has one")
+        sources.append(None if kind == LINEAR else layer if chooses[layer] else sources[-1])
+    return Indexed(shape, tuple(sources), False, ("layer", EPS))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
+    rules = expert_tensors(config, layer, "mlp", NAMES)
+    if layer in config.state_layers:
+        rules = linear_tensors(config, layer, rules, (config.state.value_heads,))
+    else:
+        rules = latent_tensors(config, layer, rules)
+    if config.indexed is not None and (own := config.indexed.of(layer)) is not None:
+        place = f"{prefix}self_attn.indexer."
+        rules |= {"index_q": TensorRule(f"{place}wq_b.weight", (own.heads * own.width, config.latent.query_rank), plain=True),
+                  "index_k": TensorRule(f"{place}{JOINED}", (own.row, hidden), plain=True),
+                  "index_k_norm": TensorRule(f"{place}k_norm.weight", (own.width,)),
+                  "index_k_norm_bias": TensorRule(f"{place}k_norm.bias", (own.width,)),
+                  "index_places": TensorRule(f"{place}index_kpool_compress_ape", (own.rate, own.width), coefficients=True),
+                  "index_weights": TensorRule(f"{place}weights_proj.weight", (own.heads, hidden), plain=True)}
+    for role, name in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn")):
+        rules |= mix_tensors(config, role, [f"{prefix}{name}_{part}" for part in ("fn", "base", "scale")], 2 + config.streams, 3)
+    return rules
+
+
+JOINED = "wk_and_gate.weight"  # index keys, and below them what tokens say of their channels: read at once
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Names of a layer's tensors that are stored in parts -> those of the parts, with their rows."""
+    if layer in config.state_layers:
+        return kimi_linear.joined_rows(config, layer)
+    if config.indexed is None or (own := config.indexed.of(layer)) is None:
+        return {}
+    place = f"model.layers.{layer}.self_attn.indexer."
+    return {f"{place}{JOINED}": ((f"{place}wk.weight", own.width), (f"{place}index_kpool_compress_gate", own.width))}
+
+
+def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
+    around_attention, around_mlp = w.around
+    own = ops.gathered(x, around_attention)
+    if w.state is not None:
+        tap("block_in", layer, own)
+        gave, last = kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own), w.state.out
+        tap("state_out", layer, gave)
+    else:
+        gave, last = attended_to(ops, w, own, kv, positions, rope, config, layer, tap), w.o
+    (branch,) = ops.norm_linear(gave, None, [last])
+    x = ops.mixed(x, branch, around_attention)
+    own = ops.gathered(x, around_mlp)
+    tap("mlp_in", layer, own)
+    if w.experts:
+        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                                   partial(tap, "visits", layer), w.correction, w.shared)
+    else:
+        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+    x = ops.mixed(x, branch, around_mlp)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,274 @@
+"""GLM 5.3 Flash through the program: choices among pools of tokens against transformers, keys of pools against their meaning, and what a
+run, its plan, sessions, drafts, company and converted folders make of such a model."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import numpy as np
+import pytest
+import torch
+from newer_cases import GLM_5_NEXT
+from transformers import CONFIG_MAPPING, PreTrainedModel
+from transformers.models.glm5_next import modeling_glm5_next as theirs_of
+
+from effllm import UsageError
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.kda_shape import KdaShape
+from effllm.kernels.latent_shape import LatentShape
+from effllm.kernels.layout import F16, F32
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.weight import Norm
+from effllm.runtime.calibrate import Calibration, LayerStats
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.model import Model, dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.source import open_store
+from effllm.runtime.stores.container import read_container
+
+sys.path.insert(0, str(Path(__file__).parent))
+from choosing_models import AS_GOOD, noted
+from config_samples import refused
+from conversions import options, run
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, opened, read
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_another_question_reads_that_alone,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+)
+
+RATE = 8
+WIDE = {**GLM_5_NEXT, "hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": CTX, "index_kpool": RATE, "index_topk": 80}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("glm") / "model"
+    return folder, written(Case("glm5_next_text", WIDE, inside="glm5_next"), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, PreTrainedModel]) -> Path:
+    return model[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = opened(folder)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("stored", [F32, F16])
+def test_keys_of_pools_match_the_reference_wherever_a_text_is_cut(stored: int) -> None:
+    """And are the same bits however the tokens came."""
+    rng, pool, width, rate, tokens = np.random.default_rng(1), ThreadPool(2), 24, 5, 203
+    shape = IndexShape(2, width, 0, 4, rate=rate, means=True, weighed=True)
+    sizes = Dims(64, 4, 1, 16, 64, 300, chunk=256, ctx=256, rows=8, index=shape)
+    given = rng.standard_normal((tokens, 2 * width), np.float32) * np.where(np.arange(2 * width) < width, 1, 6).astype(np.float32)
+    norm = Norm("layer", *rng.standard_normal((2, width), np.float32), 1e-6)
+    closing = norm, rng.standard_normal(rate * width, np.float32)
+    found = []
+    for kind, cuts in (("compiled", (203,)), ("compiled", (1, 3, 4, 120, 74, 1)), ("reference", (99, 104))):
+        ops = CpuOps(pool, sizes, default_registry("reference") if kind == "reference" else None)
+        index = ops.index_layer(shape, np.zeros(shape.nbytes(256, stored), np.uint8), stored)
+        at = 0
+        for count in cuts:
+            index.note(np.ascontiguousarray(given[at : at + count]), at, closing)
+            ops.flush()
+            at += count
+        assert at == tokens
+        found.append(index.keys(tokens // rate).astype(np.float64))
+    pool.close()
+    assert np.array_equal(found[0], found[1]) and np.allclose(found[0], found[2], atol=1e-5 if stored == F32 else 1e-2)
+    plain = given[:, :width] - given[:, :width].mean(1, keepdims=True)
+    plain = plain / np.sqrt((plain**2).mean(1, keepdims=True) + 1e-6) * norm.weight + norm.bias
+    says = (given[:, width:] + np.tile(closing[1].reshape(rate, width), (-(-tokens // rate), 1))[:tokens])
+    whole = tokens // rate * rate
+    weights = torch.from_numpy(says[:whole].reshape(-1, rate, width)).softmax(1).numpy()
+    assert np.allclose(found[0], (weights * plain[:whole].reshape(-1, rate, width)).sum(1), atol=1e-5 if stored == F32 else 2e-2)
+
+
+def guided(model: PreTrainedModel, ids: list[int], chosen: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
+    """The oracle's logits where its indexer chooses pools as ours did, and how many choices that were. Asserts that those are among the
+    best, and that the tokens behind the last whole pool are seen too."""
+    held = 0
+
+    def choose(scores: torch.Tensor, count: int, dim: int) -> object:
+        nonlocal held
+        found = usual(scores, count, dim=dim)
+        indices = found.indices.clone()
+        for position, (units,) in chosen.items():
+            assert units[-1] == (position + 1) // RATE and len(set(units[:-1])) == count == len(units) - 1
+            given = torch.from_numpy(units[:-1].astype(np.int64))
+            own = scores[0, position, : (position + 1) // RATE]
+            assert found.values[0, position].min() - own[given].min() <= AS_GOOD * own.std()
+            indices[0, position] = given
+            held += 1
+        return SimpleNamespace(indices=indices)
+
+    def forward(self: torch.nn.Module, *args: object, **more: object) -> torch.Tensor:
+        with patch.object(torch.Tensor, "topk", choose):
+            return real(self, *args, **more)
+
+    usual, real = torch.Tensor.topk, theirs_of.Glm5NextTextIndexer.forward
+    with patch.object(theirs_of.Glm5NextTextIndexer, "forward", forward):
+        return oracle(model, ids), held
+
+
+def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:
+    """Of a prompt and of single tokens behind it; without the choice logits are others."""
+    folder, theirs = model
+    engine, tokens, steps = opened(folder, kv="32bit"), 330, 20
+    whole, config = engine.config.indexed.shape.whole, engine.config
+    assert whole == 87 and len(engine.cache.choosing) == 1
+    with noted(engine) as (chosen,):
+        anew(engine, IDS[:tokens])
+        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        expected, held = guided(theirs, IDS[: tokens + steps], chosen)
+        assert held == tokens + steps - whole
+    assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
+    engine.close()
+    asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
+    all_seen = replace(config, indexed=replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX)))
+    other = list(open_prepared(partial(prepare_with, folder, all_seen, open_store(folder), asked), ("raw", "mixers")))[-1]
+    anew(other, IDS[:tokens])
+    found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+    other.close()
+    assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max()
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
+    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+
+
+@pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
+    """Where some of them see all tokens before them too, and passes come again."""
+    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+
+
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    assert_drafts_change_nothing(engine, 190, right)
+
+
+def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
+    assert_another_question_reads_that_alone(engine)
+
+
+def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
+    """Each has pools of its own."""
+    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+    """With what tokens said of a pool that was not whole."""
+    anew(engine, IDS[:455])
+    for token in IDS[455:458]:
+        engine.forward_logits([token])
+    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+
+
+def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
+    engine = opened(folder)
+    try:
+        cache = engine.cache
+        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        held += sum(len(each.memory) + each.rows.nbytes for each in cache.indexes)
+        assert held - 128 * RATE * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
+        read(engine, IDS[:500])
+        engine.forward_logits([1])
+        assert cache.allocated_nbytes <= engine.placement.kv_bytes + 128 * RATE * sum(cache.index_sizes)
+        assert all(len(buffer) == engine.backends["cpu"].workspace.floats[name]
+                   for name, buffer in engine.backends["cpu"].workspace._buffers.items())
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "4bit", options("4bit"))
+    made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
+    plan.store.close()
+    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
+    assert kept == {"router", "index_q", "index_k", "index_weights", "index_places", "kv_b", "attn_mix", "mlp_mix", "state_beta",
+                    "state_gate_wide", "state_rate", "state_rate_wide"}
+    engine, exact = opened(tmp_path / "4bit"), opened(folder)
+    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
+    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+    for each in (engine, exact):
+        each.close()
+
+
+@pytest.mark.slow
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
+    config, cut = read_config(folder), [np.arange(i, i + 80) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, 80, 80, LOGIT_ROWS))
+    with open_store(folder) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 80), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+        left = calibration.model.read_left(calibration.states)
+    engine = opened(folder, kv="32bit")
+    for i, window in enumerate(cut):
+        engine.cache.truncate(0)
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(left[80 * i : 80 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    engine.close()
+    assert {"state_in", "state_out", "gate", "down"} <= set(stats[0].roles) and {"q_a", "kv_a", "o", "experts.3.up"} <= set(stats[3].roles)
+
+
+def test_where_all_tokens_are_seen_there_is_no_indexer_and_no_gpu_either(folder: Path, engine: Engine) -> None:
+    short = opened(folder, ctx=87)
+    assert short.config.indexed is None and not short.cache.choosing
+    assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
+    short.close()
+    with pytest.raises(UsageError, match="the streams of this model's tokens are mixed on the CPU alone") as caught:
+        prepare(folder, EngineOptions(ctx=87, device="cuda"))
+    assert caught.value.hint == "leave --device cuda out"
+
+
+def test_what_a_config_says_by_saying_nothing() -> None:
+    """As transformers' own class has it, also where all of the text part is said outside."""
+    inside = {"model_type": "glm5_next_text"}
+    raw = {"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"], "text_config": inside, "vision_config": {}}
+    config, theirs = parse_config(raw, strict=True), CONFIG_MAPPING["glm5_next_text"]()
+    assert config.latent == LatentShape(512, 256, 0, 256, 1536) and config.state == KdaShape.of(64, 128, 4, bound=-5.0)
+    assert config.state_layers == tuple(i for i, kind in enumerate(theirs.layer_types) if kind == "linear_attention")
+    assert config.indexed.shape == IndexShape(32, 128, 0, 128, rate=16, means=True, weighed=True) and config.indexed.shape.whole == 2063
+    assert config.mixture.layers == {i for i, kind in enumerate(theirs.mlp_layer_types) if kind == "sparse"}
+    assert (config.mixture.experts, config.mixture.per_token, config.mixture.factor, config.streams) == (288, 8, 2.5, 4)
+    assert config.mixes == (20, 1e-6) and config.latent_eps == config.norm_eps == 1e-5 and not config.tie_word_embeddings
+    assert len(config.warnings) == 1 and config.warnings[0].startswith("'glm5_next' takes images too")
+    flat = parse_config({"model_type": "glm5_next", "architectures": ["Glm5NextForConditionalGeneration"], "num_hidden_layers": 45}, True)
+    assert replace(flat, warnings=()) == replace(config, warnings=())
+
+
+SIZES = {"model_type": "glm5_next_text", "vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4,
+         "num_attention_heads": 6, "num_key_value_heads": 6}
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("qk_rope_head_dim", 64), ("q_lora_rank", None), ("hidden_act", "gelu"), ("swiglu_limit", 7.0), ("index_kpool", 1), ("index_topk", 100),
+    ("index_kpool_always_select_tail", False), ("layer_types", ["linear_attention"] * 4), ("layer_types", ["sliding_attention"] * 4),
+    ("indexer_types", ["full", "full", "full", "shared"]), ("linear_lower_bound", 5.0), ("linear_attn_config", {"full_rank": True}),
+    ("mlp_layer_types", ["dense", "moe", "sparse", "sparse"]), ("hc_mult", 1)])
+def test_what_it_cannot_be_is_named(key: str, value: object) -> None:
+    refused({**SIZES, key: value}, key)
