@@ -219,8 +219,8 @@ class TorchOps(lora.Scales):
     def grown_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
                     growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
         """See `BlockOps`."""
-        logs, _ = self._cos_sin(positions, places)
-        return y.view(len(y), heads, head_dim).mul_((logs[:, :1] * growth[0] + growth[1])[..., None]).view_as(y)
+        logs, _ = self._cos_sin(positions, places)  # [T, 1, 1]
+        return y.view(len(y), heads, head_dim).mul_((logs[..., 0] * growth[0] + growth[1])[..., None]).view_as(y)
 
     def clipped(self, y: torch.Tensor, limit: float) -> torch.Tensor:
         """See `BlockOps`."""
