@@ -23,9 +23,10 @@ from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation import mtp
-from effllm.runtime.speculation.mtp import OwnDrafts, cache_shape, own_cache_nbytes
+from effllm.runtime.speculation import frequent_head, state_drafts
+from effllm.runtime.speculation.mtp import OwnDrafts, own_cache_nbytes
 from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, decide
+from effllm.runtime.speculation.state_drafts import cache_shape
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
@@ -178,7 +179,7 @@ def test_it_begins_anew_behind_what_it_did_not_see(engine: Engine, monkeypatch: 
     text = [*IDS[:200], *held]
     answer(engine, [*text, *IDS[230:250]], 20)
     assert own._base >= len(text) - 1 and own._cache.n + own._base + own._waiting == len(own._ids)
-    monkeypatch.setattr(mtp, "MOST_TOKENS", 128)
+    monkeypatch.setattr(state_drafts, "MOST_TOKENS", 128)
     short = OwnDrafts(engine.model, engine.n_ctx, engine.prepared.shape.chunk)
     assert own_cache_nbytes(engine.config, CTX) == own_cache_nbytes(engine.config, 128)
     engine.speculation = Speculation((Silent(),), short, clock=Ticks())
@@ -370,7 +371,7 @@ def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: 
     engine.cache.truncate(0)
     engine.reset()
     expected = answer(engine, [token % 32 for token in IDS[:300]], 60, settings)
-    monkeypatch.setattr(mtp, "LEAST_ROWS", 16)
+    monkeypatch.setattr(frequent_head, "LEAST_ROWS", 16)
     engine.speculation = drafting(engine)
     engine.cache.truncate(0)
     engine.reset()
@@ -383,13 +384,13 @@ def test_guesses_are_looked_for_among_frequent_tokens(engine: Engine, settings: 
         continue
     own.follow([token % 32 for token in IDS[:300]])
     guess = own.propose(1)
-    rows = own._head[1].weight.shape[0]
+    rows = own._head.rows
     assert rows == 300 // 8 // 16 * 16 == 32 and guess.tokens[0] < 32
     if settings is GREEDY:
         assert guess.tokens[0] == int(whole[:rows].argmax())
     own.follow(IDS[:300])
     with engine.model.outer() as outer:
-        assert own._frequent(outer.head).weight.shape[0] == 300, "half of these are others"
+        assert own._head.of(outer.head, IDS[:300]).weight.shape[0] == 300, "half of these are others"
     engine.cache.truncate(0)
     engine.reset()
     assert answer(engine, [token % 32 for token in IDS[:300]], 60, settings) == expected

@@ -17,7 +17,7 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
-from effllm.runtime.speculation import mtp
+from effllm.runtime.speculation import state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -78,7 +78,7 @@ def test_an_answer_through_which_nobody_asks_is_what_it_is_without(engine: Engin
 
 
 def test_of_more_than_it_attends_to_the_newest_are_taken(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mtp, "MOST_TOKENS", 64)
+    monkeypatch.setattr(state_drafts, "MOST_TOKENS", 64)
     speculation = unasked(engine, monkeypatch)
     begun(engine, speculation)
     own = speculation._model

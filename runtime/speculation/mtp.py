@@ -2,229 +2,61 @@
 
 The layer takes, of every token, the state with which the model's last norm leaves it, joined with the embedding of the token that follows;
 what comes out goes through the model's head and is a guess of the token behind that one. For a further guess its own output takes the
-state's place. States come with every pass (`saw`), the guess is made when the next token is known, and the layer has keys and values of its
-own, beside the model's cache.
-
-What it attends to need not be all of the text, since a wrong guess costs time alone: after MOST_TOKENS, and behind a text whose states were
-not seen (a session that was read from a file), it begins anew. Where a prompt goes on from the middle of what is held, the row of the last
-token that both share stays as it is, though another token follows it now.
+state's place. What it remembers of a text, and when: `state_drafts.py`.
 """
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...kernels.cpu.ops import FEW
-from ...kernels.layout import PAGE
-from ...kernels.reference import normalise
-from ...kernels.tiles import ROWS
-from ...quant.kv import codec
-from ...quant.weight import Linear, first_rows
 from .. import families
-from ..images.album import PICTURED
-from ..kv.cache_made import open_cache
-from ..kv.cache_shape import CacheShape, attention_specs, cache_nbytes
-from ..sampler import Sampler, SamplerSettings
-from .draft_length import GuessCosts
-from .draft_model import KIND, likeliest_under
-from .drafts import SAME, Draft
+from ..kv.cache_shape import attention_specs
+from .frequent_head import FrequentHead
 from .mtp_tensors import like
+from .state_drafts import StateDrafts, known_tokens, layer_cache_nbytes, normalised
 
 if TYPE_CHECKING:
-    from ...quant.weight import Norm
     from ..config import ModelConfig
-    from ..events import Progress
     from ..model import Model
-    from ..sampling.dry import Breakers
-
-MOST_TOKENS = 8192  # that the layer attends to
-KV = "16bit"
-# Tokenizers number tokens in the order in which they were merged, so the frequent ones come first. Where the newest RECENT tokens of a text
-# are nearly all among the first of so many shares of the head's rows, a guess is looked for there; not in fewer than LEAST_ROWS.
-SHARES, RECENT, NEARLY_ALL, LEAST_ROWS = (8, 4, 2), 256, 0.98, 8192
-
-
-def cache_shape(ctx: int) -> CacheShape:
-    """The layer's cache in a context, with room for guesses."""
-    tokens = min(ctx, MOST_TOKENS) + FEW
-    return CacheShape(tokens, 0, min(PAGE, tokens), min(PAGE, tokens))
 
 
 def own_cache_nbytes(config: ModelConfig, ctx: int) -> int:
     """Bytes of the layer's cache."""
-    shape = cache_shape(ctx)
-    always, page = cache_nbytes([codec(KV)], [codec(KV).layout(*config.heads_of(like(config)))], shape)
-    return always + shape.pages * page
+    return layer_cache_nbytes(config.heads_of(like(config)), ctx)
 
 
-class OwnDrafts:
-    """Greedy guesses of a model's own layer, under the penalties of the run. `model` was opened with it; `ctx`: of the run.
-
-    `_ids` are the tokens whose states were seen, behind `_base` tokens that were not; of the newest `_waiting` of them the states are kept,
-    because the layer has not taken them yet, for want of the token that follows or because nobody asked.
-    """
-
-    failed = ""  # nothing in its passes can fail that does not fail in the model's
+class OwnDrafts(StateDrafts):
+    """Guesses of a model's own layer. `model` was opened with it; `ctx`: of the run; `chunk`: tokens of its widest pass."""
 
     def __init__(self, model: Model, ctx: int, chunk: int) -> None:
-        config, self._model, self._host = model.config, model, model.backends["cpu"]
+        config, host, self._model = model.config, model.backends["cpu"], model
         self._layer = like(config)
+        self._block, self._head = families.get(config.family).block, FrequentHead()
         spec = attention_specs(config)[config.attention_layers.index(self._layer)]
-        self._block = families.get(config.family).block
-        self._cache, self._most = open_cache([self._host], [spec], codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
-        self._states = self._host.workspace.take("states", min(chunk, ctx) + FEW, config.hidden_size)
-        self._greedy = Sampler(SamplerSettings(temperature=0), config.vocab_size)
-        self._history: Sequence[int] = []
-        self._head: tuple[Linear, Linear] | None = None  # the model's, and what of it is asked
-        self.costs = GuessCosts()
-        self._begin([])
+        states = host.workspace.take("states", min(chunk, ctx) + FEW, config.hidden_size)
+        super().__init__(host, spec, ctx, config.vocab_size, states)
 
-    def load(self) -> Iterator[Progress]:
-        """Its weights come with the model's."""
-        return iter(())
-
-    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
-        """Guess what a run with these settings finds likeliest."""
-        self._greedy = likeliest_under(settings, breakers, self._greedy)
-
-    def reset(self) -> None:
-        """Forget the sequence."""
-        self._begin([])
-
-    def close(self) -> None:
-        """Give back what is not memory."""
-        self._cache.close()
-
-    # -- the text --------------------------------------------------------------------------------------------------------------
-
-    def _begin(self, ids: Sequence[int]) -> None:
-        """Nothing is known of the text but its tokens."""
-        self._cache.truncate(0)  # gives slots back
-        self._cache.clear()
-        self._ids, self._base, self._waiting = list(ids), len(ids), 0
-
-    def _goes_on(self, held: Sequence[int], tokens: int) -> bool:
-        """Are the first `tokens` of `held` those that were seen? Judged by the newest of them."""
-        first = max(0, tokens - SAME)
-        return self._base <= tokens <= len(self._ids) and self._ids[first:tokens] == list(held[first:tokens])
-
-    def _cut(self, tokens: int) -> None:
-        """Forget what was seen behind so many tokens of the text."""
-        gone = len(self._ids) - tokens
-        del self._ids[tokens:]
-        self._waiting = max(0, self._waiting - gone)
-        self._cache.truncate(tokens - self._base - self._waiting)
-
-    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """A pass of the model over `ids`, behind the first `start` tokens of `held`, ended with the states x float32 [T, D], before the
-        last norm. `certain`: none of them is a guess."""
-        if not self._goes_on(held, start):
-            self._begin(held[:start])
-        self._cut(start)
-        certainly = self._waiting  # the first of `ids` follows the newest of them
-        oldest = self._states[: certainly - 1].copy() if certainly > 1 and certainly + len(ids) > len(self._states) else self._states[:0]
-        if len(oldest):
-            self._states[0] = self._states[certainly - 1]
-            self._waiting = certainly = 1
+    def _put(self, x: np.ndarray, out: np.ndarray) -> None:
         with self._model.outer() as outer:
-            _normalised(x, outer.norm, self._states[self._waiting : self._waiting + len(ids)])
-        if len(oldest):  # no sooner, since what the layer makes takes the place of x
-            self._through(self._ids[-len(oldest) :], oldest)
-        self._ids += ids
-        self._waiting += len(ids)
-        count = self._waiting - 1 if certain else certainly if certainly >= PAGE else 0
-        if count:
-            started, first = time.perf_counter(), len(self._ids) - self._waiting + 1
-            self._take(self._ids[first : first + count])
-            self.costs.read(count, time.perf_counter() - started)
+            normalised(x, outer.norm, out)
 
-    def follow(self, history: Sequence[int]) -> None:
-        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
-        self._history = history
-
-    def behind(self, tokens: int) -> int:
-        """How many of a sequence of so many tokens the layer would take before its next guess, about."""
-        return max(1, tokens - len(self._ids) + self._waiting)
-
-    def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
-        """A prompt is taken as the model reads it."""
-        return iter(())
-
-    # -- guesses ---------------------------------------------------------------------------------------------------------------
-
-    def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
-        """Up to `most` tokens behind what is followed; None where the last pass over that was not seen."""
-        known = len(self._history) - 1
-        if most < 1 or not self._goes_on(self._history, known):
-            return None
-        self._cut(known)
-        if not self._waiting:
-            return None
-        count, started = self._waiting, time.perf_counter()
-        x = self._take([*self._ids[len(self._ids) - count + 1 :], self._history[-1]])
-        read, held, drafted = time.perf_counter(), self._cache.n, []
+    def _guesses(self, x: np.ndarray, most: int) -> list[int]:
+        config, drafted = self._model.config, []
         with self._model.outer() as outer:
-            head = self._frequent(outer.head)
+            norm, head = outer.mtp.norm, self._head.of(outer.head, self._history)
             while True:
-                drafted.append(self._likeliest(x, outer.mtp.norm, head, drafted))
+                logits = self._host.logits(x, norm, head, config.final_logit_softcapping, 1 / config.logits_scaling)[0]
+                drafted.append(self._likeliest(logits, drafted))
                 if len(drafted) == most:
-                    break
-                x = self._run(drafted[-1:], _normalised(x, outer.mtp.norm, np.empty_like(x)))
-        self._cache.truncate(held)
-        self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
-        return Draft(tuple(drafted), KIND)
-
-    def _frequent(self, head: Linear) -> Linear:
-        """The rows of the head in which a guess is looked for: of a small model the head is a good part of a pass, and a guess of a rare
-        token is one that costs time."""
-        whole, newest = head.weight.shape[0], self._history[-RECENT:]
-        counts = (whole // share // ROWS * ROWS for share in SHARES)
-        rows = next((each for each in counts if each >= LEAST_ROWS and
-                     sum(token < each for token in newest) >= NEARLY_ALL * len(newest)), whole)
-        if self._head is None or self._head[0] is not head or self._head[1].weight.shape[0] != rows:
-            self._head = head, Linear(first_rows(head.weight, rows))
-        return self._head[1]
-
-    def _likeliest(self, x: np.ndarray, norm: Norm, head: Linear, drafted: Sequence[int]) -> int:
-        """The token that the head finds likeliest of x [1, D]."""
-        config = self._model.config
-        logits = self._host.logits(x, norm, head, config.final_logit_softcapping, 1 / config.logits_scaling)[0]
-        if not self._greedy.settings.moves or not np.isfinite(logits).all():
-            return int(logits.argmax())
-        every = np.full(config.vocab_size, -np.inf, np.float32)
-        every[: len(logits)] = logits
-        return self._greedy.sample(every, [*self._history, *drafted])
-
-    def _take(self, following: Sequence[int]) -> np.ndarray:
-        """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,
-        [1, D], a view."""
-        count, left = len(following), self._waiting - len(following)
-        self._waiting = left
-        x = self._through(following, self._states[:count])
-        self._states[:left] = self._states[count : count + left].copy()
-        return x
-
-    def _through(self, following: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """The layer over states [T, D] that came before those that wait, each with the token that follows it; as `_take`."""
-        count, x, room = len(following), states[:0], self._cache.shape.ctx - FEW
-        begin = max(0, count - room)
-        if self._cache.n + count > room:
-            self._cache.truncate(0)
-            self._cache.clear()
-            self._base = len(self._ids) - self._waiting - count + begin
-        for first in range(begin, count, PAGE):
-            end = min(first + PAGE, count)
-            x = self._run(following[first:end], states[first:end])
-        return x[-1:]
+                    return drafted
+                x = self._run(drafted[-1:], normalised(x, norm, np.empty_like(x)))
 
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """The layer over tokens and the states [T, D] of those before them: what it makes of them, [T, D], a view."""
-        model, host = self._model, self._host
-        tokens = np.array([0 if token >= PICTURED else token for token in ids], np.int64)  # a guess may know nothing of a picture's rows
+        model, host, tokens = self._model, self._host, known_tokens(ids)
         config, width = model.config, states.shape[1]
         with model.outer() as outer, host.together():
             own, step = outer.mtp, self._cache.begin(len(tokens))
@@ -232,17 +64,10 @@ class OwnDrafts:
             x = host.embed(tokens, outer.embed, config.embedding_multiplier)
             host.flush()
             for place, values, norm in ((0, x, own.embed_norm), (width, states, own.state_norm)):
-                _normalised(values, norm, joined[:, place : place + width])
+                normalised(values, norm, joined[:, place : place + width])
             (made,) = host.norm_linear(joined, None, [own.join])
             host.flush()
             x = self._block(host, own.layer, host.from_host(made), self._cache.layer(0), step.positions, model.ropes[self._layer], config,
                             self._layer, lambda name, layer, value: None)
         self._cache.commit()
         return x
-
-
-def _normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:
-    """x float32 [T, D], normed, in `out`, few rows at once: of a wide pass in float64 they would take more than all that is planned."""
-    for first in range(0, len(x), FEW):
-        out[first : first + FEW] = normalise(x[first : first + FEW], norm.kind, norm.weight, norm.bias, norm.eps)
-    return out
