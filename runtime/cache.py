@@ -195,6 +195,10 @@ class KVCache(CacheBytes):
                 rows.append((0, self._slot_of[page], first, min(PAGE, end - first)))
         return np.array(rows, np.int64)
 
+    def held(self) -> np.ndarray:
+        """The blocks of what is held, for who attends to it without adding a token."""
+        return self._blocks(self.n)
+
     @property
     def ahead(self) -> int:
         """Tokens that one pass may take so that each sees what it would in a pass of its own and those that are not committed leave no

@@ -112,7 +112,8 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
         self.placement, self.n_ctx, self.choice = prepared.placement, prepared.placement.ctx, prepared.adapted.scales
         kv = codec(options.kv)
         widths = dims(config, self.n_ctx, shape.chunk, LOGIT_ROWS, kv.is_packed, is_bundled(prepared.container),
-                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank)
+                      self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank,
+                      len(prepared.speculating.reads.between))
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
         # is given a prompt and how many of its tokens are held, and may put more into the cache; returns how many then are, and notices
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
@@ -127,11 +128,12 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
             self.model = Model(config, prepared.store, self.placement.devices, self.backends, self.n_ctx,
                                mmap=options.load == "mmap", container=prepared.container, streams=streams,
                                copied_from=self.placement.copied_from, predictors=prepared.predictors,
-                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted)
+                               head_on_card=self.placement.card.head_bytes > 0, mtp=prepared.speculating.mtp, adapted=prepared.adapted,
+                               between=prepared.speculating.reads.between)
             unless_made.callback(self.model.close)
             self.cache = self.new_cache()
             unless_made.callback(self.cache.close)
-            self.speculation = speculation(prepared, self.model)
+            self.speculation = speculation(prepared, self.model, self.cache)
             unless_made.pop_all()
         self.watch = Watch(mapped=options.load == "mmap", shed=self.model.pager.shed)
         self.tokens: list[int] = []

@@ -52,8 +52,9 @@ def no_tap(name: str, layer: int, value: object) -> None:
 
 
 def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool = False, bundled: bool = False,
-         spilled_kv: bool = False, mtp: bool = False, lora: int = 0) -> Dims:
-    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter."""
+         spilled_kv: bool = False, mtp: bool = False, lora: int = 0, between: int = 0) -> Dims:
+    """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter;
+    `between`: layers before which drafts read states."""
     own, queries = config.mixture, max(config.layer_queries, default=config.num_attention_heads)
     mixture = (own.experts + own.handed, own.per_token, own.width) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,
@@ -64,7 +65,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.indexed.shape if config.indexed else None,
                 config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
                 SLOTS if config.cross_layers else 0, config.mix_rank, config.ngrams and config.ngrams.shape,
-                len(config.ngrams.layers) if config.ngrams else 0, config.mix_rounds > 0)
+                len(config.ngrams.layers) if config.ngrams else 0, config.mix_rounds > 0, between)
 
 
 class Model(StoredStates):
@@ -74,7 +75,8 @@ class Model(StoredStates):
     def __init__(self, config: ModelConfig, store: TensorStore, devices: Sequence[str], backends: Mapping[str, object], ctx: int,
                  mmap: bool = False, container: Container | None = None, streams: Streams | PagedExperts | None = None,
                  copied_from: int | None = None, predictors: Predictors | None = None, head_on_card: bool = False,
-                 mtp: bool = False, adapted: Adapted = NOTHING) -> None:
+                 mtp: bool = False, adapted: Adapted = NOTHING, between: Sequence[int] = ()) -> None:
+        self.between = tuple(between)  # layers before which a pass keeps its states
         self.config, self.store, self.devices, self.backends = config, store, tuple(devices), backends
         self.tensors = check_tensors(config, store, container, mtp)
         check_outliers(self.tensors, store)
@@ -308,6 +310,8 @@ class Model(StoredStates):
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
         for layer, lives in enumerate(self.devices):
+            if layer in self.between:
+                host.kept(x, self.between.index(layer), len(self.between))
             device = "cuda" if copies else lives
             if device == "cuda" and not copies and tap is no_tap and self._repeats(cache, layer):
                 here, ops, before = device, self.backends[device], ops.to_host(x)

@@ -44,7 +44,7 @@ from .sparse.predictors import Predictors
 from .speculation import draft_model
 from .speculation.mtp import own_cache_nbytes
 from .speculation.mtp_tensors import MTP
-from .speculation.speculation_plan import Speculating, decide, demand_own_layer, wants_own_layer
+from .speculation.speculation_plan import Speculating, decide, demand_own_layer, reads_of, wants_own_layer
 from .stores.container import Container
 from .stores.unread import unread_notices
 from .tensors import check_tensors, with_own_layer
@@ -227,7 +227,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
     check_context(options, config)
-    options, draft = draft_model.draft_or_without(folder, options, notices) if options.draft and card is None else (options, None)
+    options, draft = draft_model.draft_or_without(folder, config, options, notices) if card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed
@@ -237,7 +237,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     kinds = kinds_of(config, store, container, options)
     baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
-                  beside_weights.rank)
+                  beside_weights.rank, reads_of(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
     asked, fits, (tokens, placement) = _planned_with(draft, asked, chunk, folder, notices)
     if draft is not None and not fits:
@@ -286,7 +286,7 @@ def _planned_with(draft: Prepared | None, asked: Asked, chunk: int, folder: Path
     except DoesNotFit:
         if draft is None or "draft" not in asked.options.preset:
             raise
-        asked = replace(asked, baseline=asked.baseline - Speculating(draft=draft).draft_nbytes)
+        asked = replace(asked, baseline=asked.baseline - Speculating(draft=draft).draft_nbytes, reads=reads_of(None))
         planned = _planned(asked, chunk, folder)
         notices.append(Fallback(f"the draft model {asked.options.draft} leaves too little memory: left out, as it was set for all models"))
         return asked, False, planned

@@ -26,14 +26,17 @@ from .speculation.draft_length import COMPUTING, STEADY, WAITING, PassCosts, Pay
 from .speculation.draft_model import KIND, DraftModel
 from .speculation.drafts import SAME, Draft, Proposer, RecycledTokens, SuffixMatch
 from .speculation.mtp import OwnDrafts
+from .speculation.trained import Trained
 
 if TYPE_CHECKING:
+    from .cache import KVCache
     from .engine import Engine
     from .events import Progress
     from .model import Model
     from .prepare import Prepared
     from .sampler import SamplerSettings
     from .sampling.dry import Breakers
+    from .speculation.drafts import ModelDrafts
 
 COLUMNS = FEW  # the most tokens of a pass that are multiplied and attend as one token does
 TOO_SHORT = "the answer ended while passes of one token were timed"
@@ -92,12 +95,14 @@ class Counts(NamedTuple):
                 "gain": self.gain, "undrafted": self.undrafted or None}
 
 
-def speculation(prepared: Prepared, own: Model) -> Speculation | None:
-    """What a run of the model `own` drafts with, None where it does not."""
+def speculation(prepared: Prepared, own: Model, cache: KVCache) -> Speculation | None:
+    """What a run of the model `own`, which keeps its text in `cache`, drafts with, None where it does not."""
     if not prepared.speculating:
         return None
-    model: DraftModel | OwnDrafts | None = None
-    if prepared.speculating.draft is not None:
+    model: ModelDrafts | None = None
+    if isinstance(prepared.speculating.draft, Trained):
+        model = prepared.speculating.draft.drafts(own, cache, prepared.placement.ctx, prepared.shape.chunk)
+    elif prepared.speculating.draft is not None:
         model = DraftModel(prepared.speculating.draft, prepared.config.vocab_size)
     elif prepared.speculating.mtp:
         model = OwnDrafts(own, prepared.placement.ctx, prepared.shape.chunk)
@@ -109,7 +114,7 @@ class Speculation:
     """Drafts for one engine. `proposers` guess at no cost worth counting, `model` runs one of its own, or a layer of the engine's. It lives
     as long as the engine: what was learned about costs and guesses outlasts an answer."""
 
-    def __init__(self, proposers: Sequence[Proposer], model: DraftModel | OwnDrafts | None = None,
+    def __init__(self, proposers: Sequence[Proposer], model: ModelDrafts | None = None,
                  clock: Callable[[], float] = time.perf_counter, pays: Pays = WAITING) -> None:
         self._proposers, self._model, self._clock = proposers, model, clock
         self._trust, self._costs = Trust(), PassCosts(pays)
@@ -155,7 +160,7 @@ class Speculation:
             yield from model.read(engine.cancelled)
 
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
-        """What a pass left behind, as of `OwnDrafts.saw`."""
+        """What a pass left behind, as of `ModelDrafts.saw`."""
         if self._model is not None:
             self._model.saw(held, start, ids, x, certain)
 
@@ -167,7 +172,7 @@ class Speculation:
         return [Fallback(self._model.failed)]
 
     @property
-    def _drafting(self) -> DraftModel | OwnDrafts | None:
+    def _drafting(self) -> ModelDrafts | None:
         """The draft model, where it can be asked."""
         return None if self._model is None or self._model.failed else self._model
 
@@ -260,7 +265,7 @@ class Speculation:
                 return guess.tokens
         return draft.tokens[:length] if length else ()
 
-    def _guess(self, model: DraftModel | OwnDrafts, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
+    def _guess(self, model: ModelDrafts, most: int, otherwise: float, cancelled: Callable[[], bool]) -> Draft | None:
         """What the draft model says, where that promises more than `otherwise`, or where it is tried. What it has to read first must come
         back within TRY_EVERY passes, by costs that were measured: those that are guessed low would have it read again and again."""
         extra, behind = model.costs.token / self._costs.alone, model.behind(len(self._history))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
+from types import MappingProxyType
 
 import numpy as np
 
@@ -16,10 +17,11 @@ from .config import ModelConfig
 from .families import TensorRule
 from .sparse.bundles import bundled_rules
 from .speculation.mtp_tensors import held_rules
-from .stores.container import REMADE, Container
+from .stores.container import REMADE, Container, StoredTensor
 from .weights.tied_head import outer_rules
 
 CODES = "codes of a quantized checkpoint whose config.json says nothing of them: take the original 16-bit checkpoint"
+NO_CODES: Mapping[str, StoredTensor] = MappingProxyType({})
 SCHEMES = {"F32": "f32", "F16": "f16", "BF16": "bf16"}
 
 
@@ -59,24 +61,28 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     beside = held_rules(config, store) if mtp else {}
     groups: dict[int | str, dict[str, TensorRule]] = {"outer": {**outer_rules(config, store.tensors), **beside}}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
-    found: dict[int | str, dict[str, ModelTensor]] = {}
-    for key, plain in groups.items():
-        found[key], rules = {}, bundled_rules(plain, container)
-        for role, rule in rules.items():
-            if rule.optional and not {rule.name, *rule.also} & store.tensors.keys():
-                continue
-            info = _found(rule, store)
-            stored = low_bit.get(info.name)
-            shape = tuple(info.shape if stored is None else stored.shape)
-            if shape != tuple(rule.shape):
-                raise _other_shape(info.name, shape, rule.shape)
-            if stored is None and info.dtype not in SCHEMES:
-                raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}", CODES)
-            if stored is not None and info.nbytes != stored.nbytes:
-                raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
-                                      REMADE)
-            found[key][role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape,
-                                           rule.coefficients)
+    return {key: tensors_of(bundled_rules(rules, container), store, low_bit) for key, rules in groups.items()}
+
+
+def tensors_of(rules: Mapping[str, TensorRule], store: TensorStore,
+               low_bit: Mapping[str, StoredTensor] = NO_CODES) -> dict[str, ModelTensor]:
+    """The tensors of rules by role, `low_bit` what is known of those that are codes. Raises CheckpointError for one that is missing or has
+    another shape or type."""
+    found: dict[str, ModelTensor] = {}
+    for role, rule in rules.items():
+        if rule.optional and not {rule.name, *rule.also} & store.tensors.keys():
+            continue
+        info = _found(rule, store)
+        stored = low_bit.get(info.name)
+        shape = tuple(info.shape if stored is None else stored.shape)
+        if shape != tuple(rule.shape):
+            raise _other_shape(info.name, shape, rule.shape)
+        if stored is None and info.dtype not in SCHEMES:
+            raise CheckpointError(f"tensor {info.name} is {info.dtype}; this version reads {', '.join(SCHEMES)}", CODES)
+        if stored is not None and info.nbytes != stored.nbytes:
+            raise CheckpointError(f"tensor {info.name} has {info.nbytes} bytes, {stored.spec} of {list(shape)} takes {stored.nbytes}",
+                                  REMADE)
+        found[role] = ModelTensor(info, QuantSpec.raw(SCHEMES[info.dtype]) if stored is None else stored.spec, shape, rule.coefficients)
     return found
 
 

@@ -14,6 +14,7 @@ import effllm
 from effllm import DoesNotFit, EffllmError, ModelNotFound, UsageError
 from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
+from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
@@ -140,7 +141,7 @@ def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) 
 def test_what_is_asked_of_neurons_and_kernels_is_not_asked_of_the_draft() -> None:
     """Its activation is never zero, and it has no low-bit weights: no reason to refuse the flags that the large one has."""
     given = EngineOptions(device="cpu", ctx=128, draft=str(FABLE), predict_neurons=True, kernel="lut", strict=True)
-    made = prepare_draft(FABLE, given)
+    made = prepare_draft(FABLE, read_config(FABLE), given)
     made.store.close()
     assert not made.options.predict_neurons and made.options.kernel == "auto"
 

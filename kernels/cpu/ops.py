@@ -65,7 +65,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **index.plan_workspace(dims, chunk),
             **wide_workspace(dims, chunk),  # then, of drafts by a layer of its own, what goes into it and states that wait for it
-            "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0}
+            "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0,
+            "between": chunk * dims.between * dims.hidden}
 
 
 class CpuOps(Stages, lora.Scales, WideOps):
@@ -181,6 +182,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
     second_stream, put_stream = streams.second_stream, streams.put_stream
+    kept = rows.kept
     copied, scaled, clipped, normed, part_queries, gate_heads = (rows.copied, rows.scaled, rows.clipped, rows.norm_rows, rows.part_queries,
                                                                  rows.gate_heads)
     grown_heads, normed_apart = rows.grown_heads, rows.normed_apart

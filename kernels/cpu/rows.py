@@ -289,6 +289,11 @@ def copied(ops: CpuOps, y: np.ndarray) -> np.ndarray:
     return out
 
 
+def kept(ops: CpuOps, x: np.ndarray, place: int, places: int) -> None:
+    """Copy x [T, D] where it stays to the end of the pass, as the `place`th of so many: `between` [places, T, D]."""
+    ops.registry.select(Call("scale")).candidate.run(ops, x, ops.workspace.take("between", places, *x.shape)[place], 1.0)
+
+
 def scaled(ops: CpuOps, x: np.ndarray, factor: float) -> np.ndarray:
     """See `BlockOps`."""
     ops.registry.select(Call("scale")).candidate.run(ops, x, x, factor)

@@ -34,6 +34,7 @@ from ..model import dims
 from ..sparse.bundles import Windows, places
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
+from ..speculation.trained import Reads
 from ..tensors import ModelTensor
 from ..weights import card_head
 from ..weights.paged_experts import ExpertParts, PagedExperts, cut_experts, paged
@@ -173,7 +174,7 @@ def cut_weights(tensors: Tensors, config: ModelConfig, store: TensorStore, folde
 @dataclass(frozen=True)
 class Asked:
     """Everything that a plan depends on but the length of a pass. `card`: the GPU that may be used; `baseline`: bytes of the process
-    without the model; `lora`: the widest within an adapter."""
+    without the model; `lora`: the widest within an adapter; `reads`: what drafts read of passes."""
 
     config: ModelConfig
     options: EngineOptions
@@ -187,6 +188,7 @@ class Asked:
     baseline: int
     budget: Budget
     lora: int = 0
+    reads: Reads = Reads()
     _cuts: dict[int, Cuts] = field(default_factory=dict)
 
     def beneath(self, on_card: int) -> Tensors:
@@ -233,7 +235,8 @@ class Asked:
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
 
         spill = None
-        if cache.codecs and not cache.kv.policy and options.parallel == 1 and config.indexed is None and not config.shares_by_turns:
+        alone = options.parallel == 1 and config.indexed is None and not config.shares_by_turns and not self.reads.cache
+        if cache.codecs and not cache.kv.policy and alone:
             spill = kv_disk.spill(options, cache.codecs, cache.layouts, shape, spilled - workspace, sum(cache.states))
         device, layers, beside = ("cpu", None, 0) if self.card is None else (options.device, options.gpu_layers, self.card.host_nbytes)
         placed = plan_split(host, self.budget, max(config.context_length, options.ctx or 0), options.ctx, device, layers, spill, copied,
@@ -270,7 +273,7 @@ class Asked:
     def _dims(self, shape: CacheShape, on_disk: bool) -> Dims:
         mtp = any(role.startswith(MTP) for role in self.tensors["outer"])
         return dims(self.config, shape.ctx, shape.chunk, LOGIT_ROWS, self.cache.kv.is_packed, self.bundled, on_disk, mtp,
-                    self.lora)
+                    self.lora, len(self.reads.between))
 
     def _workspace(self, shape: CacheShape, on_disk: bool) -> int:
         """Bytes of working memory; `on_disk`: with pages of the cache read from there, or of two kinds: attention takes turns."""

@@ -42,7 +42,7 @@ def fitted(options: EngineOptions, folder: Path | None, config: ModelConfig, sto
         "load": ("ram", lambda asked: asked.load == "mmap" and check_mapping(folder)),
         "predict_neurons": (False, lambda asked: predictors_of(asked, folder, config)),
         "spec": ("auto", lambda asked: asked.spec == "mtp" and demand_own_layer(config, store, container)),
-        "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other_vocabulary(folder, Path(asked.draft))),
+        "draft": (None, lambda asked: asked.draft and folder and draft_model.refuse_other(folder, Path(asked.draft), config, asked)),
         "lora": ((), lambda asked: adapted(asked.lora, config, check_tensors(config, store, container))),
         "kv": ("16bit", lambda asked: cache_form(asked, folder, config, store, lambda said: None))}
     for name, (without, check) in checks.items():

@@ -24,8 +24,10 @@ from .drafts import Draft
 if TYPE_CHECKING:
     import numpy as np
 
+    from ..config import ModelConfig
     from ..prepare import EngineOptions, Prepared
     from ..sampling.dry import Breakers
+    from .trained import Trained
 
 KIND = "model"
 DROP = "drop --draft, or a smaller one"
@@ -34,18 +36,23 @@ MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalt
           "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "logit_bias")
 
 
-def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
+def prepare_draft(folder: Path | None, config: ModelConfig, options: EngineOptions) -> Prepared | Trained:
     """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
-    those hold that serve any model; what is asked of neurons and kernels is of the large one.
+    those hold that serve any model; what is asked of neurons and kernels is of the large one, whose `config` is given.
 
-    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`; DoesNotFit where it takes all memory; what
-    opening it raises, said of the draft model.
+    Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`, or where it was trained for another;
+    DoesNotFit where it takes all memory; what opening it raises, said of the draft model.
     """
     from ..prepare import prepare
+    from .trained_kinds import trained_in
 
     place = Path(options.draft)
     if folder is None:
         raise UsageError("random weights have no vocabulary that a draft model could share", "drop --draft")
+    with _said_of_the_draft():
+        trained = trained_in(place, config, options)
+    if trained is not None:
+        return trained
     refuse_other_vocabulary(folder, place)
     with _said_of_the_draft():
         longest = read_config(place, options.strict).context_length
@@ -59,10 +66,12 @@ def prepare_draft(folder: Path | None, options: EngineOptions) -> Prepared:
     return prepared
 
 
-def draft_or_without(folder: Path | None, options: EngineOptions, notices: list[str]) -> tuple[EngineOptions, Prepared | None]:
-    """`prepare_draft`, and the options that come of it: a draft model of `preset` that cannot be had is left out, with a notice."""
+def draft_or_without(folder: Path | None, config: ModelConfig, options: EngineOptions,
+                     notices: list[str]) -> tuple[EngineOptions, Prepared | Trained | None]:
+    """`prepare_draft` where one is asked for, and the options that come of it: a draft model of `preset` that cannot be had is left out,
+    with a notice."""
     try:
-        return options, prepare_draft(folder, options)
+        return options, prepare_draft(folder, config, options) if options.draft else None
     except EffllmError as error:
         if "draft" not in options.preset:
             error.option = "draft"
@@ -79,7 +88,20 @@ def _said_of_the_draft() -> Iterator[None]:
     except DoesNotFit as error:
         raise DoesNotFit(f"the draft model {error.message}", DROP) from None
     except EffllmError as error:
-        raise type(error)(f"the draft model: {error.message}", error.hint) from None
+        said = error.message if error.message.startswith("the draft model") else f"the draft model: {error.message}"
+        raise type(error)(said, error.hint) from None
+
+
+def refuse_other(folder: Path, draft: Path, config: ModelConfig, options: EngineOptions) -> None:
+    """Raises what `prepare_draft` raises of a draft that is for another model than that in `folder`."""
+    from .trained_kinds import trained_in
+
+    with _said_of_the_draft():
+        trained = trained_in(draft, config, options)
+    if trained is None:
+        refuse_other_vocabulary(folder, draft)
+    else:
+        trained.store.close()
 
 
 @cache

@@ -7,14 +7,20 @@ its own, and for as many columns gains little over the chain that follows the li
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import takewhile
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
 from ..images.album import PICTURED
+
+if TYPE_CHECKING:
+    from ..events import Progress
+    from ..sampler import SamplerSettings
+    from ..sampling.dry import Breakers
+    from .draft_length import GuessCosts
 
 PAIR = 2  # tokens that must agree before what followed them is worth a guess
 LONGEST = 32  # agreement beyond this is not told apart
@@ -44,6 +50,41 @@ class Proposer(Protocol):
 
     def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
         """A pass over `tokens` found `logits` [len(tokens), V] behind each. They are read, and are as they were afterwards."""
+
+
+class ModelDrafts(Protocol):
+    """Drafts by a model or a layer of one. `costs`: what its guesses take; `failed`: what ended them, "" before."""
+
+    costs: GuessCosts
+    failed: str
+
+    def load(self) -> Iterator[Progress]:
+        """Read what it needs."""
+
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
+        """Guess what a run with these settings finds likeliest."""
+
+    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
+        """A pass of the model that is drafted for over `ids`, behind the first `start` tokens of `held`, ended with the states x float32
+        [T, D], before the last norm. `certain`: none of them is a guess."""
+
+    def follow(self, history: Sequence[int]) -> None:
+        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
+
+    def behind(self, tokens: int) -> int:
+        """How many of a sequence of so many tokens it would read before its next guess, about."""
+
+    def read(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
+        """Hold the sequence, so that no guess waits for that."""
+
+    def propose(self, most: int, cancelled: Callable[[], bool]) -> Draft | None:
+        """Up to `most` tokens behind what is followed; None where it has no idea."""
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+
+    def close(self) -> None:
+        """Give back what it holds."""
 
 
 class SuffixMatch:

@@ -50,7 +50,7 @@ class OwnDrafts(StateDrafts):
             norm, head = outer.mtp.norm, self._head.of(outer.head, self._history)
             while True:
                 logits = self._host.logits(x, norm, head, config.final_logit_softcapping, 1 / config.logits_scaling)[0]
-                drafted.append(self._likeliest(logits, drafted))
+                drafted.append(self._likeliest.token(logits, self._history, drafted))
                 if len(drafted) == most:
                     return drafted
                 x = self._run(drafted[-1:], normalised(x, norm, np.empty_like(x)))

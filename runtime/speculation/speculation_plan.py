@@ -10,6 +10,7 @@ from ... import UsageError
 from ...offload.notes import Fallback
 from ..tensors import check_tensors
 from .mtp_tensors import held_rules, mtp_rules
+from .trained import Reads, Trained
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -36,7 +37,7 @@ class Speculating:
     the disk, which a pass of several tokens takes no more of. `mtp`: drafts by the model's own layer, which takes `mtp_nbytes`."""
 
     lookup: bool = False
-    draft: Prepared | None = None
+    draft: Prepared | Trained | None = None
     recycles: bool = False
     waits: bool = False
     mtp: bool = False
@@ -45,13 +46,25 @@ class Speculating:
     @property
     def draft_nbytes(self) -> int:
         """Memory that the model that drafts takes, beside what the program has anyway."""
+        if isinstance(self.draft, Trained):
+            return self.draft.nbytes
         return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
+
+    @property
+    def reads(self) -> Reads:
+        """What of the model's passes drafts read."""
+        return reads_of(self.draft)
 
     def __bool__(self) -> bool:
         return self.lookup or self.draft is not None
 
 
-def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | None, on_card: bool) -> bool:
+def reads_of(draft: Prepared | Trained | None) -> Reads:
+    """What a draft reads of the passes of the model it drafts for: one that was trained for it says so, any other reads nothing."""
+    return draft.reads if isinstance(draft, Trained) else Reads()
+
+
+def wants_own_layer(options: EngineOptions, config: ModelConfig, draft: Prepared | Trained | None, on_card: bool) -> bool:
     """Is a run to draft by the model's own layer, where that is stored and fits? A mixture's only where it is asked for: every token of a
     draft reads experts of its own. Beside other answers by none's: it follows one text."""
     asked = options.spec == "mtp" or options.spec == "auto" and draft is None and config.mixture is None
@@ -70,7 +83,7 @@ def demand_own_layer(config: ModelConfig, store: TensorStore, container: Contain
     check_tensors(config, store, container, mtp=True)
 
 
-def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | None,
+def decide(options: EngineOptions, config: ModelConfig, placement: Placement, draft: Prepared | Trained | None,
            own_nbytes: int | None = None) -> tuple[Speculating, Sequence[str]]:
     """What was asked for, else by where the weights lie, with what there is to say about it. In memory what the model's own layer says is a
     guess worth its time, and the text where it repeats. `own_nbytes`: what that layer takes in the plan, None where it is not in it."""

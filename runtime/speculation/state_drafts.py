@@ -25,15 +25,16 @@ from ...quant.kv import codec
 from ..images.album import PICTURED
 from ..kv.cache_made import open_cache
 from ..kv.cache_shape import CacheShape, cache_nbytes
-from ..sampler import Sampler, SamplerSettings
 from .draft_length import GuessCosts
-from .draft_model import KIND, likeliest_under
+from .draft_model import KIND
 from .drafts import SAME, Draft
+from .likeliest import Likeliest
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm
     from ..events import Progress
     from ..kv.cache_shape import AttnSpec
+    from ..sampler import SamplerSettings
     from ..sampling.dry import Breakers
 
 MOST_TOKENS = 8192  # that the layer attends to
@@ -64,9 +65,9 @@ class StateDrafts(ABC):
     failed = ""  # nothing in its passes can fail that does not fail in the model's
 
     def __init__(self, host: object, spec: AttnSpec, ctx: int, vocabulary: int, states: np.ndarray) -> None:
-        self._host, self._states, self._vocabulary = host, states, vocabulary
+        self._host, self._states = host, states
         self._cache, self._most = open_cache([host], [spec], codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
-        self._greedy = Sampler(SamplerSettings(temperature=0), vocabulary)
+        self._likeliest = Likeliest(vocabulary)
         self._history: Sequence[int] = []
         self.costs = GuessCosts()
         self._begin([])
@@ -77,7 +78,7 @@ class StateDrafts(ABC):
 
     def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
         """Guess what a run with these settings finds likeliest."""
-        self._greedy = likeliest_under(settings, breakers, self._greedy)
+        self._likeliest.choose_as(settings, breakers)
 
     def reset(self) -> None:
         """Forget the sequence."""
@@ -172,15 +173,6 @@ class StateDrafts(ABC):
         self._cache.truncate(held)
         self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
         return Draft(tuple(drafted), KIND)
-
-    def _likeliest(self, logits: np.ndarray, drafted: Sequence[int], numbers: np.ndarray | None = None) -> int:
-        """The token that is likeliest by `logits` [N], of the first tokens or of those with `numbers`, behind what was drafted."""
-        if not self._greedy.settings.moves or not np.isfinite(logits).all():
-            place = int(logits.argmax())
-            return place if numbers is None else int(numbers[place])
-        every = np.full(self._vocabulary, -np.inf, np.float32)
-        every[slice(len(logits)) if numbers is None else numbers] = logits
-        return self._greedy.sample(every, [*self._history, *drafted])
 
     def _take(self, following: Sequence[int]) -> np.ndarray:
         """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,

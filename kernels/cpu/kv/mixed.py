@@ -35,9 +35,10 @@ class MixedPages(PackedPages):
         self._first = self._attend.copy()
         self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
 
-    def reader(self) -> MixedPages:
-        own = super().reader()
-        own.second, own._first, own._tables = self.second.reader(), self._first.copy(), (None, ())
+    def reader(self, ops: CpuOps | None = None) -> MixedPages:
+        own = super().reader(ops)
+        own.second, own._first, own._tables = self.second.reader(ops), self._first.copy(), (None, ())
+        own._first[attention.SCRATCH : attention.PARTIALS + 1] = own._attend[attention.SCRATCH : attention.PARTIALS + 1]
         return own
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:

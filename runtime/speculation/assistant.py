@@ -1,0 +1,257 @@
+"""Gemma 4's assistants: small models that draft for one of the family by its last state and its own keys and values.
+
+An assistant has no keys and values: its layers attend to those of the last layer of the model that has some of the same kind, with or
+without a window. It begins with the embedding of the newest token, from the model's table, joined with the state that the pass before left
+behind the model's last norm; for a further guess its own state, widened again, takes that one's place. All guesses stand at the place of
+the newest token, because what they would see behind it is in no cache. Those of the small models look for a guess in few groups of
+the vocabulary (centroids), the larger ones in all of it.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.cpu.ops import FEW
+from ...kernels.reference import normalise
+from ...kernels.workspace import Dims
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...quant.weight import to_f32
+from ..config import parse_config
+from ..config_reader import REQUIRED, ConfigError, Keys
+from ..families import TensorRule, gemma4_text
+from ..rope import rope_tables
+from ..tensors import tensors_of
+from .draft_length import GuessCosts
+from .draft_model import KIND
+from .drafts import Draft
+from .frequent_head import FrequentHead
+from .likeliest import Likeliest
+from .state_drafts import known_tokens, normalised
+from .trained import Reads, Trained, TrainedWeights, numbers_info, refuse_unless
+
+if TYPE_CHECKING:
+    from ...kernels.cpu.pages import LayerPages
+    from ..cache import KVCache
+    from ..config import ModelConfig
+    from ..events import Progress
+    from ..model import Model
+    from ..sampler import SamplerSettings
+    from ..sampling.dry import Breakers
+    from .trained import Run
+
+MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
+# What an assistant cannot have, which models of the family may: it is small.
+WITHOUT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
+ORDER = "masked_embedding.token_ordering"
+
+
+def is_one(raw: Mapping[str, object]) -> bool:
+    """Is this the config of an assistant?"""
+    return raw.get("model_type") in MODEL_TYPES
+
+
+@dataclass(frozen=True)
+class Centroids:
+    """Of a vocabulary in `groups` of equal size, the tokens of the `best` are scored."""
+
+    groups: int
+    best: int
+
+
+@dataclass(frozen=True)
+class Assistant(Trained):
+    """`sources`: by layer that of the model whose keys and values it sees."""
+
+    sources: tuple[int, ...] = ()
+    centroids: Centroids | None = None
+
+    def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> AssistantDrafts:
+        return AssistantDrafts(self, model, cache, ctx)
+
+
+def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: Run) -> Assistant:
+    """The assistant in `folder`, for a run of `target`. Raises UsageError where it was trained for another, ConfigError and CheckpointError
+    for one that is not whole."""
+    keys = Keys(raw)
+    config, sources = config_of(keys), []
+    backbone = keys.integer("backbone_hidden_size", REQUIRED, high=2**20)
+    refuse_unless(target.family == gemma4_text.__name__.rpartition(".")[2], folder, "the family", "gemma4", target.family)
+    refuse_unless(backbone == target.hidden_size, folder, "a hidden size of", backbone, target.hidden_size)
+    refuse_unless(config.vocab_size == target.vocab_size, folder, "a vocabulary of", config.vocab_size, target.vocab_size)
+    for layer, window in enumerate(config.windows):
+        alike = [each for each in target.attention_layers if (target.windows[each] is None) == (window is None)]
+        has = [(*target.heads_of(each), target.windows[each]) for each in alike[-1:]]
+        wants = (*config.heads_of(layer), window)
+        refuse_unless(has == [wants], folder, "key-value heads, their size and a window of", wants, has[0] if has else "none")
+        sources.append(alike[-1])
+    centroids = _centroids(keys, config.vocab_size)
+    tensors = {"outer": tensors_of(_outer(config, backbone, centroids), store)}
+    tensors |= {layer: tensors_of(gemma4_text.layer_tensors(config, layer), store) for layer in range(config.num_hidden_layers)}
+    lists = () if centroids is None else (numbers_info(store, ORDER, config.vocab_size),)
+    heads = [config.heads_of(layer) for layer in range(config.num_hidden_layers)]
+    rows = max(config.vocab_size, backbone, centroids.groups if centroids else 0)
+    # One token at a time. `spilled_kv` is of pages of two kinds as well, through which attention goes in turns.
+    dims = Dims(config.hidden_size, config.num_attention_heads, *heads[0], config.widest, rows, 1, run.ctx, 1, packed_kv=run.packed,
+                spilled_kv=run.in_turns, other_heads=tuple(sorted({*heads} - {heads[0]})), joined=2 * backbone)
+    return Assistant(folder, store, config, tensors, dims, run.workers, Reads(cache=True), lists,
+                     4 * FEW * backbone, tuple(sources), centroids)
+
+
+def config_of(keys: Keys) -> ModelConfig:
+    """Of its layers, all of which attend to what another model keeps."""
+    text = keys.section("text_config")
+    if text is None:
+        raise ConfigError("config.json: text_config is missing")
+    if stray := [name for name in WITHOUT if text.get(name)]:
+        raise ConfigError(f"config.json: {stray[0]} of a draft model is not supported", "no published one has it")
+    left = {*WITHOUT, "num_kv_shared_layers", "architectures"}
+    config = parse_config({"model_type": "gemma4_text", **{key: value for key, value in text.items() if key not in left}, WITHOUT[0]: 0})
+    return replace(config, kv_sources=(-1,) * config.num_hidden_layers, tie_word_embeddings=True)
+
+
+def _centroids(keys: Keys, vocabulary: int) -> Centroids | None:
+    if not keys.flag("use_ordered_embeddings", False):
+        return None
+    groups = keys.integer("num_centroids", 2048, high=vocabulary)
+    if vocabulary % groups:
+        raise ConfigError(f"config.json: num_centroids {groups} does not divide the vocabulary of {vocabulary}")
+    return Centroids(groups, keys.integer("centroid_intermediate_top_k", 32, high=groups))
+
+
+def _outer(config: ModelConfig, backbone: int, centroids: Centroids | None) -> dict[str, TensorRule]:
+    """What surrounds the layers."""
+    hidden = config.hidden_size
+    rules = {"head": TensorRule("model.embed_tokens.weight", (config.vocab_size, hidden), also=("lm_head.weight",)),
+             "norm": TensorRule("model.norm.weight", (hidden,)),
+             "enter": TensorRule("pre_projection.weight", (hidden, 2 * backbone)),
+             "leave": TensorRule("post_projection.weight", (backbone, hidden))}
+    return rules if centroids is None else rules | {
+        "centroids": TensorRule("masked_embedding.centroids.weight", (centroids.groups, hidden))}
+
+
+@dataclass(frozen=True)
+class Seen:
+    """What a layer attends to: pages of the model's cache, of which `blocks` are held, from the place of the token that comes next."""
+
+    pages: LayerPages
+    position: int
+    blocks: np.ndarray
+
+    def attend(self, q: np.ndarray, k: None, v: None, sinks: None = None) -> np.ndarray:
+        return self.pages.attend(q, self.position, self.blocks, sinks)
+
+
+class AssistantDrafts:
+    """Greedy guesses of an assistant, under the penalties of the run. `_ids` are the newest tokens of the model's last pass, from place
+    `_first` of the text on, and `_states` what its last norm made of them."""
+
+    failed = ""  # its weights are read whole before the answer begins
+
+    def __init__(self, own: Assistant, model: Model, cache: KVCache, ctx: int) -> None:
+        self._own, self._model, self._cache = own, model, cache
+        self._weights = TrainedWeights(own, model.backends["cpu"].pool)
+        self._host = self._weights.host
+        self._pages = [cache.layer(source).pages.reader(self._host) for source in own.sources]
+        self._ropes = rope_tables(own.config, ctx)
+        self._likeliest = Likeliest(own.config.vocab_size)
+        self._states = np.empty((FEW, model.config.hidden_size), np.float32)
+        self._first, self._ids, self._history = 0, [], []
+        self.costs, self._frequent = GuessCosts(), FrequentHead()
+
+    def load(self) -> Iterator[Progress]:
+        """Read its weights. Raises CheckpointError where its vocabulary is in no order."""
+        yield from self._weights.load()
+        own, weights = self._own, self._weights
+        self._layers = weights.layers()
+        self._enter, self._leave, self._head, self._norm = *map(weights.linear, ("enter", "leave", "head")), weights.norm("norm")
+        if own.centroids is not None:
+            order = weights.list(own.lists[0])
+            if not np.array_equal(np.sort(order), np.arange(len(order))):
+                raise CheckpointError(f"the draft model {own.folder}: {ORDER} does not name every token once",
+                                      "the file is damaged, or of another model")
+            self._groups, self._centroids = order.reshape(own.centroids.groups, -1), weights.linear("centroids")
+
+    def choose_as(self, settings: SamplerSettings, breakers: Breakers | None = None) -> None:
+        """Guess what a run with these settings finds likeliest."""
+        self._likeliest.choose_as(settings, breakers)
+
+    def reset(self) -> None:
+        """Forget the sequence."""
+        self._ids = []
+
+    def close(self) -> None:
+        """Give its memory back."""
+        self._weights.close()
+
+    def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
+        """As of `StateDrafts.saw`: of a pass the newest states are kept, since it goes on from the last that is certain."""
+        newest = min(FEW, len(ids))
+        with self._model.outer() as outer:
+            normalised(x[-newest:], outer.norm, self._states[:newest])
+        self._first, self._ids = start + len(ids) - newest, list(ids[-newest:])
+
+    def follow(self, history: Sequence[int]) -> None:
+        """The sequence is `history` now, of which the last token was in no pass yet. Nothing is run."""
+        self._history = history
+
+    def behind(self, tokens: int) -> int:
+        """Before a guess nothing is read: what it sees was made by the model."""
+        return 1
+
+    def read(self, cancelled: Callable[[], bool] = lambda: False) -> Iterator[Progress]:
+        """A prompt is not read."""
+        return iter(())
+
+    def propose(self, most: int, cancelled: Callable[[], bool] = lambda: False) -> Draft | None:
+        """Up to `most` tokens behind what is followed; None where the last pass over that was not seen."""
+        known = len(self._history) - 1
+        place = known - 1 - self._first
+        if most < 1 or self._cache.n != known or not 0 <= place < len(self._ids) or self._ids[place] != self._history[known - 1]:
+            return None
+        started, drafted = time.perf_counter(), []
+        seen = [Seen(pages, known, blocks) for blocks in (self._cache.held(),) for pages in self._pages]
+        positions, state = np.array([known], np.int64), self._states[place]
+        while True:
+            x = self._run((drafted or self._history)[-1], state, seen, positions)
+            drafted.append(self._guess(x, drafted))
+            if len(drafted) == most:
+                break
+            state = self._host.logits(x, self._norm, self._leave)[0]
+        self.costs.guessed(len(drafted), time.perf_counter() - started, 1, 0.0)
+        return Draft(tuple(drafted), KIND)
+
+    def _run(self, token: int, state: np.ndarray, seen: Sequence[Seen], positions: np.ndarray) -> np.ndarray:
+        """The layers over a token and the state [D] of the one before: what they make, [1, H], a view."""
+        own, host, width = self._own.config, self._host, len(state)
+        joined = host.workspace.take("joined", 1, 2 * width)
+        joined[0, width:] = state
+        target = self._model
+        with target.outer() as outer:
+            joined[0, :width] = target.backends["cpu"].embed(known_tokens([token]), outer.embed, target.config.embedding_multiplier)[0]
+        with host.together():
+            (made,) = host.norm_linear(joined, None, [self._enter])
+            host.flush()
+            x = host.from_host(made)
+            for layer, (weights, kv) in enumerate(zip(self._layers, seen, strict=True)):
+                x = gemma4_text.block(host, weights, x, kv, positions, self._ropes[layer], own, layer, lambda name, layer, value: None)
+        return x
+
+    def _guess(self, x: np.ndarray, drafted: Sequence[int]) -> int:
+        """The token that is found likeliest of x [1, H], of those that are scored."""
+        numbers = None
+        if self._own.centroids is None:
+            logits = self._host.logits(x, self._norm, self._frequent.of(self._head, self._history))[0]
+        else:
+            best = self._own.centroids.best
+            of_groups = self._host.logits(x, self._norm, self._centroids)[0]
+            numbers = self._groups[np.argpartition(of_groups, -best)[-best:]].ravel()
+            norm, head = self._norm, self._head.weight
+            rows = to_f32(head.parts["data"][numbers], head.spec.scheme)
+            logits = rows @ normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
+        return self._likeliest.token(logits, self._history, drafted, numbers)

@@ -1,0 +1,52 @@
+"""Which draft models were trained for another model's states: told by their config, planned by the file of their kind."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import UsageError
+from ...offload.checkpoint import TensorStore
+from ...quant.kv import codec
+from ..config_reader import read_json
+from . import assistant, eagle3
+from .trained import Run, Trained
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..prepare import EngineOptions
+
+Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", Run], Trained]
+ON_DISK = "reads this model's keys and values, all of which then stay in memory"
+
+
+def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
+    """What plans the draft model in a folder, and its config; None for one that drafts by itself, or that cannot be read."""
+    if not (folder / "config.json").is_file():
+        return None
+    raw = read_json(folder / "config.json")
+    found = next((kind for kind in (assistant, eagle3) if kind.is_one(raw)), None)
+    return None if found is None else (found.planned, raw)
+
+
+def trained_in(folder: Path, target: ModelConfig, options: EngineOptions) -> Trained | None:
+    """The plan for a draft model that was trained for `target`; None where `folder` holds another kind. Raises UsageError for one that was
+    trained for another model, and what opening it raises."""
+    from ..prepare import worker_count
+
+    found = planner_of(folder)
+    if found is None:
+        return None
+    kv = codec(options.kv)
+    run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy))
+    plan, raw = found
+    store = TensorStore.open(folder)
+    try:
+        made = plan(folder, raw, store, target, run)
+        if made.reads.cache and options.kv_ram:
+            raise UsageError(f"the draft model {folder} {ON_DISK}; --kv-ram puts some on the disk", "drop one of them")
+    except BaseException:
+        store.close()
+        raise
+    return made

@@ -1,0 +1,167 @@
+"""Small models with drafts that were trained for models like them: Gemma 4's assistants as transformers has them, and EAGLE-3 heads, in
+torch after the paper (arXiv:2503.01840, section 3.1) and the layout of published checkpoints."""
+
+import json
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+from family_models import GEMMA_4, KEYS_AS_VALUES, Case, written
+from safetensors.torch import save_file
+from torch import nn
+from transformers import AutoConfig, LlamaConfig
+from transformers.models.gemma4 import Gemma4TextConfig
+from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+
+VOCABULARY = 300
+# Targets: one whose last layers share keys and values, and one in which all layers have their own.
+TARGETS = {"shared": {**GEMMA_4, "max_position_embeddings": 768},
+           "own": {**GEMMA_4, **KEYS_AS_VALUES, "max_position_embeddings": 768}}
+
+
+def with_assistant(base: Path, kind: str = "shared", groups: int = 20, dtype: str = "float32") -> tuple[nn.Module, nn.Module]:
+    """A random Gemma 4 in base / "model" and an assistant for it in base / "draft", both as transformers reads them. `groups`: of its
+    vocabulary, 0 for one that scores all tokens."""
+    with sharing():
+        return _with_assistant(base, kind, groups, dtype)
+
+
+def _with_assistant(base: Path, kind: str, groups: int, dtype: str) -> tuple[nn.Module, nn.Module]:
+    target = written(Case("gemma4_text", TARGETS[kind], dtype=dtype), base / "model")
+    own = target.config
+    text = AutoConfig.for_model("gemma4_text", **{
+        **TARGETS[kind], "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
+        "num_attention_heads": 8, "num_key_value_heads": own.num_key_value_heads, "initializer_range": 0.2, "pad_token_id": None,
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
+        "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "use_double_wide_mlp": False, "attention_k_eq_v": kind == "own"})
+    more = {"use_ordered_embeddings": True, "num_centroids": groups, "centroid_intermediate_top_k": 3} if groups else {}
+    config = AutoConfig.for_model("gemma4_assistant", text_config=text.to_dict(), backbone_hidden_size=own.hidden_size, **more)
+    torch.manual_seed(5)
+    draft = Gemma4AssistantForCausalLM(config).to(getattr(torch, dtype))
+    with torch.no_grad():
+        for name, parameter in draft.named_parameters():
+            if parameter.ndim == 1:
+                parameter.add_(0.3 * torch.randn_like(parameter))
+            else:
+                parameter.normal_(0, 0.2)
+        if groups:
+            draft.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
+    draft.save_pretrained(base / "draft")
+    return target, Gemma4AssistantForCausalLM.from_pretrained(base / "draft", dtype=torch.float32).eval()
+
+
+def sharing() -> AbstractContextManager[object]:
+    """While models are made: layers that share keys and values, also where no layer of the same model has them, and the last layers of
+    either kind that keep theirs for an assistant, also where none of the model shares. transformers 5.23 does neither."""
+
+    def modes(config: object) -> list[str | None]:
+        first = config.num_hidden_layers - config.num_kv_shared_layers
+        last = {kind: layer for layer, kind in enumerate(config.layer_types[:first])}
+        return ["reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)]
+
+    return patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+
+
+def guessed_by(target: nn.Module, draft: nn.Module, ids: list[int], tokens: int, window: int) -> list[torch.Tensor]:
+    """Scores [V] of the assistant's tokens behind a text, of which the target has read all but the last: it sees what keys lie in a window
+    that ends at the place of the last."""
+    with torch.inference_mode():
+        out = target(torch.tensor([ids[:-1]]), output_hidden_states=True, return_shared_kv_states=True, use_cache=False)
+        shared = {kind: tuple(each for each in pair) for kind, pair in out.shared_kv_states.items()}
+        near = min(window - 1, len(ids) - 1)
+        shared["sliding_attention"] = tuple(each[:, :, -near:] for each in shared["sliding_attention"])
+        state, token, found = out.hidden_states[-1][:, -1:], ids[-1], []
+        for _ in range(tokens):
+            embedded = target.get_input_embeddings()(torch.tensor([[token]]))
+            made = draft(inputs_embeds=torch.cat([embedded, state], -1), position_ids=torch.tensor([[len(ids) - 1]]),
+                         shared_kv_states=shared, attention_mask=None)
+            found.append(made.logits[0, 0].double())
+            state, token = made.last_hidden_state, int(found[-1].argmax())
+        return found
+
+
+@dataclass
+class Head:
+    """An EAGLE-3 head in float64."""
+
+    target: nn.Module
+    layer: nn.Module
+    rotary: nn.Module
+    parts: dict[str, nn.Module]
+    reads: tuple[int, ...]
+    offsets: torch.Tensor
+    normed: bool
+    embed: nn.Module
+
+    def scores(self, ids: list[int], tokens: int) -> list[torch.Tensor]:
+        """Of each of so many guesses behind a text, of which the target has read all but the last, float64 [draft vocabulary]."""
+        found, text = [], list(ids)
+        with torch.inference_mode():
+            seen = []
+            hooks = [self.target.model.layers[each].register_forward_pre_hook(lambda module, args: seen.append(args[0])) for each in self.reads]
+            self.target(torch.tensor([ids[:-1]]), use_cache=False)
+            for hook in hooks:
+                hook.remove()
+            states = self.parts["fc"](torch.cat(seen, -1))
+            for _ in range(tokens):
+                made = self._layer(self.embed(torch.tensor([text[1:]])), states)
+                found.append(self.parts["lm_head"](self.parts["norm"](made[:, -1]))[0])
+                place = int(found[-1].argmax())
+                text.append(place + int(self.offsets[place]))
+                states = torch.cat([states, made[:, -1:]], 1)
+        return found
+
+    def _layer(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
+        normed = self.parts["hidden_norm"](states)
+        joined = torch.cat([self.layer.input_layernorm(embedded), normed], -1)
+        count = joined.shape[1]
+        mask = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+        turns = self.rotary(joined, torch.arange(count)[None])
+        x = (normed if self.normed else states) + self.layer.self_attn(joined, position_embeddings=turns, attention_mask=mask)[0]
+        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+
+
+def with_head(base: Path, family: str = "llama", scored: int = 120, narrow: bool = False, normed: bool = False, newer: bool = False,
+              **stated: object) -> Head:
+    """A random model in base / "model" and an EAGLE-3 head for it in base / "draft". `scored`: the tokens that it says; `narrow`: it is
+    not as wide as the model; `newer`: as speculators writes it; `stated`: more of its config."""
+    target = written(Case(family, {"num_hidden_layers": 6, "max_position_embeddings": 768, "head_dim": 16}), base / "model").double()
+    width, reads = target.config.hidden_size, (2, 3, 3)
+    hidden = 48 if narrow else width
+    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=72, num_hidden_layers=1, num_attention_heads=4,
+                         num_key_value_heads=2, head_dim=16, max_position_embeddings=768, rms_norm_eps=1e-5, attn_implementation="eager")
+    torch.manual_seed(6)
+    layer = LlamaDecoderLayer(config, 0)
+    for name in ("q_proj", "k_proj", "v_proj"):
+        old = getattr(layer.self_attn, name)
+        setattr(layer.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=False))
+    parts = {"fc": nn.Linear(3 * width, hidden, bias=False), "lm_head": nn.Linear(hidden, scored, bias=False),
+             "norm": LlamaRMSNorm(hidden, 1e-5), "hidden_norm": LlamaRMSNorm(hidden, 1e-5)}
+    embed = nn.Embedding(VOCABULARY, hidden) if narrow else target.model.embed_tokens
+    with torch.no_grad():
+        for parameter in (*layer.parameters(), *(each for part in parts.values() for each in part.parameters())):
+            parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.normal_(0, 0.2)
+    said = torch.randperm(VOCABULARY)[:scored].sort().values
+    offsets = said - torch.arange(scored)
+    prefix = "layers.0." if newer else "midlayer."
+    tensors = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
+    tensors |= {f"{prefix if name == 'hidden_norm' else ''}{name}.weight": part.weight for name, part in parts.items()}
+    if narrow:
+        tensors["embed_tokens.weight"] = embed.weight
+    if scored != VOCABULARY:
+        tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(VOCABULARY), said)}
+    folder = base / "draft"
+    folder.mkdir(parents=True)
+    save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    outer = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": scored, **({"target_hidden_size": width} if narrow else {}),
+             **({"norm_before_residual": True} if normed else {}), **stated}
+    inner = config.to_dict()
+    inner.pop("architectures", None)
+    made = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner} if newer else {**inner, **outer}
+    (folder / "config.json").write_text(json.dumps(made))
+    rotary = LlamaRotaryEmbedding(config)
+    return Head(target, layer.double().eval(), rotary, {name: part.double() for name, part in parts.items()}, reads, offsets, normed,
+                embed.double())
