@@ -34,7 +34,7 @@ def _with_assistant(base: Path, kind: str, groups: int, dtype: str) -> tuple[nn.
     own = target.config
     text = AutoConfig.for_model("gemma4_text", **{
         **TARGETS[kind], "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
-        "num_attention_heads": 8, "num_key_value_heads": own.num_key_value_heads, "initializer_range": 0.2, "pad_token_id": None,
+        "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": None,
         "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
         "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "use_double_wide_mlp": False, "attention_k_eq_v": kind == "own"})
     more = {"use_ordered_embeddings": True, "num_centroids": groups, "centroid_intermediate_top_k": 3} if groups else {}
@@ -42,7 +42,7 @@ def _with_assistant(base: Path, kind: str, groups: int, dtype: str) -> tuple[nn.
     torch.manual_seed(5)
     draft = Gemma4AssistantForCausalLM(config).to(getattr(torch, dtype))
     with torch.no_grad():
-        for name, parameter in draft.named_parameters():
+        for parameter in draft.parameters():
             if parameter.ndim == 1:
                 parameter.add_(0.3 * torch.randn_like(parameter))
             else:
@@ -73,35 +73,43 @@ def guessed_by(target: nn.Module, draft: nn.Module, ids: list[int], tokens: int,
         shared = {kind: tuple(each for each in pair) for kind, pair in out.shared_kv_states.items()}
         near = min(window - 1, len(ids) - 1)
         shared["sliding_attention"] = tuple(each[:, :, -near:] for each in shared["sliding_attention"])
-        state, token, found = out.hidden_states[-1][:, -1:], ids[-1], []
+    return guessed_from(target, draft, shared, out.hidden_states[-1][:, -1:], ids, tokens)
+
+
+def guessed_from(target: nn.Module, draft: nn.Module, shared: dict[str, tuple[torch.Tensor, torch.Tensor]], state: torch.Tensor,
+                 ids: list[int], tokens: int) -> list[torch.Tensor]:
+    """The same from keys and values [1, heads, tokens, size] and a state [1, 1, D] of the target."""
+    token, found = ids[-1], []
+    with torch.inference_mode():
         for _ in range(tokens):
             embedded = target.get_input_embeddings()(torch.tensor([[token]]))
             made = draft(inputs_embeds=torch.cat([embedded, state], -1), position_ids=torch.tensor([[len(ids) - 1]]),
                          shared_kv_states=shared, attention_mask=None)
             found.append(made.logits[0, 0].double())
             state, token = made.last_hidden_state, int(found[-1].argmax())
-        return found
+    return found
 
 
 @dataclass
 class Head:
-    """An EAGLE-3 head in float64."""
+    """An EAGLE-3 head in float64, with the model that it drafts for and the embedding that it reads."""
 
-    target: nn.Module
     layer: nn.Module
     rotary: nn.Module
     parts: dict[str, nn.Module]
-    reads: tuple[int, ...]
     offsets: torch.Tensor
     normed: bool
-    embed: nn.Module
+    embed: nn.Module | None
+    target: nn.Module | None = None
+    reads: tuple[int, ...] = (2, 3, 3)
 
     def scores(self, ids: list[int], tokens: int) -> list[torch.Tensor]:
         """Of each of so many guesses behind a text, of which the target has read all but the last, float64 [draft vocabulary]."""
         found, text = [], list(ids)
         with torch.inference_mode():
             seen = []
-            hooks = [self.target.model.layers[each].register_forward_pre_hook(lambda module, args: seen.append(args[0])) for each in self.reads]
+            layers = [self.target.model.layers[each] for each in self.reads]
+            hooks = [layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for layer in layers]
             self.target(torch.tensor([ids[:-1]]), use_cache=False)
             for hook in hooks:
                 hook.remove()
@@ -124,44 +132,46 @@ class Head:
         return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
 
 
-def with_head(base: Path, family: str = "llama", scored: int = 120, narrow: bool = False, normed: bool = False, newer: bool = False,
-              **stated: object) -> Head:
-    """A random model in base / "model" and an EAGLE-3 head for it in base / "draft". `scored`: the tokens that it says; `narrow`: it is
-    not as wide as the model; `newer`: as speculators writes it; `stated`: more of its config."""
+def with_head(base: Path, family: str = "llama", **asked: object) -> Head:
+    """A random model in base / "model" and an EAGLE-3 head for it in base / "draft", which is as `saved_head` has it."""
     target = written(Case(family, {"num_hidden_layers": 6, "max_position_embeddings": 768, "head_dim": 16}), base / "model").double()
-    width, reads = target.config.hidden_size, (2, 3, 3)
-    hidden = 48 if narrow else width
-    config = LlamaConfig(vocab_size=VOCABULARY, hidden_size=hidden, intermediate_size=72, num_hidden_layers=1, num_attention_heads=4,
+    head = saved_head(base / "draft", target.config.hidden_size, VOCABULARY, **asked)
+    head.target, head.embed = target, head.embed or target.model.embed_tokens
+    return head
+
+
+def saved_head(folder: Path, width: int, vocabulary: int, scored: int = 120, hidden: int = 0, normed: bool = False, newer: bool = False,
+               **stated: object) -> Head:
+    """A random head in `folder`, for a model of that width and vocabulary with six layers. `scored`: the tokens that it says; `hidden`: its
+    width, where another; `newer`: as speculators writes it; `stated`: more of its config."""
+    narrow, hidden = bool(hidden), hidden or width
+    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=72, num_hidden_layers=1, num_attention_heads=4,
                          num_key_value_heads=2, head_dim=16, max_position_embeddings=768, rms_norm_eps=1e-5, attn_implementation="eager")
     torch.manual_seed(6)
     layer = LlamaDecoderLayer(config, 0)
     for name in ("q_proj", "k_proj", "v_proj"):
-        old = getattr(layer.self_attn, name)
-        setattr(layer.self_attn, name, nn.Linear(2 * hidden, old.out_features, bias=False))
+        setattr(layer.self_attn, name, nn.Linear(2 * hidden, getattr(layer.self_attn, name).out_features, bias=False))
     parts = {"fc": nn.Linear(3 * width, hidden, bias=False), "lm_head": nn.Linear(hidden, scored, bias=False),
              "norm": LlamaRMSNorm(hidden, 1e-5), "hidden_norm": LlamaRMSNorm(hidden, 1e-5)}
-    embed = nn.Embedding(VOCABULARY, hidden) if narrow else target.model.embed_tokens
+    embed = nn.Embedding(vocabulary, hidden) if narrow else None
     with torch.no_grad():
         for parameter in (*layer.parameters(), *(each for part in parts.values() for each in part.parameters())):
             parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.normal_(0, 0.2)
-    said = torch.randperm(VOCABULARY)[:scored].sort().values
+    said = torch.randperm(vocabulary)[:scored].sort().values
     offsets = said - torch.arange(scored)
     prefix = "layers.0." if newer else "midlayer."
     tensors = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
     tensors |= {f"{prefix if name == 'hidden_norm' else ''}{name}.weight": part.weight for name, part in parts.items()}
     if narrow:
         tensors["embed_tokens.weight"] = embed.weight
-    if scored != VOCABULARY:
-        tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(VOCABULARY), said)}
-    folder = base / "draft"
+    if scored != vocabulary:
+        tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(vocabulary), said)}
     folder.mkdir(parents=True)
     save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
     outer = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": scored, **({"target_hidden_size": width} if narrow else {}),
              **({"norm_before_residual": True} if normed else {}), **stated}
-    inner = config.to_dict()
-    inner.pop("architectures", None)
+    inner = {key: value for key, value in config.to_dict().items() if key != "architectures"}
     made = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner} if newer else {**inner, **outer}
     (folder / "config.json").write_text(json.dumps(made))
-    rotary = LlamaRotaryEmbedding(config)
-    return Head(target, layer.double().eval(), rotary, {name: part.double() for name, part in parts.items()}, reads, offsets, normed,
-                embed.double())
+    return Head(layer.double().eval(), LlamaRotaryEmbedding(config), {name: part.double() for name, part in parts.items()}, offsets, normed,
+                embed.double() if narrow else None)

@@ -250,8 +250,9 @@ class AssistantDrafts:
         else:
             best = self._own.centroids.best
             of_groups = self._host.logits(x, self._norm, self._centroids)[0]
-            numbers = self._groups[np.argpartition(of_groups, -best)[-best:]].ravel()
+            groups = self._groups[np.argpartition(of_groups, -best)[-best:]]
             norm, head = self._norm, self._head.weight
-            rows = to_f32(head.parts["data"][numbers], head.spec.scheme)
-            logits = rows @ normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
+            state = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
+            rows = (to_f32(head.parts["data"][group], head.spec.scheme) for group in groups)  # some at a time
+            numbers, logits = groups.ravel(), np.concatenate([each @ state for each in rows])
         return self._likeliest.token(logits, self._history, drafted, numbers)

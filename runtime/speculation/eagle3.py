@@ -41,7 +41,7 @@ ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Spec
 INNER, IDS, OWN = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "eagle_config"
 MAP = "d2t"
 LAYER = ("midlayer.", "layers.0.", "model.layers.0.")  # what the layer's tensors are called
-MOST_STATES = 8
+MOST_STATES, NUMBER = 8, 8  # states that are joined at most; bytes of a token's number
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,9 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     heads, kept = config.heads_of(0), tuple(dict.fromkeys(layers))
     dims = Dims(hidden, config.num_attention_heads, *heads, config.widest, scored, PAGE, cache_shape(run.ctx).ctx, 1,
                 joined=max(2 * hidden, len(layers) * reads))
-    return Eagle3(folder, store, config, tensors, dims, run.workers, Reads(kept), lists, layer_cache_nbytes(heads, run.ctx),
-                  tuple(map(kept.index, layers)), run.ctx, keys.flag("norm_before_residual", False))
+    nbytes = layer_cache_nbytes(heads, run.ctx) + NUMBER * scored * len(lists)
+    return Eagle3(folder, store, config, tensors, dims, run.workers, Reads(kept), lists, nbytes, tuple(map(kept.index, layers)), run.ctx,
+                  keys.flag("norm_before_residual", False))
 
 
 def config_of(keys: Keys) -> ModelConfig:

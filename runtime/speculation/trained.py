@@ -126,7 +126,7 @@ class TrainedWeights:
 
     def list(self, info: TensorInfo) -> np.ndarray:
         """Numbers of tokens, int64."""
-        return self._raw[info.name].view(NUMBERS[info.dtype]).astype("<i8")
+        return self._raw[info.name].view(NUMBERS[info.dtype]).astype("<i8", copy=False)
 
 
 def refuse_unless(fits: bool, place: Path, said: str, wanted: object, has: object) -> None:
