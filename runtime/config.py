@@ -19,6 +19,7 @@ from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .images import taken_too
 from .model_config import ModelConfig
+from .speculation.draft_types import refuse_alone
 from .stores.composite import INNER, text_alone, unknown_outside
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
@@ -82,6 +83,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
 
     Keys(raw).text("model_type", None)  # what follows looks it up
     refuse_writing(raw)
+    refuse_alone(raw)
     architectures = raw.get("architectures") or []
     composite = str(raw.get("model_type")) in families.COMPOSITE
     suffix = SEVERAL if composite and raw.get("model_type") not in families.NAMED_ALONE else GENERATOR

@@ -18,6 +18,7 @@ from ..config_reader import show
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf import names
 from ..gguf.beside import projectors_beside
+from ..speculation.draft_types import DraftShape, draft_in
 from . import programs, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
 from .listed_before import Facts, ListedBefore
@@ -265,7 +266,8 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
     from ..encoders.shape import read_encoder_config
     from ..stores.container import read_container
 
-    config, made = (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
+    config = draft_in(folder) or (read_encoder_config if is_encoder(folder) else read_config)(folder)
+    made = read_container(folder)
     with TensorStore.open(folder) as store:
         elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
@@ -297,7 +299,7 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
                       _taken(path, config, sees) if sees or header.sees else (), _writes(config))
 
 
-def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig, before: ListedBefore | None) -> tuple[str, ...]:
+def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListedBefore | None) -> tuple[str, ...]:
     """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
     return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
 
@@ -308,7 +310,7 @@ def _may_take(folder: Path) -> bool:
     return kind_of(folder) in SIGHTS.keys() | HEARING.keys()
 
 
-def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
+def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
     """What a model takes beside text. Heads of towers are read of those alone that may have one."""
     if model.is_dir() and not _may_take(model):
         return ()
@@ -321,7 +323,7 @@ def _taken(model: Path, config: ModelConfig | EncoderConfig, projectors: Sequenc
     return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)
 
 
-def _writes(config: EncoderConfig | ModelConfig) -> bool:
+def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
     from ..config import ModelConfig
 
     return isinstance(config, ModelConfig) and config.writes

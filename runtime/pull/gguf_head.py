@@ -35,6 +35,7 @@ FAVOURED = ("head", "embed", "down", "v")
 RUN_FROM_CODES = frozenset({0, 1, 2, 3, *range(7, 25), *range(26, 33), 36, 37, 39})
 SLACK = 1.02
 READS = "it reads texts and writes none: effllm plan says what it takes when it is here"
+DRAFTS = "it drafts for another model: effllm plan THAT-MODEL --draft THIS-ONE says what it takes when it is here"
 TIED = 0.1  # share of the embedding from which on models use it as head too
 
 

@@ -25,12 +25,13 @@ from ..library import half_made, storage
 from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
 from ..planning.expected import ExpectedStore
+from ..speculation.draft_types import is_assistant, is_eagle3
 from ..stores.composite import text_alone
 from ..stores.import_config import section_of
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
-from .gguf_head import READS, GgufHead, read_head
+from .gguf_head import DRAFTS, READS, GgufHead, read_head
 from .reckon import Run, reckon
 from .repository import Repository, companions, describe, named_files, projector_file, weights
 from .shards import at_once
@@ -157,8 +158,10 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     try:
         if wish.reference.file is None:
             raw, count = _raw_config(wish, repository, client)
-            if reads_alone(raw):
-                head, config = GgufHead(unknown=_of_encoder(wish)), None
+            if is_assistant(raw) or is_eagle3(raw):
+                head, config = GgufHead(unknown=_as_stored(wish, "drafts for another model", DRAFTS)), None
+            elif reads_alone(raw):
+                head, config = GgufHead(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
             else:
                 config, section = parse_config(raw), section_of(text_alone(raw))
         elif all(place.is_here(file) for file in files):
@@ -233,11 +236,11 @@ def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Map
     return raw, len(text)
 
 
-def _of_encoder(wish: Wish) -> str:
-    """What is said of a run of it. Raises UsageError for bits, which it has as they are stored."""
+def _as_stored(wish: Wish, does: str, said: str) -> str:
+    """What is `said` of a run of one that `does` something else than write. Raises UsageError for bits, which it has as they are stored."""
     if wish.bits is not None and not wish.gives_way:
-        raise UsageError(f"{wish.repo} makes vectors or ranks documents, and runs as it is stored", f"effllm pull {wish.repo}")
-    return READS
+        raise UsageError(f"{wish.repo} {does}, and runs as it is stored", f"effllm pull {wish.repo}")
+    return said
 
 
 def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client, env: Mapping[str, str]) -> PullPlan:

@@ -45,15 +45,9 @@ if TYPE_CHECKING:
     from ..sampling.dry import Breakers
     from .trained import Run
 
-MODEL_TYPES = ("gemma4_assistant", "gemma4_unified_assistant")
 # What an assistant cannot have, which models of the family may: it is small.
 WITHOUT = ("hidden_size_per_layer_input", "vocab_size_per_layer_input", "enable_moe_block", "use_double_wide_mlp")
 ORDER = "masked_embedding.token_ordering"
-
-
-def is_one(raw: Mapping[str, object]) -> bool:
-    """Is this the config of an assistant?"""
-    return raw.get("model_type") in MODEL_TYPES
 
 
 @dataclass(frozen=True)

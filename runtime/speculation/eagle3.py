@@ -26,6 +26,7 @@ from ..families import TensorRule, llama
 from ..kv.cache_shape import AttnSpec
 from ..rope import rope_tables
 from ..tensors import tensors_of
+from .draft_types import INNER
 from .frequent_head import FrequentHead
 from .state_drafts import StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
 from .trained import Reads, Trained, TrainedWeights, numbers_info, refuse_unless
@@ -37,8 +38,7 @@ if TYPE_CHECKING:
     from ..model import Model
     from .trained import Run
 
-ARCHITECTURES = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")
-INNER, IDS, OWN = "transformer_layer_config", "eagle_aux_hidden_state_layer_ids", "eagle_config"
+IDS, OWN = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 MAP = "d2t"
 LAYER = ("midlayer.", "layers.0.", "model.layers.0.")  # what the layer's tensors are called
 MOST_STATES, NUMBER = 8, 8  # states that are joined at most; bytes of a token's number
@@ -55,12 +55,6 @@ class Eagle3(Trained):
 
     def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> Eagle3Drafts:
         return Eagle3Drafts(self, model)
-
-
-def is_one(raw: Mapping[str, object]) -> bool:
-    """Is this the config of an EAGLE-3 head?"""
-    named = raw.get("architectures")
-    return isinstance(named, list) and any(name in ARCHITECTURES for name in named) or raw.get("speculators_model_type") == "eagle3"
 
 
 def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target: ModelConfig, run: Run) -> Eagle3:

@@ -11,6 +11,7 @@ from ...offload.checkpoint import TensorStore
 from ...quant.kv import codec
 from ..config_reader import read_json
 from . import assistant, eagle3
+from .draft_types import is_assistant, is_eagle3
 from .trained import Run, Trained
 
 if TYPE_CHECKING:
@@ -26,8 +27,8 @@ def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
     if not (folder / "config.json").is_file():
         return None
     raw = read_json(folder / "config.json")
-    found = next((kind for kind in (assistant, eagle3) if kind.is_one(raw)), None)
-    return None if found is None else (found.planned, raw)
+    found = assistant.planned if is_assistant(raw) else eagle3.planned if is_eagle3(raw) else None
+    return None if found is None else (found, raw)
 
 
 def trained_in(folder: Path, target: ModelConfig, options: EngineOptions) -> Trained | None:

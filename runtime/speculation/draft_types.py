@@ -1,0 +1,57 @@
+"""Which configs are of draft models that were trained for another model's states, and have nothing to say by themselves."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import UsageError
+from ..config_reader import is_count
+from ..files.small_file import JSON_NBYTES, read_whole
+
+ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
+HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")  # architectures
+INNER = "transformer_layer_config"  # what it calls the object about a head's layer
+SPECULATORS = "speculators_model_type"  # where the tool of that name says what a head is
+
+
+def is_assistant(raw: Mapping[str, object]) -> bool:
+    """Is this the config of an assistant of Gemma 4?"""
+    return raw.get("model_type") in ASSISTANTS
+
+
+def is_eagle3(raw: Mapping[str, object]) -> bool:
+    """Is this the config of an EAGLE-3 head?"""
+    named = raw.get("architectures")
+    return isinstance(named, list) and any(name in HEADS for name in named) or raw.get(SPECULATORS) == "eagle3"
+
+
+@dataclass(frozen=True)
+class DraftShape:
+    """What a list says of one."""
+
+    family: str
+    context_length: int
+
+
+def draft_in(folder: Path) -> DraftShape | None:
+    """What is in a folder, by what its config says of itself; None for another model, or what cannot be read."""
+    try:
+        raw = json.loads(read_whole(folder / "config.json", JSON_NBYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    if not isinstance(raw, dict) or not (is_assistant(raw) or is_eagle3(raw)):
+        return None
+    inner = next((raw[name] for name in ("text_config", INNER) if isinstance(raw.get(name), dict)), raw)
+    positions = inner.get("max_position_embeddings")
+    return DraftShape(str(raw["model_type"]) if is_assistant(raw) else "eagle3", positions if is_count(positions) else 0)
+
+
+def refuse_alone(raw: Mapping[str, object]) -> None:
+    """Raises UsageError for such a config, wherever a model is to write."""
+    if is_assistant(raw) or is_eagle3(raw):
+        kind = "an assistant of Gemma 4" if is_assistant(raw) else "an EAGLE-3 head"
+        raise UsageError(f"this is {kind}: it drafts for the model that it was trained for and writes nothing by itself",
+                         "effllm run THAT-MODEL --draft THIS-ONE")
