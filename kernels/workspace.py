@@ -35,8 +35,8 @@ class Dims:
     matrices of groups of heads give of what is attended to, where streams of a token are mixed by numbers of its own. `picked`: layers in
     which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
     numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
-    the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers before which the
-    states of a pass are kept for drafts.
+    the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
+    before which the states of a pass are kept for drafts.
     """
 
     hidden: int

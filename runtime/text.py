@@ -47,6 +47,8 @@ NO_THINK = "/no_think"  # and what is written into the system prompt of those th
 # Llama 3, as the first conversions of Mistral Small 3.1 and of Pixtral do.
 TEKKEN_SIGNS = {3: "[INST]", 1000: "\u0100", 1032: "\u0120"}
 TEKKEN_REMARK = "{} cuts words otherwise than Mistral's models were trained; they are cut as Mistral does"
+# Models whose texts all begin with the word that begins or, in a vocabulary without one, ends a text, which only their processor says.
+BEGUN = ("molmo2",)
 HARMONY = ("<|channel|>", "<|return|>", "<|call|>")  # with all three in the vocabulary, <|end|> closes a message and the turn goes on
 
 
@@ -71,6 +73,7 @@ class Tokenizer:
         self.bos_id = bos_id
         self.template = template
         self.source = source
+        self.begins = ""  # what a chat's text begins with, whatever the template says
         self.remarks = tuple(remarks)  # what was read otherwise than the files say, a line each
 
     @classmethod
@@ -103,7 +106,10 @@ class Tokenizer:
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
-        return cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
+        made = cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
+        if kind_of(folder) in BEGUN and (first := bos or special.get("eos_token")) is not None:
+            made.begins, made.bos_id, made._add_bos = first, backend.token_to_id(first), True
+        return made
 
     def to_json(self) -> str:
         """What a tokenizer.json says of this vocabulary."""
@@ -239,7 +245,8 @@ class Tokenizer:
         """The prompt text of a chat. Raises TemplateError, also where the model has no template."""
         if self.template is None:
             raise TemplateError("this is a base model: it has no chat template", 'let it continue a text: effllm run MODEL --raw "…"')
-        return self.template.render(messages, **options)
+        text = self.template.render(messages, **options)
+        return text if text.startswith(self.begins) else self.begins + text
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> list[int]:
         """Token ids of a chat: the template writes all special tokens itself, so none is added."""

@@ -77,6 +77,10 @@ RELATED = {
         "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}, dtype="bfloat16",
         inside="mllama"),
+    "molmo2_text": Case("molmo2_text", {"vocab_size": 301, "additional_vocab_size": 16, "head_dim": 24}, shard="60KB", inside="molmo2"),
+    "molmo2, norms behind, stretched in a layer, bfloat16": Case("molmo2_text", {
+        "qk_norm_type": "olmo", "norm_after": True, "additional_vocab_size": 8, "head_dim": 16, "num_key_value_heads": 4,
+        "rope_scaling_layers": [1], **rope("yarn", factor=8.0, original_max_position_embeddings=64)}, dtype="bfloat16", inside="molmo2"),
     "gpt_bigcode": Case("gpt_bigcode", {**FALCON_1, "vocab_size": 301}, shard="60KB"),
     "gpt_bigcode, other widths, own head, bfloat16": Case("gpt_bigcode", {
         **FALCON_1, "n_inner": 72, "activation_function": "gelu", "scale_attn_weights": False, "tie_word_embeddings": False,

@@ -1,7 +1,7 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
 from fastvit_torch import ARGS
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, UnifiedReady, UnlimitedOcrReady
+from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, MolmoReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -28,6 +28,7 @@ ROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 4, 4
 # Of patches of two points, as many as learned rows read.
 SAM = {"hidden_size": 24, "mlp_dim": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 128, "patch_size": 2,
        "window_size": 5, "global_attn_indexes": [1], "output_channels": 12}
+HEADS = {"num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
 PATCHES = Qwen2VLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})
 # Granite and Cohere scale logits, which classes of transformers that see leave out: by 1 they are the same.
 # family -> text part, tower, words, what else its config says, and preprocessor
@@ -131,6 +132,12 @@ CASES = {
                     ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
                     {"image_token_id": FIRST, "insert_layer_id": 1},
                     MiniCpmOcrReady("never", scale_resolution=64, patch_size=8, max_slice_nums=2)),
+    "molmo2": ({"model_type": "molmo2_text", "vocab_size": FIRST, "additional_vocab_size": 16},
+               {**HEADS, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "image_size": [32, 32], "patch_size": 8},
+               ["<im_patch>", "<im_start>", "<im_end>", "<im_col>", "<low_res_im_start>", "<|image|>"],
+               {"image_patch_id": FIRST, "adapter_config": {**HEADS, "hidden_size": 48, "intermediate_size": 56, "text_hidden_size": 48,
+                                                            "vision_feature_layer": [-1, 0]}},
+               MolmoReady(size=SQUARE, patch_size=8, max_crops=4, overlap_margins=[1, 1])),
     "cohere2_vision": ({"model_type": "cohere2", "logit_scale": 1.0, "sliding_window": 40,
                         "layer_types": ["sliding_attention", "full_attention"]},
                        {**TOWER, "model_type": "siglip_vision_model", "vision_use_head": False},

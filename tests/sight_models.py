@@ -18,6 +18,7 @@ from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
+from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProcessor
 
 import effllm
 from effllm.runtime.config import read_config
@@ -187,6 +188,26 @@ class UnlimitedOcrReady(DeepseekOcr2ImageProcessorPil):
     def save_pretrained(self, folder: Path) -> None:
         super().save_pretrained(folder)
         config_changed(folder, "preprocessor_config.json", image_processor_type="UnlimitedOcrImageProcessor")
+
+
+class MolmoReady(Molmo2ImageProcessor):
+    """Molmo 2's, but for what asks for torchvision: there, points between others are made and values are scaled by torch as here."""
+
+    def convert_to_rgb(self, image: torch.Tensor, **_: object) -> torch.Tensor:
+        assert image.shape[0] == 3
+        return image
+
+    def resize(self, image: torch.Tensor, size: object, antialias: bool, **_: object) -> torch.Tensor:
+        assert not antialias
+        return torch.nn.functional.interpolate(image, size=(size.height, size.width), mode="bilinear", align_corners=False)
+
+    def rescale_and_normalize(self, images: torch.Tensor, do_rescale: bool, factor: float, do_normalize: bool, mean: tuple,
+                              std: tuple) -> torch.Tensor:
+        assert do_rescale and do_normalize
+        return (images * factor - torch.tensor(mean)[:, None, None]) / torch.tensor(std)[:, None, None]
+
+    def to_dict(self) -> dict[str, object]:
+        return {**super().to_dict(), "image_processor_type": "Molmo2ImageProcessor"}
 
 
 class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):

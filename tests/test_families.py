@@ -126,6 +126,7 @@ PECULIAR = {
         {"mixture": {"factor": 1.0}}, {"mixture": {"renormalise": False}}, {"norm_eps": 1e-5}, {"state_norm_eps": 1.0}],
     "dbrx": [{"clip_qkv": None}, {"norm_kind": "rms"}, {"norm_eps": 1e-1}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"per_token": 1})],
+    "molmo2, norms behind, stretched in a layer, bfloat16": [{"ropes": 0}, {"ropes": 1}],
     "phi3": [{"windows": (None,) * 3}],
     "phi4_multimodal": [{"ropes": {"partial_rotary_factor": 1.0}}, {"norm_eps": 1e-1}],
     "cohere_compass_text": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"norm_kind": "rms"}, {"logits_scaling": 1.0}],

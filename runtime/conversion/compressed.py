@@ -63,7 +63,7 @@ NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "gran
                "gemma4_text": "no other tool was found to read what its layers are given, and its experts, so",
                "embedding_gemma2_text": "no other tool was found to read what its layers are given so",
                **dict.fromkeys(("llama4_text", "longcat_flash"), "no other tool was found to read their experts so"),
-               **dict.fromkeys(("deepseek_ocr2_text", "mistral4", "muse_glimmer_text", "step3p5", "unlimited_ocr_text"),
+               **dict.fromkeys(("deepseek_ocr2_text", "mistral4", "molmo2_text", "muse_glimmer_text", "step3p5", "unlimited_ocr_text"),
                                "other tools read it inside models that take images alone"),
                **dict.fromkeys(("bailing_moe_v2", "exaone", "mimo", "minicpm"), "other tools read them by code of the checkpoints' own"),
                "gpt2": "other tools want their matrices turned over",

@@ -38,6 +38,7 @@ SIGHTS: dict[str, str] = {
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
+    "molmo2": "molmo2",
     "ovis2": "ovis2",
     "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
@@ -89,12 +90,14 @@ class Left(Exception):
 
 class Sight(Protocol):
     """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
-    what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine."""
+    what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
+    `most_in_text`: of pictures that a text may have; None for any number."""
 
     sense: Sense
     placeholder: str
     written: str
     threads: int | None
+    most_in_text: int | None
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a picture uint8 [height, width, 3], or a sound float32 [samples]. Raises Left where `work` is left."""

@@ -25,7 +25,8 @@ from .tower_parts import Matrix, Norm, widened
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.", "projector.", "merger.",
-         "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.")
+         "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
+         "vision_backbone.", "transformer.wte.new_embedding")
 # What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2; and HunyuanOCR's, with what its parts are
 # called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
@@ -128,12 +129,20 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._infos
 
+    def rows_of(self, name: str) -> int:
+        """How many a tensor of the tower has. Raises CheckpointError."""
+        info = self._found(name)
+        return info.shape[0] if info.shape else 0
+
+    def _found(self, name: str) -> TensorInfo:
+        if name not in self._infos:
+            raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the tower", AGAIN)
+        return self._infos[name]
+
     def stored(self, name: str, *shape: int) -> np.ndarray:
         """As it is stored, in this shape, or in any of as many numbers where it is two-dimensional; dimensions of one do not count. Raises
         CheckpointError."""
-        info = self._infos.get(name)
-        if info is None:
-            raise CheckpointError(f"{self._store.folder} holds no tensor {name} of the tower", AGAIN)
+        info = self._found(name)
         if info.dtype not in STORED:
             raise CheckpointError(f"{name} is stored as {info.dtype}: of the tower only F32, F16 and BF16 are read",
                                   "take the model with that part in bfloat16")

@@ -3,7 +3,7 @@
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
 asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
 heads lie the other way, one by one, and are stacked, and queries, keys and values of OLMo Hybrid's and Kimi Linear's linear attention are
-joined. GPT-2's matrices lie inputs before outputs.
+joined, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices lie inputs before outputs.
 `turned_experts.py` has another reason for such a store.
 """
 
@@ -30,7 +30,8 @@ from .made_store import MadeStore
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
 IN_ONE = ("bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
-JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "olmo_hybrid", "qwen4_exp_text")  # and those that hold parts of one apart
+# And those that hold parts of one apart.
+JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text")
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 

@@ -52,6 +52,9 @@ class Joint:
 MIXES = re.compile(r"\.(?:attn\.(x_[rwkvagx])|attn\.r_k|ffn\.x_k)$")  # of RWKV 7
 BEFORE_O = ".attn.wo_a.weight"  # of DeepSeek V4, a matrix of which each group of heads has some rows
 MOE = "block_sparse_moe"
+# Molmo 2's names -> those of Llama, in this order.
+OF_MOLMO = {"model.transformer.": BASE, "model.blocks.": "model.layers.", "model.ln_f.": "model.norm.", ".attn_norm.": ".input_layernorm.",
+            ".ff_norm.": ".post_attention_layernorm.", ".attn_out.": ".o_proj.", ".ff_out.": ".down_proj."}
 # family -> where its corrections of scores lie beside experts that are stored together, and where else
 CORRECTIONS = {"ernie4_5_moe": (".mlp.gate.moe_statics.", ".mlp.moe_statics."),
                "exaone_moe": (".mlp.gate.e_score_correction_bias", ".mlp.e_score_correction_bias"),
@@ -100,6 +103,9 @@ def give_names(store: TensorStore, model_type: object) -> None:
         names = ((f"{name.removesuffix('.scale')}.weight_scale_inv" if name.endswith(".scale") else name, info)
                  for name, info in store.tensors.items())
         store.tensors = {name: replace(info, name=name) for name, info in names}
+    if model_type == "molmo2_text":
+        names = ((_of_molmo(name), info) for name, info in store.tensors.items())
+        store.tensors = {name: replace(info, name=name) for name, info in names}
     if model_type == "rwkv7":
         store.tensors = {name: _flat(info) for name, info in store.tensors.items()}
     if model_type == "phi4_multimodal":  # matrices beside which adapters lie
@@ -112,6 +118,13 @@ def give_names(store: TensorStore, model_type: object) -> None:
     for joint in (USUAL, GRANITE, LATER_GRANITE, GEMMA, WITHOUT_GATES, STEP) if model_type in EXPERTS else ():
         if any(joint.experts.fullmatch(name) for name in store.tensors):
             store.tensors = {info.name: info for info in _apart(store.tensors, model_type, joint)}
+
+
+def _of_molmo(name: str) -> str:
+    if name.startswith("model.transformer."):
+        for theirs, ours in OF_MOLMO.items():
+            name = name.replace(theirs, ours)
+    return name
 
 
 def _flat(info: TensorInfo) -> TensorInfo:

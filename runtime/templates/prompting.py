@@ -99,6 +99,7 @@ class Prompts:
         those of the text that is held. Raises PictureGone, and ContextOverflow before anything is looked at."""
         if self.album is None:
             return
+        self._demand_few(prompt)
         held = self.held[0] if prompt.startswith(self.held[0]) else ""
         found = [picture for digest in digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
         if not (found := [*found, *(self.album.find(digest) for digest in digests(prompt[len(held) :]))]):
@@ -106,6 +107,14 @@ class Prompts:
         if engine.options.overflow != "shift" and (tokens := self.count(prompt)) >= engine.n_ctx:
             raise too_long(tokens, engine.n_ctx, engine.config.context_length)
         yield from self.album.see(found, left)
+
+    def _demand_few(self, prompt: str) -> None:
+        """Raises UsageError for a prompt with more pictures than are read together of this model."""
+        for sense, sight in self.album.sights.items():
+            count = sum(sense_marked(found) is sense for found in MARK.finditer(prompt))
+            if sight.most_in_text is not None and count > sight.most_in_text:
+                raise UsageError(f"there are {count} {sense.noun}s in this conversation, and {sight.most_in_text} at most is read of this "
+                                 f"model: all of its {sense.noun}s see each other", f"one {sense.noun} a conversation (/clear begins anew)")
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""

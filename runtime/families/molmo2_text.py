@@ -1,0 +1,64 @@
+"""The text part of Molmo 2: Qwen 3, or OLMo 3 without windows, whose checkpoints store q, k and v as one matrix, up and gate as another.
+Words that are never written have rows of the embedding in a tensor of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from ..config_rope import RopeConfig, rope_config
+from . import TensorRule, joined, llama
+from .llama import block
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"additional_vocab_size", "layer_norm_eps", "norm_after", "qk_norm_type", "rms_norm_eps", "rope_scaling_layers"})
+KEYS_HARMLESS = frozenset({"attn_implementation", "embedding_dropout", "residual_dropout"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
+SIZES = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
+FUSED = {"self_attn.att_proj": ("q", "k", "v"), "mlp.ff_proj": ("up", "gate")}
+EMBEDDING, TABLES = "model.embed_tokens.weight", ("model.wte.embedding", "model.wte.new_embedding")
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=36_864, num_key_value_heads=8, head_dim=128, eps_key=None, sizes=SIZES)
+    layers = base.size(keys, "num_hidden_layers")
+    stretched = keys.layers("rope_scaling_layers", layers)
+    if keys.raw.get("rope_scaling_layers") is None:
+        stretched = frozenset(range(layers))
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        usual = rope_config(keys, head_dim, positions)
+        plain = RopeConfig(usual.theta, "default", {})
+        return tuple(usual if layer in stretched else plain for layer in range(layers))
+
+    behind = keys.flag("norm_after", False)
+    whole = keys.choice("qk_norm_type", {"qwen3": "qwen3", "olmo": "olmo"}, "qwen3") == "olmo"
+    if behind != whole:
+        raise ConfigError(f"config.json: norm_after = {str(behind).lower()} is not supported for molmo2_text models with this qk_norm_type",
+                          "norms behind the branches go with those over all heads (olmo), norms before them with those of each (qwen3)")
+    made = decoder_config(keys, base, ropes, qk_norm=True, qk_norm_whole=whole)
+    eps = keys.number("layer_norm_eps", keys.number("rms_norm_eps", base.norm_eps))
+    return replace(made, norm_eps=eps, words_beside=keys.integer("additional_vocab_size", 128, low=0, high=1 << 16))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role: where heads are normed together, the two norms of width D are behind the branches."""
+    rules = joined(llama.layer_tensors(config, layer), layer, FUSED)
+    if config.qk_norm_whole:
+        rules |= {"o_norm": rules.pop("input_norm"), "down_norm": rules.pop("post_norm")}
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, which has rows for words that are never written, last norm and head."""
+    rules = llama.outer_tensors(config)
+    return rules | {"embed": TensorRule(EMBEDDING, (config.vocab_size + config.words_beside, config.hidden_size))}
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The embedding -> the two tensors in which it is stored, with their rows; said of the first layer, before which it is."""
+    heights = config.vocab_size, config.words_beside
+    return {} if layer else {EMBEDDING: tuple(zip(TABLES, heights, strict=True))}

@@ -1,0 +1,210 @@
+"""Molmo 2: squares that overlap on a canvas, rows of windows of patches, and words that are rows too are those of transformers; text that
+begins as its processor begins it, and one picture a conversation."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conversions import options
+from hypothesis import given
+from hypothesis import strategies as st
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, config_changed, opened, seeing, words_of
+from transformers.models.molmo2 import image_processing_molmo2 as theirs
+from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
+
+from effllm import EffllmError, UsageError
+from effllm.runtime.config import parse_config
+from effllm.runtime.convert import convert
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.images.molmo2 import Molmo2, between
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+WORDS = CASES["molmo2"][2]
+TEMPLATE = """{%- for message in messages -%}{{ '[' + message['role'] + ']' }}
+{%- if message['content'] is string -%}{{ message['content'] }}{%- else -%}
+{%- for part in message['content'] -%}{{ '<|image|>' if part['type'] == 'image' else part['text'] }}{%- endfor -%}{%- endif -%}
+{%- endfor -%}{%- if add_generation_prompt -%}{{ '[assistant]' }}{%- endif -%}"""
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
+
+
+@pytest.fixture(scope="module")
+def molmo(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("molmo")
+    return folder, seeing(folder, "molmo2", CASES["molmo2"]), CASES["molmo2"][-1]
+
+
+def numbers(folder) -> dict[str, int]:
+    return {word: number for number, word in enumerate(WORDS, start=FIRST)}
+
+
+def wanted_rows(model, ready, told, folder) -> np.ndarray:
+    """What transformers' text part is given at the places of a picture."""
+    patches = told == numbers(folder)["<im_patch>"]
+    with torch.inference_mode():
+        made = model.get_input_embeddings()(told).clone()
+        made[patches] += torch.cat(model.model.get_image_features(**{key: ready[key] for key in (
+            "pixel_values", "image_token_pooling", "image_grids")}).pooler_output)
+    return made.numpy()
+
+
+def processed(processor, folder, picture):
+    """Values and words as transformers' processor makes them."""
+    tokenizer = words_of(folder)
+    whole = object.__new__(Molmo2Processor)
+    whole.image_use_col_tokens, whole.use_single_crop_col_tokens, whole.use_single_crop_start_token = True, None, True
+    ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
+    text = whole.replace_image_token(ready, 0)
+    return ready, torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(molmo, name):
+    folder, model, processor = molmo
+    sight, picture = opened(folder), PICTURES[name]
+    ready, told = processed(processor, folder, picture)
+    squares, windows, _ = sight.values(picture)
+    cut = np.stack(squares).reshape(len(squares), 4, 8, 4, 8, 3).swapaxes(2, 3).reshape(len(squares), 16, -1)
+    off = np.abs(cut - ready["pixel_values"].numpy())
+    assert off.max() < 2.001 / 255 and (off > 1e-6).mean() < 1e-2  # halves are rounded by what torch makes of them
+    ready["pixel_values"] = torch.from_numpy(cut)
+    assert np.array_equal(windows, ready["image_token_pooling"].numpy())
+    wanted, seen = wanted_rows(model, ready, told, folder), sight.see(picture, Work())
+    assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    assert seen.tokens == (PLACE,) * len(told) and sight.places(*picture.shape[:2]) == len(told) and seen.both_ways
+
+
+def test_points_between_others_are_those_of_torch():
+    rng = np.random.default_rng(5)
+    for height, width, high, wide in rng.integers(1, 90, (40, 4)).tolist():
+        picture = rng.integers(0, 256, (height, width, 3), np.uint8)
+        wanted = torch.nn.functional.interpolate(torch.from_numpy(picture).permute(2, 0, 1)[None].float(), size=(high, wide),
+                                                 mode="bilinear", align_corners=False)[0].permute(1, 2, 0).round().numpy()
+        off = np.abs(between(picture, high, wide) - wanted)
+        assert off.max() <= 1 and (off > 0).mean() < 2e-2
+
+
+@given(st.integers(1, 900), st.integers(1, 900), st.integers(1, 9), st.tuples(st.integers(0, 3), st.integers(0, 3)),
+       st.tuples(st.integers(1, 3), st.integers(1, 3)))
+def test_canvas_and_windows_are_those_of_its_processor(height, width, most, margins, pool):
+    sight = object.__new__(Molmo2)
+    sight.most, sight.margins, sight.pool, sight.across = most, margins, pool, 7
+    sight.__dict__ |= {"side": 70, "patch": 10}
+    if max(height, width) > 200 * min(height, width):
+        return
+    *shape, _, _ = theirs.compute_crop_geometry(height, width, most, list(margins), 70, 10)
+    assert list(sight.canvas(height, width)) == shape
+    processor = CASES["molmo2"][-1].__class__(size={"height": 70, "width": 70}, patch_size=10, max_crops=most,
+                                              overlap_margins=list(margins), pooling_size=list(pool))
+    grid, count = processor.get_image_grid_and_crops(height, width)
+    small, whole = sight.windows(height, width)
+    assert [*small.shape[:2], *whole.shape[:2]] == grid and shape[0] * shape[1] + 1 == count
+    ready = processor(np.zeros((height, width, 3), np.uint8), input_data_format="channels_last", return_tensors="pt") \
+        if height * width < 4000 else None
+    if ready is not None:
+        wanted = ready["image_token_pooling"].numpy()
+        assert np.array_equal(np.concatenate([each.reshape(-1, each.shape[-1]) for each in (small, whole)]), wanted)
+
+
+def test_a_folder_by_the_first_names_is_the_same(molmo, tmp_path):
+    """Which says more layers than are stored, and counts them from the end."""
+    folder = molmo[0]
+    for each in folder.iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    raw = json.loads((folder / "config.json").read_text())
+    vision, adapter = raw.pop("vision_config"), raw["adapter_config"]
+    older = {"image_size": "image_default_input_size", "patch_size": "image_patch_size", "num_position_embeddings": "image_num_pos"}
+    raw["vit_config"] = {older.get(key, key): value for key, value in vision.items()} | {"model_type": "molmo2", "num_hidden_layers": 5}
+    del adapter["vision_feature_layer"]
+    raw["adapter_config"] = {**adapter, "model_type": "molmo2", "vit_layers": [-3, -5]}
+    (tmp_path / "config.json").write_text(json.dumps(raw))
+    assert np.array_equal(*(opened(each).see(PICTURES["odd"], Work()).rows for each in (folder, tmp_path)))
+
+
+@pytest.mark.parametrize(("where", "changes", "said"), [
+    ("preprocessor_config.json", {"resample": 3}, "resample and do_resize"),
+    ("preprocessor_config.json", {"overlap_margins": [2, 2]}, "overlap_margins and pooling_size"),
+    ("preprocessor_config.json", {"pooling_size": [2]}, "pooling_size is .2., expected two whole numbers"),
+    ("preprocessor_config.json", {"size": {"height": 64, "width": 64}}, "size and patch_size"),
+    ("adapter_config", {"pooling_attention_mask": False}, "pooling_attention_mask is False, expected true"),
+    ("adapter_config", {"num_key_value_heads": 1}, "num_key_value_heads is 1, expected 3"),
+    ("adapter_config", {"vision_feature_layer": [3]}, "a list of layers, each less than 3")])
+def test_what_is_made_otherwise_is_refused_by_name(molmo, tmp_path, where, changes, said):
+    for each in molmo[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    if where == "adapter_config":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        config_changed(tmp_path, "config.json", adapter_config={**raw["adapter_config"], **changes})
+    else:
+        config_changed(tmp_path, where, **changes)
+    with pytest.raises(EffllmError, match=said):
+        opened(tmp_path).see(PICTURES["tiny"], Work())
+
+
+def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path):
+    for each in molmo[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "chat_template.jinja").write_text(TEMPLATE)
+    for changes, first in (({}, "<|endoftext|>"), ({"bos_token": None}, "<|end|>")):
+        config_changed(tmp_path, "tokenizer_config.json", **{"chat_template": None, **changes})
+        tokenizer = Tokenizer.load(tmp_path, opened(tmp_path).config)
+        assert tokenizer.render_chat([{"role": "user", "content": "a fox"}]) == f"{first}[user]a fox[assistant]"
+        assert tokenizer.encode("a fox")[0] == tokenizer.bos_id == tokenizer.encode(first, add_special_tokens=False)[0]
+    (tmp_path / "chat_template.jinja").write_text("{{ eos_token }}" + TEMPLATE)
+    again = Tokenizer.load(tmp_path, opened(tmp_path).config)
+    assert again.render_chat([{"role": "user", "content": "a fox"}]) == "<|end|>[user]a fox[assistant]"
+
+
+def test_two_pictures_in_a_conversation_are_refused(molmo):
+    engine = list(open_engine(molmo[0], OPTIONS))[-1]
+    try:
+        engine.album = album_of(molmo[0], engine.config)
+        prompts = Prompts(Tokenizer.load(molmo[0], engine.config), album=engine.album)
+        one, other = (mark(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
+        assert list(prompts.see(f"Once {one} was", engine, lambda: False))
+        for prompt in (f"Once {one} and {other}", f"Once {one} and {one}"):
+            with pytest.raises(UsageError, match="there are 2 pictures in this conversation, and 1 at most is read"):
+                list(prompts.see(prompt, engine, lambda: False))
+        assert engine.album.unseen(engine.album.take(PICTURES["odd"]).digest), "and none of them is looked at"
+    finally:
+        engine.close()
+
+
+def test_a_quantized_model_sees_the_same(tmp_path):
+    text, vision, words, more, processor = CASES["molmo2"]
+    more = {**more, "adapter_config": {**more["adapter_config"], "text_hidden_size": 64}}
+    seeing(tmp_path / "whole", "molmo2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
+    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
+    assert first.bytes_needed() == second.bytes_needed()
+
+
+def test_published_configs_are_known_to_the_last_key():
+    text = {"additional_vocab_size": 128, "attention_dropout": 0.0, "attn_implementation": "sdpa", "embedding_dropout": 0.0, "head_dim":
+            128, "hidden_act": "silu", "hidden_size": 4096, "initializer_range": 0.02, "intermediate_size": 12_288, "layer_norm_eps":
+            1e-6, "max_position_embeddings": 36_864, "model_type": "molmo2_text", "norm_after": False, "num_attention_heads": 32,
+            "num_hidden_layers": 36, "num_key_value_heads": 8, "qk_norm_type": "qwen3", "qkv_bias": False, "residual_dropout": 0.0,
+            "rope_scaling": None, "rope_scaling_layers": None, "rope_theta": 1e6, "use_cache": True, "use_qk_norm": True, "vocab_size":
+            151_936}
+    raw = {"adapter_config": {"model_type": "molmo2"}, "architectures": ["Molmo2ForConditionalGeneration"],
+           "auto_map": {"AutoConfig": "configuration_molmo2.Molmo2Config"}, "dtype": "float32", "frame_end_token_id": 151_944,
+           "frame_start_token_id": 151_943, "image_col_id": 151_939, "image_end_token_id": 151_937, "image_low_res_id": 151_942,
+           "image_patch_id": 151_938, "image_start_token_id": 151_936, "initializer_range": 0.02, "low_res_image_start_token_id": 151_940,
+           "model_type": "molmo2", "text_config": text, "tie_word_embeddings": False, "use_frame_special_tokens": True,
+           "vit_config": {"model_type": "molmo2"}}
+    config = parse_config(raw, strict=True)
+    assert (config.family, config.words_beside, config.tie_word_embeddings, config.norm_eps) == ("molmo2_text", 128, False, 1e-6)
+    olmo = {**text, "norm_after": True, "qk_norm_type": "olmo", "layer_norm_eps": 1e-5, "rope_scaling_layers": [3, 7],
+            "rope_scaling": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192}}
+    config = parse_config({**raw, "text_config": olmo}, strict=True)
+    assert config.qk_norm_whole and config.norm_eps == 1e-5
+    assert [layer for layer, each in enumerate(config.ropes) if each.kind == "yarn"] == [3, 7] and config.ropes[0].theta == 1e6
+    with pytest.raises(EffllmError, match="norm_after = true is not supported"):
+        parse_config({**raw, "text_config": {**olmo, "qk_norm_type": "qwen3"}})
