@@ -126,6 +126,15 @@ CASES = {
                     ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
                     {"image_token_id": FIRST, "insert_layer_id": 1},
                     MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8, max_slice_nums=5)),
+    "minicpmv4_7": ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
+                     "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "eos_token_id": 4,
+                     "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]}},
+                    {**TOWER, "image_size": 56},
+                    ["<|image_pad|>", "<image>", "</image>", "<slice>", "</slice>", "<image_id>", "</image_id>"],
+                    {"image_token_id": FIRST, "insert_layer_id": 1, "newline_id": 203, **{
+                        f"{name}_id": FIRST + number for number, name in enumerate(
+                            ("image_start", "image_end", "slice_start", "slice_end"), start=1)}},
+                    MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8, max_slice_nums=5)),
     "minicpm_ocr": ({"model_type": "qwen3_5_text", "layer_types": ["linear_attention", "full_attention"], "linear_num_value_heads": 4,
                      "linear_num_key_heads": 2, "linear_key_head_dim": 16, "linear_value_head_dim": 16, "eos_token_id": 4},
                     {**TOWER, "image_size": 56},

@@ -21,7 +21,8 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-SEVERAL = ("glm_ocr", "hunyuan_vl", "lighton_ocr", "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
+SEVERAL = ("glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7",
+           "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
 
 
 @pytest.mark.parametrize(("family", "shown"), [*((family, ("photo",)) for family in CASES),
@@ -60,7 +61,7 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
         ready["mm_token_type_ids"] = torch.tensor([[token >= 1 << 40 for token in ids]]).int()
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("qwen", "glm", "gemma4", "hunyuan", "paddle")):
+    elif family.startswith(("qwen", "glm", "gemma4", "hunyuan", "minicpmv4_7", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     if family == "gemma4_unified":  # by the masks of its generation: without them a pass sees behind itself in layers without a window too
         ready["attention_mask"] = model.create_masks_for_generate(

@@ -37,7 +37,8 @@ SIGHTS: dict[str, str] = {
     "idefics3": "idefics3", "internvl": "internvl", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
-    "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
+    "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",
+    "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
     "molmo2": "molmo2",
     "ovis2": "ovis2",
     "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
@@ -55,7 +56,8 @@ class Seen:
     picture see each other, also those behind them; `in_windows`: in layers with a window alone. `deep`: float32 [layers, n, hidden], of
     which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
     `by_adapter`: rows are read by the LoRA adapter that the model was published with. `numbered`: tokens that stand before a picture, by
-    how many are before it in a conversation, else None. `word`: of families whose layers attend to the rows, what their one place is in the
+    how many are before it in a conversation, else None. `stated`: what each row's token states of how the picture is laid out on a canvas
+    (`canvas.py`), else None. `word`: of families whose layers attend to the rows, what their one place is in the
     vocabulary; else None."""
 
     rows: np.ndarray
@@ -69,6 +71,7 @@ class Seen:
     numbered: Callable[[int], tuple[int, ...]] | None = None
     word: int | None = None
     framed: int = 0
+    stated: tuple[int, ...] | None = None
 
 
 class Work:

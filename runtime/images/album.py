@@ -28,6 +28,7 @@ from ... import EffllmError, UsageError
 from ...offload.header import is_gguf
 from ..events import Notice, Progress
 from . import PLACE, Left, Seen, Sight, Work, raw_of, senses_of, sights_of
+from .canvas import markers_of
 from .marks import PictureGone, mark
 from .senses import PICTURES, SOUNDS, Sense, sense_of
 from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
@@ -79,7 +80,8 @@ class Picture:
         placed = range(self.seen.framed, len(self.seen.rows) - self.seen.framed)
         for token in self.seen.tokens:
             if token == PLACE:
-                token, row = id_of(self.number, columns if row in placed else 0, row), row + 1
+                said = self.seen.stated[row] if self.seen.stated else columns if row in placed else 0
+                token, row = id_of(self.number, said, row), row + 1
             ids.append(token)
         return ids
 
@@ -124,13 +126,13 @@ class Shown:
 
 class Album:
     """The pictures of one model, and its sounds, by what it has for each of its senses: `sights` see and hear; what it has and cannot use
-    here is in `refused`, with what is said of each that comes. `axes`: as of `axes_of`; `both_ways`: tokens of a picture that was seen see
-    each other. Pictures may come from any thread; they are seen in the one that answers."""
+    here is in `refused`, with what is said of each that comes. `axes`: as of `axes_of`, `markers` as of `markers_of`; `both_ways`:
+    tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one that answers."""
 
-    def __init__(self, senses: Mapping[Sense, Sight | EffllmError], axes: np.ndarray | None = None) -> None:
+    def __init__(self, senses: Mapping[Sense, Sight | EffllmError], axes: np.ndarray | None = None, markers: tuple[int, ...] = ()) -> None:
         self.refused = {sense: found for sense, found in senses.items() if isinstance(found, EffllmError)}
         self.sights: dict[Sense, Sight] = {sense: found for sense, found in senses.items() if sense not in self.refused}
-        self.axes, self.both_ways = axes, False
+        self.axes, self.markers, self.both_ways = axes, markers, False
         self._lock = threading.Lock()
         self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
         self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
@@ -308,13 +310,14 @@ def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, thread
     return album if album.sights or album.refused else None
 
 
-def _senses(model: Path, config: ModelConfig, mmproj: str | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None]:
+def _senses(model: Path, config: ModelConfig,
+            mmproj: str | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None, tuple[int, ...]]:
     if mmproj is None and not is_gguf(model):
         found = sights_of(model, config)
-        return found, axes_of(model, config) if found else None
+        return found, axes_of(model, config) if found else None, markers_of(raw_of(model)) if found else ()
     from .projector import projected
 
-    return projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj)))
+    return *projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj))), ()
 
 
 def senses_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Sense, int]:

@@ -14,6 +14,7 @@ import numpy as np
 
 from ..config_reader import ConfigError
 from . import PLACE, Seen, Work
+from .canvas import stated
 from .lfm2_vl import squares
 from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized
 from .tower_parts import Crew, Matrix, Norm, gelu, gelu_tanh, patches_of, product, two_layers
@@ -179,6 +180,24 @@ class MiniCpmV(TowerSight):
         return rows
 
 
+class OnCanvas(MiniCpmV):
+    """MiniCPM-V 4.7, whose rows have places on a canvas."""
+
+    VISION = {"minicpmv4_7_vision": USUAL}
+
+    def see(self, picture: np.ndarray, work: Work) -> Seen:
+        return replace(super().see(picture, work), stated=self.stated(*picture.shape[:2]))
+
+    def stated(self, height: int, width: int) -> tuple[int, ...]:
+        """`Seen.stated` of a picture of this size."""
+        small, *slices = ((high // self.unit, wide // self.unit) for high, wide in self.sizes(height, width)[:2])
+        return stated(small, self.grid(height, width) or (0, 0), *(slices or [(0, 0)]))
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        self.stated(height, width)  # before it is looked at
+        return super().tokens(height, width)
+
+
 class MiniCpmOcr(MiniCpmV):
     VISION = {"minicpm_ocr_vision": USUAL}
     PROCESSORS = ("MiniCPMOcrImageProcessor",)
@@ -247,4 +266,5 @@ def _near(length: float, unit: int) -> int:
 
 
 def sight(source: TowerSource, config: ModelConfig) -> MiniCpmV:
-    return (MiniCpmOcr if source.config["model_type"] == "minicpm_ocr" else MiniCpmV)(source, config)
+    own = {"minicpm_ocr": MiniCpmOcr, "minicpmv4_7": OnCanvas}
+    return own.get(str(source.config["model_type"]), MiniCpmV)(source, config)

@@ -68,7 +68,7 @@ class Seeing:
         if self.album is None or self.album.axes is None:
             return None
         if self._followed is None or self._followed.tokens is not self.tokens:
-            self._followed = followed(self.tokens, self.album.axes)
+            self._followed = followed(self.tokens, self.album.axes, self.album.markers)
         return self._followed.behind(ids, self.album.axes)
 
     def reads_whole(self, ids: Sequence[int]) -> bool:

@@ -29,7 +29,7 @@ SECTIONS = {"glm46v": ((8, 12, 12), False), "glm4v": ((8, 12, 12), False), "glm4
             "glm_ocr": ((8, 12, 12), False), "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False),
             "qwen2_5_vl": ((16, 24, 24), False), "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True),
             "qwen3_vl": ((24, 20, 20), True), "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True),
-            "qwen3_5_moe": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
+            "qwen3_5_moe": ((11, 11, 10), True), "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
 IN_ORDER = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
 ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
 NAMED = ("mrope_section", "xdrope_section")  # what sections are stated by
@@ -110,14 +110,19 @@ class Followed:
 
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
         """What turns tokens behind all of the sequence: int64 [T], with pictures among them [T, pairs]; None where their order does."""
+        places = self.placed(ids)
+        if any(token >= PICTURED for token in ids):
+            return places[:, axes - self.FIRST]
+        return None if self.following == self.known else places[:, 0]
+
+
+    def placed(self, ids: Sequence[int]) -> np.ndarray:
+        """The numbers of tokens behind all of the sequence, int64 [T, 3] or, in order, [T, 4]."""
         for token in self.tokens[self.known :]:
             self.place(token)
         self.known = len(self.tokens)
         there = replace(self)
-        places = np.array([there.place(token) for token in ids], np.int64)
-        if any(token >= PICTURED for token in ids):
-            return places[:, axes - self.FIRST]
-        return None if self.following == self.known else places[:, 0]
+        return np.array([there.place(token) for token in ids], np.int64)
 
 
 @dataclass
@@ -139,6 +144,10 @@ class FollowedInOrder(Followed):
         return here, column, line, self.pictures - 1
 
 
-def followed(tokens: list[int], axes: np.ndarray) -> Followed:
-    """What follows the tokens of a sequence of a family that has these axes."""
+def followed(tokens: list[int], axes: np.ndarray, markers: tuple[int, ...] = ()) -> Followed:
+    """What follows the tokens of a sequence of a family that has these axes, and `markers` where its pictures are laid out on a canvas."""
+    if markers:
+        from .canvas import FollowedOnCanvas
+
+        return FollowedOnCanvas(tokens, markers=markers)
     return (FollowedInOrder if axes.min() >= ORDER else Followed)(tokens)
