@@ -1,7 +1,7 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
 from fastvit_torch import ARGS
-from sight_models import FIRST, TOWER, Cohere2Ready, Lfm2Ready, MiniCpmOcrReady, MolmoReady, UnifiedReady, UnlimitedOcrReady
+from sight_models import FIRST, TOWER, Cohere2Ready, KimiReady, Lfm2Ready, MiniCpmOcrReady, MolmoReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
@@ -96,6 +96,12 @@ CASES = {
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),
+    "kimi_k25": ({"model_type": "deepseek_v3", "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20, "qk_rope_head_dim": 16,
+                  "v_head_dim": 28, "num_key_value_heads": 2, "first_k_dense_replace": 2, "eos_token_id": 4, "head_dim": 16},
+                 {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "patch_size": 8,
+                  "pos_emb_height": 5, "pos_emb_width": 5}, ["<|media_pad|>"],
+                 {"image_token_id": FIRST, "projection_hidden_size": 48, "tie_word_embeddings": False},
+                 KimiReady(patch_size=8, max_patches=120, size={"max_height": 20, "max_width": 20})),
     "lfm2_vl": ({"model_type": "lfm2", "layer_types": ["conv", "full_attention"]},
                 {"model_type": "siglip2_vision_model", "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 2,
                  "num_attention_heads": 3, "patch_size": 8, "num_patches": 36, "vision_use_head": False},

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import math
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
@@ -13,6 +14,7 @@ import numpy as np
 import torch
 import transformers
 from fastvit_torch import wrapped
+from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil, get_optimal_tiled_canvas
 from transformers.models.got_ocr2 import image_processing_pil_got_ocr2 as got_ocr2
@@ -197,10 +199,6 @@ class MolmoReady(Molmo2ImageProcessor):
         assert image.shape[0] == 3
         return image
 
-    def resize(self, image: torch.Tensor, size: object, antialias: bool, **_: object) -> torch.Tensor:
-        assert not antialias
-        return torch.nn.functional.interpolate(image, size=(size.height, size.width), mode="bilinear", align_corners=False)
-
     def rescale_and_normalize(self, images: torch.Tensor, do_rescale: bool, factor: float, do_normalize: bool, mean: tuple,
                               std: tuple) -> torch.Tensor:
         assert do_rescale and do_normalize
@@ -208,6 +206,29 @@ class MolmoReady(Molmo2ImageProcessor):
 
     def to_dict(self) -> dict[str, object]:
         return {**super().to_dict(), "image_processor_type": "Molmo2ImageProcessor"}
+
+    def resize(self, image: torch.Tensor, size: object, antialias: bool, **_: object) -> torch.Tensor:
+        assert not antialias
+        return torch.nn.functional.interpolate(image, size=(size.height, size.width), mode="bilinear", align_corners=False)
+
+
+class KimiReady:
+    """Kimi K2.5's, whose module asks for torchvision: its sizes, which are read from that module's text, filled up with black."""
+
+    def __init__(self, **says: object) -> None:
+        self.says = {"image_processor_type": "Kimi_K25ImageProcessor", "merge_size": 2, **says}
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        size, patch = navit_resize()(*picture.shape[:2], self.says["patch_size"], 2, self.says["max_patches"],
+                                     self.says["size"]["max_height"]), self.says["patch_size"]
+        (high, wide), (rows, columns) = size[0], (side // patch for side in size[1])
+        whole = np.zeros((*size[1], 3), np.float32)
+        whole[:high, :wide] = Image.fromarray(picture).resize((wide, high), Image.Resampling.BICUBIC)
+        cut = (whole / 127.5 - 1).reshape(rows, patch, columns, patch, 3).transpose(0, 2, 4, 1, 3).reshape(-1, 3, patch, patch)
+        return {"pixel_values": torch.from_numpy(np.ascontiguousarray(cut)), "image_grid_thw": torch.tensor([[1, rows, columns]])}
 
 
 class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):
@@ -228,12 +249,21 @@ class MiniCpmOcrReady(MiniCPMV4_6ImageProcessorPil):
 
 
 def _shape_of_cohere2() -> Callable[..., tuple[int, int]]:
-    names = ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas")
-    text = (Path(transformers.__path__[0]) / "models/cohere2_vision/image_processing_cohere2_vision.py").read_text()
+    return _read_functions("cohere2_vision", ("get_all_supported_aspect_ratios", "get_optimal_tiled_canvas"))
+
+
+def navit_resize() -> Callable[..., tuple[tuple[int, int], tuple[int, int]]]:
+    """Of Kimi K2.5."""
+    return _read_functions("kimi_k25", ("navit_resize",))
+
+
+def _read_functions(family: str, names: tuple[str, ...]) -> Callable[..., object]:
+    """The last of some functions of a preprocessor whose module asks for torchvision."""
+    text = (Path(transformers.__path__[0]) / f"models/{family}/image_processing_{family}.py").read_text()
     found = [each for each in ast.parse(text).body if isinstance(each, ast.FunctionDef) and each.name in names]
-    made: dict[str, object] = {"np": np, "lru_cache": lru_cache}
-    exec(compile(ast.Module(found, []), "cohere2_vision", "exec"), made)
-    return made[names[1]]
+    made: dict[str, object] = {"np": np, "math": math, "lru_cache": lru_cache}
+    exec(compile(ast.Module(found, []), family, "exec"), made)
+    return made[names[-1]]
 
 
 def config_changed(folder: Path, name: str, **changes: object) -> None:

@@ -1,0 +1,94 @@
+"""Kimi K2.5: pictures of their own shape, weighed places, turned patches and what squares of them become are transformers'."""
+
+import json
+
+import numpy as np
+import pytest
+from conversions import options
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from retold_models import as_kimi
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, config_changed, held_against, navit_resize, opened, seeing
+
+from effllm import EffllmError
+from effllm.runtime.convert import convert
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.kimi_k25 import KimiK25
+from effllm.runtime.images.tower_parts import patches_of
+
+
+@pytest.fixture(scope="module")
+def kimi(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("kimi")
+    model = seeing(folder, "kimi_k25", CASES["kimi_k25"])
+    as_kimi(folder)
+    return folder, model, CASES["kimi_k25"][-1]
+
+
+def copied(folder, to):
+    for each in folder.iterdir():
+        (to / each.name).write_bytes(each.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(kimi, name):
+    folder, model, processor = kimi
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
+    values = patches_of(sight.values(picture), 8)
+    assert np.abs(values - ready["pixel_values"].numpy().reshape(values.shape)).max() < 1e-6
+    seen = held_against(sight, picture, model, dict(ready))
+    assert seen.tokens == (PLACE,) * (int(ready["image_grid_thw"].prod()) // 4)
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(16, 900), st.integers(4, 90))
+def test_sizes_are_those_of_its_processor(height, width, most, longest):
+    assume(max(height, width) < 200 * min(height, width))
+    sight = object.__new__(KimiK25)
+    sight.most, sight.longest, sight.joined = most, longest, 2
+    sight.__dict__["patch"] = 14
+    assert sight.sized(height, width) == navit_resize()(height, width, 14, 2, most, longest)
+
+
+def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
+    """Which has other names for what its tower is, and how pictures are made ready in an object of its own."""
+    names = {"hidden_size": "vt_hidden_size", "intermediate_size": "vt_intermediate_size", "num_hidden_layers": "vt_num_hidden_layers",
+             "num_attention_heads": "vt_num_attention_heads", "pos_emb_height": "init_pos_emb_height", "pos_emb_width":
+             "init_pos_emb_width"}
+    raw = json.loads((copied(kimi[0], tmp_path) / "config.json").read_text())
+    vision = {names.get(key, key): value for key, value in raw["vision_config"].items() if key not in ("model_type", "rope_parameters")}
+    config_changed(tmp_path, "config.json", vision_config={**vision, "mm_projector_type": "patchmerger", "projector_ln_eps": 1e-5})
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": {
+        "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 120, "merge_kernel_size": 2,
+        "patch_limit_on_one_side": 20, "patch_size": 8}}))
+    assert np.array_equal(*(opened(each).see(PICTURES["tall"], Work()).rows for each in (kimi[0], tmp_path)))
+    assert opened(tmp_path).written.count(opened(tmp_path).placeholder) == 1
+
+
+@pytest.mark.parametrize(("where", "changes", "said"), [
+    ("preprocessor_config.json", {"merge_size": 3}, "patch_size and merge_size"),
+    ("preprocessor_config.json", {"size": {"max_height": 20, "max_width": 21}}, "size and do_resize"),
+    ("preprocessor_config.json", {"fixed_output_tokens": 64}, "fixed_output_tokens is 64, expected null"),
+    ("vision_config", {"pos_emb_width": 6}, "pos_emb_width is 6, expected as many places"),
+    ("vision_config", {"num_attention_heads": 8}, "num_attention_heads is 8, expected a part of 48")])
+def test_what_is_made_otherwise_is_refused_by_name(kimi, tmp_path, where, changes, said):
+    copied(kimi[0], tmp_path)
+    if where == "vision_config":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        config_changed(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
+    else:
+        config_changed(tmp_path, where, **changes)
+    with pytest.raises(EffllmError, match=said):
+        opened(tmp_path)
+
+
+def test_a_quantized_model_sees_the_same(kimi, tmp_path):
+    text, vision, words, more, processor = CASES["kimi_k25"]
+    seeing(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
+    as_kimi(tmp_path / "whole")
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
+    assert first.placeholder in first.words.added and first.word(first.placeholder) == FIRST
+    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
