@@ -95,12 +95,14 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
 
         return ExpertStore(store, kept or (lambda name: low_bit))
     if section is not None:
+        from .stores.import_decoder import asks_for_depths
         from .stores.imported import ImportedStore
         from .stores.imported_ternary import TernaryStore
 
         if section.get("quant_method") == "bitnet":
             return TernaryStore(store, section, wide, _linears(store.folder, section), kept or (lambda name: low_bit))
-        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept, _depths(store.folder))
+        return ImportedStore(store, section, wide, low_bit, _parted(store.folder) if low_bit else (), kept,
+                             _depths(store.folder) if asks_for_depths(section) else None)
     _refuse_undescribed(store)
     return DoubleStore(store) if has_doubles(store) else store
 

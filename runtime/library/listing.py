@@ -31,7 +31,8 @@ if TYPE_CHECKING:
     from ..encoders.shape import EncoderConfig
     from ..stores.container import StoredTensor
 
-IN_WORDS = (".qweight", ".weight_packed")  # the endings of codes of GPTQ, AWQ and compressed-tensors
+# The endings of codes of GPTQ, AWQ and compressed-tensors, and of what stands beside those of bitsandbytes and ModelOpt.
+IN_WORDS = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale_2")
 PARTS = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
 
 
@@ -330,8 +331,8 @@ def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
 
 
 def _counted(folder: Path, store: TensorStore) -> int:
-    """How many weights a folder that effllm did not make holds. Of codes in words, or beside exponents, their number tells nothing: their
-    store is asked."""
+    """How many weights a folder that effllm did not make holds. Of codes in words, or beside scales of other kinds, their number tells
+    nothing: their store is asked."""
     if not any(name.endswith(IN_WORDS) or info.dtype in PARTS for name, info in store.tensors.items()):
         return sum(_weights(*each) for each in store.tensors.items())
     from ..source import open_store

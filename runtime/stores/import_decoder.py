@@ -118,3 +118,10 @@ def decoders_of(section: Mapping[str, object]) -> tuple[Decoder, ...]:
             other = found.get(key, own)
             found[key] = replace(own, block=own.block if own.block == other.block else (0, 0), bits=max(own.bits, other.bits))
     return tuple(found.values())
+
+
+def asks_for_depths(section: Mapping[str, object]) -> bool:
+    """Whether a model has to say how many inputs its weights have: codes in a row without an end do not tell it, nor words of several
+    widths."""
+    layouts = [decoder.layout for decoder in decoders_of(section)]
+    return LEVELS in layouts or layouts.count("packed") > 1
