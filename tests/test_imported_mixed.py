@@ -48,6 +48,12 @@ def without_order(parts: tuple[dict[str, np.ndarray], np.ndarray]) -> tuple[dict
     return {key: value for key, value in parts[0].items() if key != "g_idx"}, parts[1]
 
 
+def in_blocks(values: np.ndarray) -> tuple[dict[str, object], np.ndarray]:
+    """As ModelOpt writes FP8 in blocks: scales of four dimensions."""
+    parts, meant = as_fp8(values, "blocks", "weight_scale")
+    return parts | {"weight_scale": parts["weight_scale"][:, None, :, None]}, meant
+
+
 def algorithms(**of: str) -> dict[str, object]:
     """ModelOpt's section for a model of two layers; role -> algorithm."""
     layers = {f"model.layers.{layer}.{role.replace('__', '.')}": {"quant_algo": algorithm, "group_size": 16}
@@ -85,6 +91,10 @@ CASES: dict[str, tuple[dict[str, object], dict[str, Quantize | None], set[str]]]
     "modelopt": (algorithms(self_attn="FP8", mlp__gate_proj="NVFP4", mlp__up_proj="NVFP4", mlp__down_proj="UNQUANTIZED"), {
         **{f"{role}_proj": lambda v: as_fp8(v, "one") for role in "qkvo"}, "down_proj": None,
         "": lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False)}, {"float8:128", "nvfp4:16"}),
+    "modelopt, blocks": (algorithms(self_attn="FP8", mlp__gate_proj="fp8_pb_wo", mlp__up_proj="FP8_PB_WO", mlp__down_proj="W4A16_NVFP4"), {
+        **{f"{role}_proj": lambda v: as_fp8(v, "one") for role in "qkvo"},
+        "down_proj": lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False), "": lambda v: in_blocks(v)},
+        {"float8:128", "nvfp4:16"}),
     "AutoRound": (auto_round(extra_config={
         **{f"model.layers.{layer}.self_attn.v_proj": {"bits": 8} for layer in range(2)}, r".*layers\.1.*down_proj": {"bits": 16},
         "model.layers.0.mlp.gate_proj": {"bits": 3}}), {

@@ -32,8 +32,10 @@ MLX_FOLDED = {"falcon_h1": {
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
                      "ssm_in_multiplier", "ssm_out_multiplier"), 1.0)}}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
-# Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations.
-ALGORITHMS = {"FP8": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes", "W4A16_NVFP4": "nvfp4 in bytes"}
+# Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
+ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",
+              "W4A16_NVFP4": "nvfp4 in bytes"}
+BY_BLOCKS, BLOCKS = "FP8_PB_WO", [128, 128]
 LEVELS, BYTES = "levels beside codes", "bytes by row"  # layouts of bitsandbytes: NF4 and FP4, LLM.int8
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # parts, of which a weight has one
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
@@ -57,7 +59,7 @@ class PartKind:
 
 WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), PartKind(FLOATS, (0, 1, 2))
 EXPONENTS = "F8_E8M0"  # scales that are powers of two
-FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2), needed=False)
+FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2, 4), needed=False)  # of 4: of blocks, each dimension with one of 1 behind it
 POWERS = PartKind((EXPONENTS,), (2,), needed=False)
 SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
@@ -146,7 +148,7 @@ def check_method(section: Mapping[str, object]) -> None:
         for key, known in TERNARY_KEYS.items():
             if section.get(key) not in (None, *known):
                 raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
-    if method == "modelopt" and (algorithm := section.get("quant_algo")) not in ALGORITHMS:
+    if method == "modelopt" and str(algorithm := section.get("quant_algo")).upper() not in ALGORITHMS:
         raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*ALGORITHMS, MIXED))}")
     if method == "bitsandbytes" and layout_of(section) is None:
         raise refused(f"quant_method {show(method)} and neither load_in_4bit nor load_in_8bit", "4 bits (NF4, FP4) and LLM.int8")
@@ -224,7 +226,7 @@ def _kinds_shown(section: Mapping[str, object]) -> str:
 def layout_of(section: Mapping[str, object]) -> str | None:
     """The key of ENDINGS that says how weights lie; None for a compressed-tensors format that is not read."""
     if section.get("quant_method") == "modelopt":
-        return ALGORITHMS.get(str(section.get("quant_algo")))
+        return ALGORITHMS.get(str(section.get("quant_algo")).upper())
     if section.get("quant_method") == "bitsandbytes":
         ways = {LEVELS: "load_in_4bit", BYTES: "load_in_8bit"}
         return next((layout for layout, key in ways.items() if section.get(key) is True), None)
@@ -265,6 +267,8 @@ def block_of(section: Mapping[str, object]) -> tuple[int, int]:
 
     if section.get("quant_method") == "fp8":
         return stated(section.get("weight_block_size"), None)
+    if section.get("quant_method") == "modelopt":
+        return stated(BLOCKS if str(section.get("quant_algo")).upper() == BY_BLOCKS else None, None)
     if section.get("quant_method") == "gptq":
         return stated(None, section.get("group_size"))
     found = {stated(weights.get("block_structure"), weights.get("group_size")) for weights in groups_of(section)}

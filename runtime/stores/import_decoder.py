@@ -109,14 +109,15 @@ class Decoder:
 
 def decoders_of(section: Mapping[str, object]) -> tuple[Decoder, ...]:
     """Those of all kinds of weights that a `quantization_config` speaks of. Kinds that lie alike have one: of integers in bytes the bits of
-    the widest, and no size of a block where they have several."""
+    the widest, and no size of a block where they have several. Of FP8 the shape of scales says whether there are blocks."""
     found: dict[object, Decoder] = {}
     for plain in plain_sections(section):
         for layout in layouts_of(plain):
             own = Decoder(plain, layout, block_of(plain), bits_of(plain))
             key = (layout, own.bits) if layout in OF_WIDTHS else layout
             other = found.get(key, own)
-            found[key] = replace(own, block=own.block if own.block == other.block else (0, 0), bits=max(own.bits, other.bits))
+            blocks = {own.block, other.block} - ({(0, 0)} if layout == "fp8" else set())
+            found[key] = replace(own, block=blocks.pop() if len(blocks) == 1 else (0, 0), bits=max(own.bits, other.bits))
     return tuple(found.values())
 
 

@@ -7,7 +7,7 @@ scales that are powers of two. Of one that says several things types and sizes t
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 
 import numpy as np
@@ -79,10 +79,18 @@ def _weights(store: TensorStore, layout: str, layouts: Sequence[str]) -> Iterato
                 continue
             if not kind.fits(part.dtype, part.shape):
                 raise unfit(part, f"{base}.weight", f"{other} is {part.dtype} {list(part.shape)}")
-            parts[other] = part
+            parts[other] = _of_blocks(part, f"{base}.weight") if len(part.shape) == 4 else part
         if layout in ("fp8", PAIRS) and len(parts) != 2:
             damaged(info.file, f"holds {shown(name)} in {4 if layout == PAIRS else 8} bits without one scale for it")
         yield info, parts
+
+
+def _of_blocks(scales: TensorInfo, weight: str) -> TensorInfo:
+    """Scales of blocks [n, 1, k, 1] as [n, k]."""
+    high, one, wide, last = scales.shape
+    if (one, last) != (1, 1):
+        raise unfit(scales, weight, f"{scales.name} is {scales.dtype} {list(scales.shape)}")
+    return replace(scales, shape=(high, wide))
 
 
 def _decoder(info: TensorInfo, parts: Mapping[str, TensorInfo], fitting: Sequence[Decoder], depth: int) -> Decoder:
