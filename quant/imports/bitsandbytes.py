@@ -78,8 +78,8 @@ def dequantize(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block
         raise ValueError(f"{packed.size} bytes and {scales.size} scales for a weight of shape {list(shape)}")
     if levels.shape != (LEVELS,) or not np.isfinite(levels).all():
         raise ValueError(f"{levels.size} levels, expected {LEVELS} numbers")
-    both = np.stack([np.repeat(levels, LEVELS), np.tile(levels, LEVELS)], axis=1)  # of each byte
-    values = both[packed].reshape(-1)[:count]
+    both = np.stack([np.repeat(levels, LEVELS), np.tile(levels, LEVELS)], axis=1)  # of each byte, which are taken as one word
+    values = both.view(np.uint64).reshape(-1).take(packed).view(np.float32)[:count]
     whole = count // block * block
     values[:whole].reshape(-1, block)[:] *= scales[: whole // block, None]
     values[whole:] *= scales[-1]

@@ -30,7 +30,7 @@ from ...quant.imports import compressed_tensors, fp8, groups, mxfp4, nvfp4
 from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_pairs, put_small, put_words
 from ...quant.pack import pack, put_factors, put_rows
 from ...quant.spec import QuantSpec
-from ...quant.weight import from_f32
+from ...quant.weight import RAW_NUMPY, from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
 from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, NVFP4, PAIRS, from_codes
@@ -304,6 +304,10 @@ class ImportedStore(TensorStore):
                 if self._in_halves(info):
                     made = np.empty(info.shape, np.uint16)
                     self._put_floats(info, self._read_part(info), made.reshape(-1).view(np.uint8))
+                elif self._decoder(info).layout == LEVELS:  # by steps, which stay in a cache
+                    made = np.empty(info.shape, RAW_NUMPY[info.dtype.lower()])
+                    self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()],
+                              [made.reshape(-1).view(np.uint8)])
                 else:
                     decoder = self._decoder(info)
                     made = from_f32(self._checked(info, info.shape, decoder.decoded, self._read_part(info)),
