@@ -213,6 +213,15 @@ def test_words_of_a_width_that_nobody_states_are_named(tmp_path: Path) -> None:
         open_store(tmp_path / "m")
 
 
+def test_scales_of_blocks_have_no_other_dimensions(tmp_path: Path) -> None:
+    quantized(tmp_path / "m", "modelopt, blocks")
+    tensors = load_file(tmp_path / "m" / "model.safetensors")
+    name = "model.layers.0.mlp.up_proj.weight_scale"
+    save_file(tensors | {name: tensors[name].reshape(1, 2, 1, 1)}, tmp_path / "m" / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"up_proj.weight_scale is F32 \[1, 2, 1, 1\]"):
+        open_store(tmp_path / "m")
+
+
 def weights_of(path: Path, rows: int, depth: int) -> np.ndarray:
     return np.random.default_rng(len(path.parts)).standard_normal((rows, depth)).astype(np.float32)
 
