@@ -113,6 +113,7 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     from .config import read_config
     from .stores.import_config import FROM_MLX
     from .stores.imported_mlx import MlxStore
+    from .stores.mlx_latent import latent_rules, with_heads_joined
     from .stores.mlx_names import give_mlx_names
     from .stores.parted_rows import places
 
@@ -123,7 +124,8 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
              **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                 for role, rule in family.layer_tensors(config, layer).items()}}
     codes = {rule.name for role, rule in rules.items() if families.kind_of(role) in FROM_MLX and not rule.plain}
-    return MlxStore(store, str(raw.get("model_type")), wide, rules.values(), codes, kept, places(config))
+    made = MlxStore(store, str(raw.get("model_type")), wide, [*rules.values(), *latent_rules(config)], codes, kept, places(config))
+    return with_heads_joined(made, config)
 
 
 def _refuse_undescribed(store: TensorStore) -> None:

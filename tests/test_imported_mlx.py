@@ -19,7 +19,7 @@ from mlx_checkpoints import CASES, CODES, affine, stream, written
 from test_paged_arrivals import QWEN, SLOTS
 from test_paged_models import paged, resident
 
-from effllm.offload.checkpoint import CheckpointError
+from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.imports import mlx
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime import families
@@ -31,6 +31,8 @@ from effllm.runtime.library.listing import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import section_of
+from effllm.runtime.stores.mlx_names import give_mlx_names
+from effllm.runtime.stores.parted_rows import places
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 UP = "model.layers.1.mlp.up_proj"
@@ -129,8 +131,8 @@ def switched(folder: Path) -> dict[str, np.ndarray]:
     """A mixture as MLX has it, the experts of a layer as one; returns what the weights mean by their own names."""
     tensors, meant, stacks = {}, {}, {}
     for name, values in weights(folder).items():
-        if values.ndim == 1:
-            tensors[name] = torch.from_numpy(values)
+        if values.ndim != 2:  # a convolution's taps are the last dimension where it is published
+            tensors[name] = torch.from_numpy(values.swapaxes(1, 2).copy() if values.ndim == 3 else values)
             continue
         parts, meant[name] = affine(values, 4, 32)
         before, expert, after = name.partition(".experts.")
@@ -169,6 +171,115 @@ def test_experts_from_the_disk_give_the_same_bits(tmp_path: Path) -> None:
     random_model(QWEN, tmp_path)
     switched(tmp_path)
     assert np.array_equal(paged(tmp_path, SLOTS), resident(tmp_path))
+
+
+def test_matrices_that_lie_in_one_another_keep_their_codes(tmp_path: Path) -> None:
+    """By rows that take turns: of Qwen 3 Next what reads a layer's input."""
+    random_model(Case("qwen3_next", {
+        "hidden_size": 64, "head_dim": 16, "num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"], "num_experts": 2,
+        "num_experts_per_tok": 1, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 32, "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4, "linear_key_head_dim": 24, "linear_value_head_dim": 16}), tmp_path)
+    meant, found = switched(tmp_path), places(read_config(tmp_path))
+    store, container = open_weights(tmp_path)
+    with store:
+        coded = {name: each for name, each in found.items() if name in container.tensors}
+        assert {name.split(".")[-2] for name in coded} == {"in_proj_qkv", "in_proj_z"} and len(found) == 4
+        for name, (whole, rows) in coded.items():
+            stored, info = container.tensors[name], store.tensors[name]
+            values = Weight.low_bit(stored.spec, stored.shape, store.read(info)).to_f32()
+            np.testing.assert_array_equal(values, meant[whole][rows], err_msg=name)
+            assert store.arrival([info]) is None and store.stored_nbytes(info) == len(rows) * (64 // 2 + 2 * 4)
+    with open_store(tmp_path, wide="f32") as store:
+        for name, (whole, rows) in found.items():
+            read = store.read(store.tensors[name], 1, len(rows) - 1).view(np.float32).reshape(-1, 64)
+            np.testing.assert_array_equal(read, meant[whole][rows][1:-1], err_msg=name)
+
+
+LATENT = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4, "q_lora_rank": 32,
+          "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 16, "v_head_dim": 24, "first_k_dense_replace": 2,
+          "intermediate_size": 96, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2,
+          "moe_intermediate_size": 32}
+KV_B = "model.layers.1.self_attn.kv_b_proj.weight"
+
+
+def by_heads(folder: Path, keys_in_codes: bool) -> np.ndarray:
+    """A model of latent attention as MLX has it; returns what the matrix of the second layer means."""
+    random_model(Case("deepseek_v3", LATENT), folder)
+    meant, tensors = switched(folder), load_file(folder / "model.safetensors")
+    for layer in range(2):
+        before = f"model.layers.{layer}.self_attn."
+        own = meant[f"{before}kv_b_proj.weight"].reshape(4, 32 + 24, 64)
+        for ending in ("weight", "scales", "biases"):
+            del tensors[f"{before}kv_b_proj.{ending}"]
+        keys, values = own[:, :32].transpose(0, 2, 1).reshape(4 * 64, 32), own[:, 32:].reshape(4 * 24, 64)
+        for name, part, codes in (("embed_q", keys, keys_in_codes), ("unembed_out", values, True)):
+            parts, meaning = affine(part, 4, 32) if codes else ({"weight": torch.from_numpy(part.copy())}, part)
+            tensors |= {f"{before}{name}.{ending}": each.reshape(4, -1, each.shape[-1]) for ending, each in parts.items()}
+            if name == "embed_q":
+                own[:, :32] = meaning.reshape(4, 64, 32).transpose(0, 2, 1)
+            else:
+                own[:, 32:] = meaning.reshape(4, 24, 64)
+    save_file(tensors, folder / "model.safetensors")
+    return own.reshape(-1, 64)
+
+
+@pytest.mark.parametrize("keys_in_codes", [True, False])
+def test_what_lies_by_heads_is_one_matrix_again(tmp_path: Path, keys_in_codes: bool) -> None:
+    meant = by_heads(tmp_path, keys_in_codes)
+    with open_store(tmp_path, wide="f32") as store:
+        info = store.tensors[KV_B]
+        assert not any("embed_q" in name or "unembed_out" in name for name in store.tensors)
+        np.testing.assert_array_equal(store.read(info).view(np.float32).reshape(info.shape), meant)
+        for begin, end in ((0, 1), (31, 33), (55, 57), (100, 224)):
+            np.testing.assert_array_equal(store.read(info, begin, end).view(np.float32).reshape(-1, 64), meant[begin:end])
+    store, container = open_weights(tmp_path)
+    with store:
+        assert KV_B not in container.tensors and store.tensors[KV_B].dtype == "F16"
+
+
+def test_heads_of_another_shape_are_named(tmp_path: Path) -> None:
+    by_heads(tmp_path, True)
+    tensors = load_file(tmp_path / "model.safetensors")
+    save_file({name: part[:, :16].clone() if "unembed_out" in name else part for name, part in tensors.items()},
+              tmp_path / "model.safetensors")
+    with pytest.raises(CheckpointError, match=r"unembed_out.weight has shape \[64, 64\], the config says \[96, 64\]"):
+        open_weights(tmp_path)
+
+
+@pytest.mark.parametrize(("family", "theirs", "own"), [
+    ("lfm2_moe", "model.layers.0.feed_forward.up_proj.scales", "model.layers.0.feed_forward.w3.scales"),
+    ("granitemoe", "model.layers.0.block_sparse_moe.router.layer.biases", "model.layers.0.block_sparse_moe.gate.biases"),
+    ("granitemoehybrid", "model.layers.0.mlp.down_proj.weight", "model.layers.0.shared_mlp.output_linear.weight"),
+    ("nemotron_h", "model.layers.1.mixer.switch_mlp.fc2.weight", "model.layers.1.mixer.experts.1.down_proj.weight"),
+    ("minimax_m2", "model.layers.1.block_sparse_moe.switch_mlp.up_proj.weight", "model.layers.1.block_sparse_moe.experts.1.w3.weight"),
+    ("gpt_oss", "model.layers.1.mlp.experts.gate_proj.bias", "model.layers.1.mlp.experts.1.gate_proj.bias")])
+def test_names_are_those_of_the_publisher(tmp_path: Path, family: str, theirs: str, own: str) -> None:
+    shape = (2, 8) if theirs.endswith("bias") else (2, 8, 4) if ".experts." in own else (16, 4)
+    save_file({theirs: torch.arange(16 * (1 if len(shape) == 2 and shape[0] == 2 else 4)).reshape(shape).float()},
+              tmp_path / "model.safetensors")
+    with TensorStore.open(tmp_path) as store:
+        whole = store.read(store.tensors[theirs]).view(np.float32).reshape(shape)
+        give_mlx_names(store, family)
+        values = store.read(store.tensors[own]).view(np.float32)
+        np.testing.assert_array_equal(values, whole[1].reshape(-1) if ".experts." in own else whole.reshape(-1))
+
+
+def test_multipliers_that_are_in_the_weights_are_not_multiplied_again() -> None:
+    raw = {"model_type": "falcon_h1", "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 8,
+           "vocab_size": 300, "mamba_d_ssm": 64, "mamba_n_heads": 2, "mamba_d_head": 32, "mamba_norm_before_gate": False,
+           "embedding_multiplier": 5.7, "key_multiplier": 0.4, "mlp_multipliers": [0.9, 0.6]}
+    config = parse_config(raw | {"quantization": {"bits": 4, "group_size": 64}})
+    assert config.embedding_multiplier == 1.0 and config.factors == () and parse_config(raw).factors
+    assert config.attn_scale == parse_config({key: value for key, value in raw.items() if "multiplier" not in key}).attn_scale
+
+
+def test_gpt_oss_says_twice_how_it_was_quantized() -> None:
+    section = {"bits": 4, "group_size": 32, "mode": "mxfp4"}
+    raw = {"model_type": "gpt_oss", "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "vocab_size": 300, "num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 16}
+    assert parse_config(raw | {"quantization": section, "quantization_config": section}).experts_stored is None
+    with pytest.raises(ConfigError, match="quant_method"):
+        parse_config(raw | {"quantization_config": section})
 
 
 def refused(tmp_path: Path, change: dict[str, torch.Tensor | None]) -> str:

@@ -18,11 +18,13 @@ ENDINGS = "weight|scales|biases|bias"
 SWITCH = re.compile(rf"(.+\.)(?:switch_mlp|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.({ENDINGS})")
 EXPERT_ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
 CONVOLUTIONS = (".conv1d.weight", ".conv.weight")
+BY_HEADS = re.compile(r".+\.(?:embed_q|unembed_out)\.(?:weight|scales|biases)")  # `mlx_latent.py`
 GRANITE = {".block_sparse_moe.router.layer.": ".block_sparse_moe.gate."}
 DENSE = {f".feed_forward.{theirs}.": f".feed_forward.{own}." for theirs, own in
          (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))}
 # Family -> parts of its names in these folders, and in those of who published it.
-PARTS = {"bailing_moe_v2": {".mlp.gate.gate_proj.": ".mlp.gate."}, "granitemoe": GRANITE, "granitemoehybrid": GRANITE, "lfm2_moe": DENSE}
+PARTS = {"bailing_moe_v2": {".mlp.gate.gate_proj.": ".mlp.gate."}, "granitemoe": GRANITE, "lfm2_moe": DENSE,
+         "granitemoehybrid": {**GRANITE, ".mlp.down_proj.": ".shared_mlp.output_linear."}}
 
 
 def give_mlx_names(store: TensorStore, family: str) -> None:
@@ -35,6 +37,8 @@ def _as_published(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[Te
     for name, info in tensors.items():
         if name.endswith(CONVOLUTIONS) and len(info.shape) == 3 and info.shape[2] == 1:
             yield replace(info, shape=(info.shape[0], 1, info.shape[1]))
+        elif BY_HEADS.fullmatch(name) and len(info.shape) == 3:
+            yield replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
         elif found := SWITCH.fullmatch(name):
             yield from _experts(info, *found.groups(), names)
         else:
