@@ -17,7 +17,7 @@ from .stores.composite import text_alone
 from .stores.container import FILE, Container, made_here, read_container
 from .stores.double_store import DoubleStore, has_doubles
 from .stores.stored_names import cut_groups, give_names, give_text_names
-from .weights.tied_head import leave_out_copy
+from .weights.tied_head import leave_out_copied_parts, leave_out_copy, outer_rules
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
 BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`expert_rows.py`)
@@ -45,7 +45,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         store = TensorStore.open(path)
     try:
         if not made:
-            store = _rearranged(store, wide, low_bit, kept)
+            store = _rearranged(store, wide, low_bit, kept, whole)
         if whole:
             leave_out_copy(store)
         return store
@@ -54,7 +54,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
         raise
 
 
-def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None) -> TensorStore:
+def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None, whole: bool) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
     outer = read_json(store.folder / "config.json")
     raw = text_alone(outer)
@@ -71,7 +71,7 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     from .stores.parted_rows import IN_ONE, JOINED, STACKED, parted
     from .stores.whole_numbers import with_numbers
 
-    store = with_numbers(_in_own_form(store, raw, wide, low_bit, kept))
+    store = with_numbers(_in_own_form(store, raw, wide, low_bit, kept, whole))
 
     if raw.get("model_type") not in (*IN_ONE, *JOINED, *STACKED):
         return store
@@ -80,14 +80,14 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     return parted(store, read_config(store.folder))
 
 
-def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool,
-                 kept: Callable[[str], bool] | None) -> TensorStore:
+def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool, kept: Callable[[str], bool] | None,
+                 whole: bool) -> TensorStore:
     """`_rearranged` but for matrices that lie in one another."""
     give_names(store, raw.get("model_type"))
     from .stores.import_config import MLX, section_of
 
     if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
-        return _of_mlx(store, raw, wide, kept or (lambda name: low_bit))
+        return _of_mlx(store, raw, wide, kept or (lambda name: low_bit), whole)
     if raw.get("model_type") == "deepseek_v4":
         cut_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
@@ -107,7 +107,7 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
     return DoubleStore(store) if has_doubles(store) else store
 
 
-def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool]) -> TensorStore:
+def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Callable[[str], bool], whole: bool) -> TensorStore:
     """The store of a folder that MLX quantized, under the names of its family."""
     from . import families
     from .config import read_config
@@ -120,7 +120,9 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     config = read_config(store.folder)
     family = families.get(config.family)
     give_mlx_names(store, config.family)
-    rules = {**{f"outer.{role}": rule for role, rule in family.outer_tensors(config).items()},
+    if whole:
+        leave_out_copied_parts(store, config)
+    rules = {**{f"outer.{role}": rule for role, rule in outer_rules(config, store.tensors).items()},
              **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                 for role, rule in family.layer_tensors(config, layer).items()}}
     codes = {rule.name for role, rule in rules.items() if families.kind_of(role) in FROM_MLX and not rule.plain}

@@ -45,6 +45,8 @@ SIGHTS: dict[str, str] = {
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
+# Those of which folders that MLX quantized were compared with what they were made of -> how names of their towers begin as published.
+MLX_SIGHTS: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_vl": "visual."}
 UNSEEN = ("gemma3n",)  # model types of HEARING that take pictures too, which are not read
 
 
@@ -123,7 +125,7 @@ def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmEr
         except EffllmError as error:
             found[sense] = error
     if kind in UNSEEN or not found and kind in COMPOSITE:
-        whose = f"{kind} models that MLX quantized" if _of_mlx(raw) else f"{kind} models"
+        whose = f"{kind} models that MLX quantized" if of_mlx(raw) else f"{kind} models"
         unread = UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
         if not found:
             raise unread
@@ -146,13 +148,13 @@ def made_of(kind: str, source: TowerSource, config: ModelConfig, sense: Sense = 
 
 def senses_of(raw: Mapping[str, object]) -> tuple[Sense, ...]:
     """What the model of a config.json takes beside text, as far as it is read here."""
-    if _of_mlx(raw):
-        return ()
+    if of_mlx(raw):
+        return (PICTURES,) * (raw.get("model_type") in MLX_SIGHTS)
     return (PICTURES,) * (raw.get("model_type") in SIGHTS) + (SOUNDS,) * hears(raw)
 
 
-def _of_mlx(raw: Mapping[str, object]) -> bool:
-    """Has MLX quantized it, which turns towers, or leaves them out?"""
+def of_mlx(raw: Mapping[str, object]) -> bool:
+    """Has MLX quantized it, which turns towers (`mlx_tower.py`), or leaves them out?"""
     return isinstance(raw.get("quantization"), dict)
 
 

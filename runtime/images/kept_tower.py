@@ -17,7 +17,7 @@ from ...offload.writer import FolderWriter
 from ..events import Progress
 from ..files.written import TOWER
 from ..sounds import HEARING
-from . import SIGHTS, kind_of
+from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
 from .tower_weights import is_of_tower, tower_store
 
 
@@ -53,7 +53,7 @@ def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: Fold
 def tower_tensors(folder: Path) -> list[TensorInfo]:
     """Those that the model in `folder` sees or hears with; none of one whose pictures and sounds are not read here."""
     kind = kind_of(folder)
-    if kind not in SIGHTS and kind not in HEARING:
+    if kind not in SIGHTS and kind not in HEARING or of_mlx(raw_of(folder)) and kind not in MLX_SIGHTS:
         return []
     with tower_store(folder) as store:
         return [info for info in store.tensors.values() if is_of_tower(info.name, kind)]
@@ -80,6 +80,9 @@ def _read(folder: Path, found: Sequence[TensorInfo]) -> Iterator[bytes]:
 
 def pieces_of(store: TensorStore, info: TensorInfo) -> Iterator[bytes]:
     """The bytes of a tensor."""
+    if store.place(info) is None:  # made on the way in
+        yield store.read(info).tobytes()
+        return
     for begin in range(0, info.nbytes, READ_NBYTES):
         piece = bytearray(min(READ_NBYTES, info.nbytes - begin))
         store.read_at(info.file, info.offset + begin, memoryview(piece))

@@ -18,7 +18,7 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import AGAIN, TensorInfo
 from ..files.written import TOWER
 from ..sounds import HEARING
-from . import SIGHTS, kind_of
+from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
 from .senses import PICTURES, SOUNDS, Sense
 from .tower_parts import Matrix, Norm, widened
 
@@ -94,8 +94,15 @@ def is_of_tower(name: str, kind: str | None = None) -> bool:
 def tower_store(folder: Path) -> TensorStore:
     """The files that hold a folder's tower: its weights, or one file beside them where those are quantized. Raises what `TensorStore.open`
     does."""
-    apart = folder / TOWER
-    return TensorStore.of_file(apart) if apart.is_file() else TensorStore.open(folder)
+    apart, raw = folder / TOWER, raw_of(folder)
+    if apart.is_file():
+        return TensorStore.of_file(apart)
+    store = TensorStore.open(folder)
+    if not of_mlx(raw) or raw.get("model_type") not in MLX_SIGHTS:
+        return store
+    from .mlx_tower import as_published
+
+    return as_published(store, str(raw["model_type"]))
 
 
 def demand_tower(folder: Path, sense: Sense) -> None:

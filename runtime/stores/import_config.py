@@ -24,11 +24,11 @@ MLX = "mlx"  # whose section names no method
 FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
 # Families of which the folders that mlx-lm makes were compared with what mlx-lm computes from them.
 MLX_FAMILIES = ("afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone", "exaone4", "exaone_moe",
-                "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss", "granite",
-                "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "lfm2", "lfm2_moe", "llama",
-                "mamba", "mamba2", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe",
-                "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next",
-                "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2")
+                "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",
+                "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "lfm2", "lfm2_moe",
+                "llama", "mamba", "mamba2", "mimo", "minicpm", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h",
+                "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
+                "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2")
 # What is in the weights of those folders, whatever their configs go on saying.
 MLX_FOLDED = {"falcon_h1": {
     "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5,

@@ -45,17 +45,35 @@ def leave_out_copy(store: TensorStore) -> None:
     if not config.tie_word_embeddings or "head" not in rules:
         return
     head, embed = (_info(rules[role], store.tensors) for role in ("head", "embed"))
-    stamps = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (
-        os.fstat(store.descriptor(info.file)) for info in (head, embed))]
-    key = (*stamps, head, embed)
-    if key not in _known:
-        _known[key] = _same(store, head, embed)
-    if not _known[key]:
+    if not _is_copy(store, head, embed):
         said = f"config.json ties the head to the embedding, but {shown(head.name)} is another matrix: it is used"
         store.notices = (*store.notices, said)
         return
     del store.tensors[head.name]
     store.nbytes -= head.nbytes
+
+
+def leave_out_copied_parts(store: TensorStore, config: ModelConfig) -> None:
+    """The same before what MLX quantized is put in order: of a head that lies in parts, all of which the embedding has again."""
+    rules = outer_rules(config, store.tensors)
+    if not config.tie_word_embeddings or "head" not in rules:
+        return
+    head, embed = (_info(rules[role], store.tensors).name.removesuffix("weight") for role in ("head", "embed"))
+    endings = [name.removeprefix(head) for name in store.tensors if name.startswith(head)]
+    if len(endings) > 1 and all(f"{embed}{ending}" in store.tensors and _is_copy(
+            store, store.tensors[f"{head}{ending}"], store.tensors[f"{embed}{ending}"]) for ending in endings):
+        for ending in endings:
+            del store.tensors[f"{head}{ending}"]
+
+
+def _is_copy(store: TensorStore, head: TensorInfo, embed: TensorInfo) -> bool:
+    """`_same`, of files that are what they were."""
+    stamps = [(status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns) for status in (
+        os.fstat(store.descriptor(info.file)) for info in (head, embed))]
+    key = (*stamps, head, embed)
+    if key not in _known:
+        _known[key] = _same(store, head, embed)
+    return _known[key]
 
 
 def _same(store: TensorStore, one: TensorInfo, other: TensorInfo) -> bool:

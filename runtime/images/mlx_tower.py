@@ -1,0 +1,46 @@
+"""What models see with, of folders that MLX quantized, as whoever published the model has it; mlx-vlm writes those that still hold it.
+
+It leaves a tower in 16 bits. Convolutions have their channels last there, and Qwen's tower has another name.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...offload.checkpoint import TensorStore
+from ...offload.header import TensorInfo
+from ..stores.parted_rows import PartedStore
+from . import MLX_SIGHTS
+
+OURS = "vision_tower."  # what mlx-vlm calls most towers
+EMBEDDINGS = (".patch_embedding.weight", ".patch_embed.proj.weight")
+CHANNELS = 3  # of a picture
+
+
+@dataclass(frozen=True)
+class Turned:
+    """A convolution [out, ..., channels] as [out, channels, ...]."""
+
+    whole: TensorInfo
+    at_once: bool = False
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        shape = (end - begin, *self.whole.shape[1:])
+        values = store.read(self.whole, begin, end).view(f"u{self.whole.nbytes // int(np.prod(self.whole.shape))}").reshape(shape)
+        return np.ascontiguousarray(np.moveaxis(values, -1, 1)).reshape(-1).view(np.uint8)
+
+
+def as_published(store: TensorStore, kind: str) -> TensorStore:
+    """The store of a folder of this model type, one of MLX_SIGHTS, with its tower as whoever published it has it."""
+    theirs = MLX_SIGHTS[kind]
+    names = ((theirs + name.removeprefix(OURS) if name.startswith(OURS) else name, info) for name, info in store.tensors.items())
+    store.tensors = {name: replace(info, name=name) for name, info in names}
+    turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), Turned(info)) for name, info in store.tensors.items()
+              if name.endswith(EMBEDDINGS) and len(info.shape) in (4, 5) and info.shape[-1] == CHANNELS != info.shape[1]}
+    return PartedStore(store, turned) if turned else store
