@@ -100,7 +100,7 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     tokenizer = tokenizer_of(ref, EngineOptions())
     return Facts(name, ref, config, container, album_of(ref.whole, prepared.config, ref.mmproj), tokenizer,
                  Calling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
-                 ref.licence or (container and container.source.get("licence")) or licence_of(ref.folder), parameters(groups),
+                 ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
                  prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 
 

@@ -37,6 +37,11 @@ def test_what_is_written_is_read(tmp_path: Path) -> None:
     assert read_container(tmp_path).to_json() == WHOLE.to_json()
 
 
+@pytest.mark.parametrize(("stated", "read"), [("MIT", "MIT"), (None, None), (True, None), (["MIT"], None), (0.5, None)], ids=repr)
+def test_a_licence_is_a_text_or_none(tmp_path: Path, stated: object, read: str | None) -> None:
+    assert read_container(write(tmp_path, lambda raw: raw["source"].update(licence=stated))).licence == read
+
+
 def test_a_line_per_tensor_and_the_documented_head() -> None:
     raw = json.loads(WHOLE.to_json())
     assert list(raw) == ["format", "version", "spec", "bits_per_weight", "source", "tool", "method", "calibration", "tensors"]

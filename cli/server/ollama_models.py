@@ -140,7 +140,7 @@ class Files:
 
 def of_engine(replies: Replies) -> Files:
     prepared = replies.engine.prepared
-    noted = prepared.container and prepared.container.source.get("licence")
+    noted = prepared.container and prepared.container.licence
     return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees, replies.hears)
 
 
@@ -159,7 +159,7 @@ def of_folder(folder: Path, context: int | None) -> Files:
         config = read_encoder_config(folder)
         return Files(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
-    noted = container and container.source.get("licence")
+    noted = container and container.licence
     album = album_of(folder, config)
     taken = album.sights if album is not None else {}
     return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, PICTURES in taken,

@@ -113,7 +113,7 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         settings, remarks = read_generation_config(source)
         yield from map(Notice, remarks)
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
-        licence = licence or (container and container.source.get("licence")) or licence_of(source)
+        licence = licence or (container and container.licence) or licence_of(source)
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
         metadata = config_metadata(config, name, kind) | ahead | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)

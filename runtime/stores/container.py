@@ -66,6 +66,12 @@ class Container:
         """Does it hold codes?"""
         return any(not stored.spec.is_raw for stored in self.tensors.values())
 
+    @property
+    def licence(self) -> str | None:
+        """What the model was published under, if that was known when it was quantized."""
+        stated = self.source.get("licence")
+        return stated if isinstance(stated, str) else None
+
     def with_files(self, copies: Mapping[str, Path], texts: Mapping[str, str]) -> Container:
         """The same, of a folder into which files are copied and texts written."""
         found = {name: crc32(path.read_bytes()) for name, path in copies.items()}
