@@ -13,6 +13,8 @@ from effllm.cli.server.llama_fields import CompletionAsked, completion_wish
 from effllm.cli.server.ollama_fields import OllamaChat, chat_of
 from effllm.cli.server.pictures import in_chat
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_fields import chat_of as response_of
 from effllm.cli.server.tools import tools_asked
 from effllm.cli.server.wishes import Defaults
 from effllm.runtime.answers.replies import Wish
@@ -88,6 +90,14 @@ def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
                 Calling(tokenizer).prepared(messages, None)
         else:
             assert "yes" in Calling(tokenizer).prepared(messages, None)[0][-1]["content"]
+
+
+@pytest.mark.parametrize("odd", ODD, ids=repr)
+def test_what_was_reasoned_is_a_list_of_texts(odd: object) -> None:
+    """Codex sends back what it was given, others send nothing: what is no list says nothing."""
+    items = [{"type": "message", **USER}, {"type": "reasoning", "content": odd}]
+    _, messages, _ = response_of(parsed(ResponsesAsked, json.dumps({"input": items}).encode()))
+    assert [message["role"] for message in messages] == ["user"]
 
 
 def test_a_time_of_very_many_digits(tokenizer: Tokenizer) -> None:

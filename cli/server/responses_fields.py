@@ -187,7 +187,8 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     elif kind == COMPACTION:
         turns.say(ASSISTANT, [unsealed(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
-        parts = item.get("content") or item.get("summary") or ()
+        parts = item.get("content") or item.get("summary")
+        parts = parts if isinstance(parts, list) else []
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if texts:
             turns.think("\n".join(texts))
