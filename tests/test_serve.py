@@ -78,6 +78,8 @@ def test_a_stream_joined_is_the_whole(server: Served) -> None:
     assert last["choices"][0] == {"index": 0, "delta": {}, "logprobs": None, "finish_reason": "length"}
     assert usage["choices"] == [] and usage["usage"]["completion_tokens"] == 24
     assert {event["usage"] for event in (first, *pieces)} == {None}
+    others = server.chat(stream=True, stream_options={"include_usage": True}, cache_prompt=True).events
+    assert ["usage" in event for event in others] == [False] * (len(others) - 1) + [True], "as llama-server, whose field it is"
     assert len({(event["id"], event["created"], event["model"], event["object"]) for event in reply.events}) == 1
     assert first["object"] == "chat.completion.chunk" and first["id"] != whole["id"]
     assert not any("usage" in event for event in server.chat(stream=True).events)

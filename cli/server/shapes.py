@@ -61,6 +61,7 @@ class Completion(Shape, Protocol):
     piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several it is."""
 
     prefix, kind, piece_kind, index = "", "", "", 0
+    says_none = True  # of usage in the pieces before it, as OpenAI does
 
     def __init__(self, model: str, include_usage: bool = False, tokenizer: Tokenizer | None = None) -> None:
         """With a `tokenizer` it is told how likely tokens were."""
@@ -75,7 +76,7 @@ class Completion(Shape, Protocol):
 
     def piece(self, choice: dict[str, object] | None, **more: object) -> dict[str, object]:
         """An object of the stream with one choice, or none."""
-        usage = {"usage": None} if self.include_usage else {}
+        usage = {"usage": None} if self.include_usage and self.says_none else {}
         return {**self.head(self.piece_kind), "choices": [] if choice is None else [{"index": self.index, **choice}], **usage, **more}
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
