@@ -120,6 +120,7 @@ def test_a_prompt_that_is_too_long_says_how_long_it_is(server: Served, plain: li
         reply = server.chat([{"role": "user", "content": "fox " * 3000}], **stream)
         assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
         assert re.match(r"the prompt has 3\d\d\d tokens and the context holds 2048: shorten it", reply.error["message"])
+        assert "this model's maximum context length is 2048 tokens" in reply.error["message"], "words by which clients make room"
     long = server.complete("The fox " * 1010, max_tokens=None, stream=True).events
     assert long[-1]["choices"][0]["finish_reason"] in ("length", "stop")
     assert server.chat().json["choices"] == plain

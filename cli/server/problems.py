@@ -22,6 +22,7 @@ AT_THE_SERVER = "the server's terminal says more"
 LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
 BY_PARTS = "send the others in another request"
 AGAIN = "ask again in a moment"
+HOLDS = re.compile(r"the context holds (\d+)")
 PATH = re.compile(r"(?<![\w/.<>:#-])(?:~|\.{1,2})?/[^\s:,;'\"]*")
 
 
@@ -36,7 +37,14 @@ class Problem(Exception):
         self.status, self.message, self.type, self.param, self.code, self.headers = status, message, type, param, code, headers or {}
 
     def to_json(self) -> dict[str, object]:
-        return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
+        return {"error": {"message": self.words, "type": self.type, "param": self.param, "code": self.code}}
+
+    @property
+    def words(self) -> str:
+        """The message as programs of OpenAI's and Ollama's APIs get it: of a context that is full many know by these words alone, and make
+        room."""
+        room = HOLDS.search(self.message) if self.code == TOO_LONG else None
+        return self.message if room is None else f"{self.message} (this model's maximum context length is {room[1]} tokens)"
 
     def at(self, path: str) -> dict[str, object]:
         """As the API has it that is spoken at a path."""
@@ -53,7 +61,7 @@ class Problem(Exception):
 
     def to_ollama(self) -> dict[str, object]:
         """As Ollama's API has it, some of whose clients know by the words that a model has to be loaded first."""
-        return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.message}
+        return {"error": f"model not found: {self.message}" if self.code == NO_MODEL else self.words}
 
     def renamed(self, names: Mapping[str, str]) -> Problem:
         """The same, of fields that are called otherwise: `names` has what they are called there."""

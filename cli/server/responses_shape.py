@@ -112,7 +112,7 @@ class ResponseShape(Shape):
     def failed(self, problem: Problem) -> list[dict[str, object]]:
         begun = [] if self._events else self.first()
         self._close(CUT)
-        error = {"code": problem.code or problem.type, "message": problem.message}
+        error = {"code": problem.code or problem.type, "message": problem.words}
         return [*begun, self._event("response.failed", response={**self.response("failed"), "error": error})]
 
     def cancelled(self) -> dict[str, object]:
