@@ -1,7 +1,9 @@
 """OpenAI's own client and the Responses API: what it is told, it understands."""
 
 import json
+import re
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -95,3 +97,46 @@ def test_responses_are_told_again_and_conversations_gone_on_with(client) -> None
     assert client.conversations.items.retrieve(added.id, conversation_id=begun.id) == added
     assert client.conversations.items.delete(added.id, conversation_id=begun.id).id == begun.id
     assert client.conversations.delete(begun.id).deleted
+
+
+def test_one_goes_on_in_the_background(client) -> None:
+    """As its documents have it: asked for until it has ended, followed after a break, cancelled."""
+    response = client.responses.create(**GIVEN, background=True)
+    while response.status in ("queued", "in_progress"):
+        time.sleep(0.05)
+        response = client.responses.retrieve(response.id)
+    assert response.status == "incomplete" and response.background and response.output_text
+    with client.responses.create(**GIVEN, background=True, stream=True) as stream:
+        seen = [next(stream) for _ in range(8)]
+    rest = [*client.responses.retrieve(seen[0].response.id, stream=True, starting_after=seen[-1].sequence_number)]
+    assert [event.sequence_number for event in (*seen, *rest)] == [*range(len(seen) + len(rest))]
+    assert seen[1].type == "response.queued" and rest[-1].response.output_text == response.output_text
+    going = client.responses.create(**{**GIVEN, "max_output_tokens": 1800}, background=True)
+    assert client.responses.cancel(going.id).status == "cancelled" == client.responses.retrieve(going.id).status
+    with pytest.raises(openai.BadRequestError, match="nothing to cancel"):
+        client.responses.cancel(client.responses.create(**GIVEN).id)
+
+
+def test_a_conversation_is_made_short(client) -> None:
+    short = client.responses.compact(model="fable", input=[{"role": "user", "content": QUESTION}], instructions="Be brief.")
+    assert [item.type for item in short.output] == ["message", "compaction"] and short.object == "response.compaction"
+    answer = client.responses.create(**{**GIVEN, "input": [*short.output, {"role": "user", "content": "Go on."}]})
+    assert answer.usage.input_tokens > short.usage.output_tokens and answer.output_text
+
+
+def test_a_custom_tool_gets_text_of_its_grammar(client) -> None:
+    grammar = 'start: NUMBER " + " NUMBER\nNUMBER: /[0-9]{1,3}/'
+    tool = {"type": "custom", "name": "reckon", "format": {"type": "grammar", "syntax": "lark", "definition": grammar}}
+    given = {**GIVEN, "max_output_tokens": 160, "tools": [tool], "tool_choice": {"type": "custom", "name": "reckon"}}
+    call, = client.responses.create(**given).output
+    assert call.type == "custom_tool_call" and re.fullmatch(r"\d{1,3} \+ \d{1,3}", call.input)
+    told = [{"role": "user", "content": QUESTION}, call, {"type": "custom_tool_call_output", "call_id": call.call_id, "output": "4"}]
+    assert client.responses.create(**{**GIVEN, "input": told, "tools": [tool]}).output_text
+    of_chat = {"type": "custom", "custom": {"name": "reckon", "format": {
+        "type": "grammar", "grammar": {"syntax": "lark", "definition": grammar}}}}
+    asked = {"model": "fable", "messages": [{"role": "user", "content": QUESTION}], "max_tokens": 160, "tools": [of_chat],
+             "tool_choice": {"type": "custom", "custom": {"name": "reckon"}}}
+    message = client.chat.completions.create(**asked).choices[0].message
+    assert re.fullmatch(r"\d{1,3} \+ \d{1,3}", message.tool_calls[0].custom.input)
+    back = [*asked["messages"], message, {"role": "tool", "tool_call_id": message.tool_calls[0].id, "content": "4"}]
+    assert client.chat.completions.create(model="fable", messages=back, tools=[of_chat], max_tokens=8).choices
