@@ -16,7 +16,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.text import Tokenizer
 
 QUERY, DOCUMENTS = "Who is king?", ["The fox was made king of all beasts.", "The sea was calm.", "A boat came."]
-PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
+PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,8 @@ def rank(server: Served, path: str = PATHS[0], **fields: object) -> Reply:
 def test_documents_come_in_order(server: Served) -> None:
     whole = rank(server, model="ranks").json
     results = whole["results"]
-    assert set(whole) == {"model", "object", "results", "usage"} and (whole["model"], whole["object"]) == ("ranks", "list")
+    assert set(whole) == {"model", "object", "results", "data", "usage"} and whole["data"] == results
+    assert (whole["model"], whole["object"]) == ("ranks", "list")
     assert sorted(each["index"] for each in results) == [0, 1, 2] and all(set(each) == {"index", "relevance_score"} for each in results)
     scores = [each["relevance_score"] for each in results]
     assert scores == sorted(scores, reverse=True) and all(0 < each < 1 for each in scores) and len(set(scores)) == 3
@@ -50,6 +51,8 @@ def test_documents_come_in_order(server: Served) -> None:
     assert alone == [each["relevance_score"] for each in sorted(results, key=lambda each: each["index"])], "whatever is ranked beside it"
     told = rank(server, documents=[{"text": each} for each in DOCUMENTS], return_documents=True).json["results"]
     assert [each.pop("document")["text"] for each in told] == [DOCUMENTS[each["index"]] for each in results] and told == results
+    bare = rank(server, top_k=2, return_documents=True).json["data"]
+    assert [each["document"] for each in bare] == [DOCUMENTS[each["index"]] for each in results[:2]], "as Voyage's clients take them"
     assert rank(server, instruction="Find boats.").json["results"] != results
     server.until("POST /reranking 200 · ")
     assert "3 documents ranked" in server.err
@@ -64,6 +67,7 @@ def test_texts_as_text_embeddings_inference_has_them(server: Served) -> None:
 
 
 @pytest.mark.parametrize(("fields", "param", "said"), [
+    ({"top_k": 0}, "top_k", "1 or more"),
     ({"query": ""}, "query", "empty"), ({"query": None}, "query", ""), ({"documents": None}, "documents", "missing"),
     ({"documents": []}, "documents", "empty"), ({"documents": ["a", ""]}, "documents", "none is empty"),
     ({"documents": ["a", 3]}, "documents", "a list of texts"), ({"documents": [{"image": "a"}]}, "documents", "a list of texts"),

@@ -1,5 +1,5 @@
-"""Documents in the order in which they answer a query, as Jina's API asks for it, and with it llama-server's; or as that of text embeddings
-inference does, by `texts`."""
+"""Documents in the order in which they answer a query, as Jina's API asks for it, and with it Cohere's and llama-server's; as Voyage's
+does, whose answers are `data`; or as that of text embeddings inference, by `texts`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .streams import GONE, Listener, json_response, made
 if TYPE_CHECKING:
     from .one_model import OneModel
 
-PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking")
+PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
 A_LIST = "{} is a list of texts, of which none is empty"
 
 
@@ -36,6 +36,7 @@ class RerankAsked(Body):
     documents: list[Any] | None = None
     texts: list[Any] | None = None
     top_n: int | None = None
+    top_k: int | None = None
     instruction: str | None = None
     return_documents: bool = False
     return_text: bool = False
@@ -61,20 +62,22 @@ class Reranking:
         documents = documents_of(getattr(asked, field), field)
         if not asked.query:
             raise Problem(400, "query is empty", param="query", hint="it is the text that documents are held against")
-        if asked.top_n is not None and asked.top_n < 1:
-            raise Problem(400, f"top_n is 1 or more, not {asked.top_n}", param="top_n")
+        most = next((each for each in ("top_n", "top_k") if getattr(asked, each) is not None), "top_n")
+        if (count := getattr(asked, most)) is not None and count < 1:
+            raise Problem(400, f"{most} is 1 or more, not {count}", param=most)
         start = partial(replies.rank, asked.query, documents, asked.instruction, choice=service.adapters.choice_of(asked.model))
         ranked = await made(request, Listener(service.desk.ask(start), service.note, record), Ranked)
         if ranked is None:
             return Response(status_code=GONE)
         record.made = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
-        order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[: asked.top_n]
+        order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[:count]
         if field == "texts":
             return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if asked.return_text else {})}
                                   for at in order])
         results = [{"index": at, "relevance_score": ranked.scores[at],
                     **({"document": {"text": documents[at]}} if asked.return_documents else {})} for at in order]
-        return json_response({"model": service.called(asked.model), "object": "list", "results": results,
+        data = [{**each, "document": documents[each["index"]]} if asked.return_documents else each for each in results]  # bare, as Voyage's
+        return json_response({"model": service.called(asked.model), "object": "list", "results": results, "data": data,
                               "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
 
 
