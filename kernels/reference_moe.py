@@ -119,13 +119,14 @@ def visits(chosen: np.ndarray, experts: int) -> tuple[np.ndarray, np.ndarray, np
 
 def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], routing: Routing, act: str,
         correction: np.ndarray | None = None, shared: SharedExpert | None = None,
-        apart: Apart | None = None) -> tuple[np.ndarray, Routed]:
+        apart: Apart | None = None, said: np.ndarray | None = None) -> tuple[np.ndarray, Routed]:
     """x + sum over a token's experts of share * down(act(gate(n)) * up(n)), n = norm(x): float64 [T, D], and the visits; `act` as in
     `reference.gated`. Without gates it is share * down(act(up(n))). The `shared` expert is added with a share of 1, or of
     sigmoid(scale(n)).
 
     An expert to which no token goes is not looked at. `apart`: the sum alone, without x, of experts that another norm stands before than
-    before the router, each times its scale. Where shares are of inputs an expert gives down(act(gate(share * n)) * up(share * n)).
+    before the router, each times its scale; `said`: what the router reads where that is no norm of x. Where shares are of inputs an expert
+    gives down(act(gate(share * n)) * up(share * n)).
     """
     n = reference.normalise(x, *_norm(norm))
     apply = lambda values, each: reference.linear(values, each.weight.to_f32(), each.bias)  # noqa: E731
@@ -134,8 +135,8 @@ def moe(x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], ro
         up = apply(values, expert.up)
         return reference.activate(up, act) if expert.gate is None else reference.gated(apply(values, expert.gate), up, act)
 
-    logits = n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
-    chosen, shares = route(apply(logits, router), routing, correction)
+    reads = said if said is not None else n if apart is None else reference.normalise(x, *_norm(apart.router_norm))
+    chosen, shares = route(apply(reads, router), routing, correction)
     if apart is not None:
         shares = shares * apart.scales[chosen]
     offsets, tokens, places = visits(chosen, len(experts) + routing.handed)

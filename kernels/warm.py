@@ -34,6 +34,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     from .cpu import (
         attention,
         attention_few,
+        cca_loops,
         chosen_loops,
         compressed_attention,
         compressed_loops,
@@ -63,6 +64,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         packed,
         packed_rows,
         pool_loops,
+        rescaling,
         residual_loops,
         roof,
         row_lengths,
@@ -85,7 +87,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, rwkv7_loops,
                        latent_loops, stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention,
-                       hyper_loops, residual_loops, ngram_loops, pool_loops)}
+                       hyper_loops, residual_loops, ngram_loops, pool_loops, cca_loops, rescaling)}
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]

@@ -45,6 +45,18 @@ class ShortConv:
 
 
 @dataclass(frozen=True)
+class Cca:
+    """Convolutions of queries and keys (`kernels/cca_shape.py`), float32: `conv` [first, C] and `bias` [C], `by_head` [C * second * depth]
+    and `head_bias` [C], and `temps` [KVH], of keys."""
+
+    conv: object
+    bias: object
+    by_head: object
+    head_bias: object
+    temps: object
+
+
+@dataclass(frozen=True)
 class Mamba1:
     """State spaces channel by channel: `conv` [taps, V] and its `bias` [V] or None, `decay` [V * N], `dt` and `skip` [V] (see
     `kernels/reference_mamba1.py`); float32. Of what is convolved `rate` and `keys` make what steps are made of, and B and C; `steps` makes

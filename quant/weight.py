@@ -239,6 +239,27 @@ class Index:
 
 
 @dataclass(frozen=True)
+class Rescale:
+    """A residual and its branch: x becomes scales * x + branch_scales * branch + offsets, [D] each; `branch_scales` None: without one."""
+
+    scales: object
+    branch_scales: object | None
+    offsets: object
+
+
+@dataclass(frozen=True)
+class RouterPath:
+    """What stands before a router: `into` makes a token narrow, `share` [R] says how much is added of what the layer before began with,
+    None in the first; behind a norm `first` and `second` follow, with an activation each."""
+
+    into: Linear
+    share: object | None
+    norm: Norm
+    first: Linear
+    second: Linear
+
+
+@dataclass(frozen=True)
 class Curve:
     """The activation of a layer that has numbers of its own (`reference.curved`): what squares are multiplied by above zero, and what
     exponentials are below."""

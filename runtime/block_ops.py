@@ -16,7 +16,21 @@ if TYPE_CHECKING:
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
     from ..quant.state_weights import Ngrams
-    from ..quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
+    from ..quant.weight import (
+        Apart,
+        Bundles,
+        Curve,
+        Expert,
+        Inputs,
+        Linear,
+        LowRank,
+        Norm,
+        Rescale,
+        RouterPath,
+        SharedExpert,
+        Streams,
+        Weight,
+    )
     from ..quant.wide_weights import Hyper, Residual
     from .rope import RopeTable
 
@@ -103,8 +117,10 @@ class BlockOps(Protocol):
         an MLP there is no m."""
 
     def expert_branch(self, x: object, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
-                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None) -> object:
-        """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own."""
+                      see: See = None, correction: object | None = None, shared: SharedExpert | None = None,
+                      said: object | None = None) -> object:
+        """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own. `said`: what the router
+        reads in place of x, on the CPU alone."""
 
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
@@ -180,3 +196,10 @@ class HostOps(BlockOps, Protocol):
     def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
         """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
         they are, or turned `back`."""
+
+    def rescaled(self, x: object, branch: object | None, own: Rescale) -> object:
+        """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
+
+    def routed_by(self, x: object, norm: Norm, path: RouterPath, streams: object) -> object:
+        """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
+        lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""

@@ -18,7 +18,7 @@ class Mixture:
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
     experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near`, `of_logits` and `roots` as in
     `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits. `handed`: so many more
-    are chosen among that have no matrices and hand on what they are given."""
+    are chosen among that have no matrices and hand on what they are given, or with `idle` nothing."""
 
     experts: int
     per_token: int
@@ -40,6 +40,7 @@ class Mixture:
     roots: bool = False
     picked: frozenset[int] = frozenset()
     handed: int = 0
+    idle: bool = False
 
     @property
     def visited(self) -> float:

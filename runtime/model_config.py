@@ -36,21 +36,21 @@ class ModelConfig:
     `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too, both of one input. `factors`: what a
     tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its
     activation as checkpoints have them, where no tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not
-    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn, with `qk_norm_still` in the others
-    too. `gates_apart`: gates of what is attended to are made by a matrix of their own; `gates_softplus`: they are the softplus of what it
-    makes, not the sigmoid; `gates_whole`: a head has one for all its channels. `branches_normed`: what a convolution, attention or an MLP
-    gives is normed before it is added, of families with both kinds of blocks. `side_by_side`: of families with both kinds of blocks,
-    attention and MLP read what comes into the layer. `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has
-    a weight. `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of
-    the norm behind a state, where it is not that of the others. `streams`: of how many a token has side by side each layer works on one, 0
-    for one as it is; `low_rank`: the width inside a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond
-    their mean the gates of its MLP have to be, None for all, where any have to. `one_scale`: ternary matrices read activations that are
-    rounded by one scale a token, as they were trained (BitNet). `attends_beside`: the layers of those with a state that have attention
-    too, where not all or none have; in front of the state they have one of `shared_blocks` blocks of attention and an MLP in turn, which
-    read an embedding beside the stream, the second of two; with `attention_branches` what a layer adds to one is beside q, k and v too.
-    `value_dim`: how wide a head's values are, where narrower than its keys, as wide as which they are cached. `slopes`: of each query
-    head, by which a score grows with the place of its key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more.
-    `indexed`: how tokens choose what they see. `both_ways`: they see what comes behind them too, with a window as far as before them.
+    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn, with `qk_norm_still` in the others too.
+    `gates_apart`: gates of what is attended to are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes,
+    not the sigmoid; `gates_whole`: a head has one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is
+    normed before it is added, of families with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and
+    MLP read what comes into the layer. `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has a weight.
+    `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of the norm
+    behind a state, where it is not that of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one
+    as it is; `low_rank`: the width inside a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their
+    mean the gates of its MLP have to be, None for all, where any have to. `one_scale`: ternary matrices read activations that are rounded
+    by one scale a token, as they were trained (BitNet). `attends_beside`: the layers of those with a state that have attention too, where
+    not all or none have; in front of the state they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an
+    embedding beside the stream, the second of two; with `attention_branches` what a layer adds to one is beside q, k and v too.
+    `value_dim`: how wide a head's values are, where narrower than its keys, as wide as which they are cached. `slopes`: of each query head,
+    by which a score grows with the place of its key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`:
+    how tokens choose what they see. `both_ways`: they see what comes behind them too, with a window as far as before them.
     `embedding_normed`: an embedding goes through a norm without a weight; `last_norm`: the kind of the one before the head, and
     `behind_eps` the epsilon of those behind attention and MLP, where these are not the others'. `gate_bounds`: by layer how far gates of
     experts, and those of what every token visits, go, None for no bound. `compressed`: beyond a window layers see keys of several tokens,
@@ -63,10 +63,11 @@ class ModelConfig:
     the whole prompt and so many of those that were written, itself among them; None for all. `mix_rank`: by way of so many numbers streams
     say, channel by channel, what a branch reads of them, 0 where they do not; `ngrams`: layers that are given rows of n-grams.
     `layer_latents`: by layer the widths of latent attention, where layers differ. `queries_grow`: those of each head by numbers of its own
-    with their place; `frequencies_learned`: those of rotary positions are times numbers that a checkpoint holds.
-    `latent_eps`: of norms of latents, where it is not that of most families. `mix_rounds`: where streams are mixed by numbers of a token's
-    own in a model without keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and
-    `mix_least`, which is added to what is divided by; what leaves them is their mean.
+    with their place; `frequencies_learned`: those of rotary positions are times numbers that a checkpoint holds. `latent_eps`: of norms of
+    latents, where it is not that of most families. `mix_rounds`: where streams are mixed by numbers of a token's own in a model without
+    keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and `mix_least`, which is
+    added to what is divided by; what leaves them is their mean. `router_rank`: how many numbers a router begins with, which goes through a
+    small network and adds those of the layer before, 0 where it is one matrix.
     """
 
     family: str
@@ -168,6 +169,7 @@ class ModelConfig:
     latent_eps: float | None = None
     mix_rounds: int = 0
     mix_least: float = 0.0
+    router_rank: int = 0
     warnings: tuple[str, ...] = ()
 
     @property
@@ -183,8 +185,8 @@ class ModelConfig:
 
     @property
     def mixes_on_host(self) -> bool:
-        """Whether streams are mixed by stages that the CPU alone has, in a model without keys of several tokens."""
-        return self.mix_rank > 0 or self.mix_rounds > 0
+        """Whether the CPU alone has stages that mix streams, or that carry what routers say, in a model without keys of several tokens."""
+        return self.mix_rank > 0 or self.mix_rounds > 0 or self.router_rank > 0
 
     @property
     def shares_by_turns(self) -> bool:
@@ -264,7 +266,7 @@ class ModelConfig:
         """The width inside the widest MLP, or between the last norm and the head."""
         own = self.mixture
         return max(self.intermediate_size, self.hidden_size if self.head_act else 0, own.width if own else 0,
-                   own.shared_width or 0 if own else 0, self.input_width, *self.layer_ffn)
+                   own.shared_width or 0 if own else 0, self.input_width, self.router_rank, *self.layer_ffn)
 
     @property
     def context_length(self) -> int:

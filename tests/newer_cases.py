@@ -91,6 +91,8 @@ LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP, **INDEXED}.it
 GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "first_k_dense_replace")},
               "num_hidden_layers": 4, "qk_rope_head_dim": 0, "linear_head_dim": 24, "linear_num_heads": 3, "index_topk": 320,
               "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
+ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_hidden_size": 24, "intermediate_size": None,
+        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
 LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "kv_lora_rank":
@@ -344,6 +346,10 @@ NEWER = {
         "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
         "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
         "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
+    "zaya": Case("zaya", ZAYA),
+    "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
+        **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
     "bamba": Case("bamba", {**MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1], "vocab_size": 301}),
     "bamba, biases, tied, bfloat16": Case("bamba", {
         **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,

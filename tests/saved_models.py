@@ -63,6 +63,9 @@ def _save(case: Case, folder: Path) -> type:
         for name, buffer in model.named_buffers():
             if name.endswith(("e_score_correction_bias", "expert_bias", "layer_scalar")):  # which start at 0, or 1
                 buffer.add_(0.3 * torch.randn_like(buffer))
+            elif name.endswith("balancing_biases"):  # of which transformers reads the last, of no expert, as -1 whatever is stored
+                buffer.normal_(-1, 0.1)
+                buffer[-1] = -1
             elif name.endswith("rotary_emb.alpha"):
                 buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):

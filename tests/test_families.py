@@ -256,6 +256,7 @@ PECULIAR = {
         {"hidden_act": "silu"}, {"windows": (39,) * 4}, {"ropes": 0}, {"ropes": 1}, {"norm_eps": 1e-1}],
     "qwen4_exp_text": [{"mixture": {"renormalise": False}}, {"state": {"sigmoid": True}}, {"ngrams": {"end": 8}},
                        {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
+    "zaya": [{"mixture": {"renormalise": True}}, {"mixture": {"idle": False}}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
     "glm5_next": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"hidden_act": "silu"}, {"norm_eps": 1e-1},
                   {"mix_rounds": 1}, {"state": {"bound": None}}],
     "mistral_large4": [{"ropes": {"neighbours": False}}, {"norm_eps": 1e-1}, {"final_logit_softcapping": 3.0},

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from ..layout import STORED_TYPES, is_activation
 from ..registry import Call, Candidate, Registry
 from . import (
+    cca,
     compressed,
     delta,
     head_widths,
@@ -27,6 +28,7 @@ from . import (
     moe,
     ngrams,
     packed,
+    rescaling,
     residuals,
     rows,
     rwkv7,
@@ -80,6 +82,9 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "channel delta": (delta.run, kda.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),
         "lightning attention": (lightning.run, lightning.run_reference,
                                 "native code, rows of a state that stay in the cache for all tokens of a pass"),
+        "convolve heads": (cca.run, cca.run_reference, "native code, a token's heads of keys with their queries at a time"),
+        "rescale": (rescaling.rescale, rescaling.rescale_reference, "native code, channel by channel"),
+        "carry": (rescaling.carry, rescaling.carry_reference, "native code, where the last router left it"),
         "short convolution": (short_conv.run, short_conv.run_reference, "native code, a token with those before it at a time"),
         "channel state space": (mamba1.run, mamba1.run_reference, "native code, channels that stay in the cache for all tokens of a pass"),
         "time mix": (rwkv7.run, rwkv7.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass"),

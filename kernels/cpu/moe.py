@@ -135,29 +135,30 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
 
 def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, apart: Apart,
                   routing: Routing, act: str, see: See | None = None, correction: np.ndarray | None = None,
-                  shared: SharedExpert | None = None) -> np.ndarray:
+                  shared: SharedExpert | None = None, said: np.ndarray | None = None) -> np.ndarray:
     """See `HostOps`."""
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:
         from .moe_paged import run
-    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, apart)
+    return run(self, x, norm, router, experts, (routing, act), see, correction, shared, apart, said)
 
 
 def run_reference(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-                  correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
+                  correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None,
+                  said: np.ndarray | None = None) -> np.ndarray:
     ops.flush()
     into = x if apart is None else ops.workspace.take("sum", *x.shape)
-    into[:], routed = reference_moe.moe(x, norm, router, experts, *asked, correction, shared, apart)
+    into[:], routed = reference_moe.moe(x, norm, router, experts, *asked, correction, shared, apart, said)
     if see is not None:
         see(routed)
     return into
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None, said: np.ndarray | None = None) -> np.ndarray:
     beside = shared_hidden(ops, x, norm, shared, asked[1])
-    stage = routed_stage(ops, x, norm, router, experts, asked, correction, apart, _table)
+    stage = routed_stage(ops, x, norm, router, experts, asked, correction, apart, _table, said)
     for kernel, where, parallel in stage.jobs:
         ops.run(kernel, where, parallel)
     if len(x) > stage.table.columns:
@@ -193,13 +194,14 @@ def finished(ops: CpuOps, x: np.ndarray, stage: Stage, beside: np.ndarray | None
 
 
 def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: Sequence[Expert], asked: Asked,
-                 correction: np.ndarray | None, apart: Apart | None, table: Callable) -> Stage:
-    """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts."""
-    before = norm if apart is None else apart.router_norm
-    if ops._remembered(x, before, (router,), linear.PLAIN, "none") is None:
+                 correction: np.ndarray | None, apart: Apart | None, table: Callable, said: np.ndarray | None = None) -> Stage:
+    """Note the router's product; the stage whose jobs come next. `table` makes or finds the records of the experts; `said`: what the router
+    reads where that is no norm of x."""
+    before, reads = (None, said) if said is not None else (norm if apart is None else apart.router_norm, x)
+    if ops._remembered(reads, before, (router,), linear.PLAIN, "none") is None:
         few = len(x) <= table(ops, experts, asked[1]).columns  # then all tokens of a stage are routed as one alone would be
         logits = ops.workspace.take("routes", len(x), len(experts) + asked[0].handed)
-        ops._matrix(x, before, [router], [logits], linear.PLAIN, "none", int(few))
+        ops._matrix(reads, before, [router], [logits], linear.PLAIN, "none", int(few))
     stage = ops.mixtures.stages.get((id(experts), len(x)))
     known = stage is not None and stage.x is x and stage.norm is norm and stage.router is router and stage.correction is correction
     if not known or stage.asked != asked or stage.apart is not apart:

@@ -70,10 +70,10 @@ class _Kind:
 
 
 def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPages, asked: Asked, see: See | None,
-        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None) -> np.ndarray:
+        correction: np.ndarray | None, shared: SharedExpert | None, apart: Apart | None, said: np.ndarray | None = None) -> np.ndarray:
     """`moe.run` for experts in slots. What all tokens of a few visit is multiplied while the disk is asked for the
     others."""
-    stage = routed_stage(ops, x, norm, router, pages, asked, correction, apart, _table)
+    stage = routed_stage(ops, x, norm, router, pages, asked, correction, apart, _table, said)
     before = [job for job in stage.jobs if job[0] is kernels.route_tokens]
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:

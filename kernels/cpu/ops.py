@@ -15,7 +15,7 @@ from ..layout import PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, bundled, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rows, states, streams
+from . import attention, bundled, cca, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rescaling, rows, states, streams
 from . import head_widths as widths
 from .angles import Angles, angles_of
 from .attention_few import attend_few_scratch, partials_floats
@@ -49,7 +49,7 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
                   max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
-                  index.scratch_floats(dims), wide_floats(dims))
+                  index.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
     blocks = max(dims.ctx // attention.PAGE + 3, dims.seen)
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
     partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), index.partials_floats(dims))
@@ -64,7 +64,8 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
             "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
             **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
             **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **index.plan_workspace(dims, chunk),
-            **wide_workspace(dims, chunk),  # then, of drafts by a layer of its own, what goes into it and states that wait for it
+            **cca.plan_workspace(dims, chunk), **wide_workspace(dims, chunk),
+            # then, of drafts by a layer of its own, what goes into it and states that wait for it
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0,
             "between": chunk * dims.between * dims.hidden}
 
@@ -186,6 +187,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
     copied, scaled, clipped, normed, part_queries, gate_heads = (rows.copied, rows.scaled, rows.clipped, rows.norm_rows, rows.part_queries,
                                                                  rows.gate_heads)
     grown_heads, normed_apart = rows.grown_heads, rows.normed_apart
+    rescaled, routed_by = rescaling.rescaled, rescaling.routed_by
     widened_heads, narrowed_heads, renormed, bundled_mlp = widths.widened_heads, widths.narrowed_heads, widths.renormed, bundled.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
     state_layer, index_layer = states.state_layer, index.index_layer

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
+from ..cca_shape import CcaShape
 from ..compressed_shape import CompressedShape
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
@@ -55,6 +56,7 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
 
 def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray, told: np.ndarray) -> LayerStates:
     """The states of one layer in uint8 memory (`shape.nbytes`), of whose slots `told` says those of a pass."""
+    from .cca import CcaStates
     from .compressed import CompressedStates
     from .delta import DeltaStates
     from .kda import KdaStates
@@ -65,7 +67,7 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
     from .rwkv7 import Rwkv7States
     from .short_conv import ConvStates
 
-    kinds = {CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
+    kinds = {CcaShape: CcaStates, CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
              LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States,
              WithNgrams: StatesWithNgrams}
     return kinds[type(shape)](ops, shape, memory, told)

@@ -32,8 +32,11 @@ frequencies of its positions. Keys of several tokens are made by key_rows, key_w
 chosen by index_rows, index_row_weights, index_bias and index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams
 attn_mix, mlp_mix and outside the layers leave_mix say how, each with a base and a scale, and `picks.<layer>`, there too, which experts the
 tokens of a word visit. Where gates say how, these are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows
-of n-grams have ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Layers that
-attend to pictures have attn_share and mlp_share, numbers that say how much of both they add.
+of n-grams have ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Streams whose
+channels are multiplied have entry_scale and entry_offset in the first layer, attn_scale, attn_offset, attn_branch_scale and
+attn_branch_offset, and the same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second
+before them. Queries and keys that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to
+pictures have attn_share and mlp_share, numbers that say how much of both they add.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -52,7 +55,23 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...quant.state_weights import Ngrams
-    from ...quant.weight import Apart, Bundles, Curve, Expert, Index, Inputs, Latent, Lent, Linear, LowRank, Norm, SharedExpert, Streams
+    from ...quant.weight import (
+        Apart,
+        Bundles,
+        Curve,
+        Expert,
+        Index,
+        Inputs,
+        Latent,
+        Lent,
+        Linear,
+        LowRank,
+        Norm,
+        Rescale,
+        RouterPath,
+        SharedExpert,
+        Streams,
+    )
     from ...quant.wide_weights import Residual, Wide
     from ..block_ops import BlockOps
     from ..cache import LayerCache
@@ -74,7 +93,7 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "molmo2_text", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2", "olmo3", "olmo_hybrid",
             "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
-            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2")
+            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
@@ -193,7 +212,9 @@ class LayerWeights:
     each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
     attention with keys of several tokens, in the place of q, and what mixes streams. `shares`: of a layer that attends to pictures, what
     its attention and its MLP are multiplied by. `around`: how attention, or a state, and the MLP meet the streams of a token; `ngrams`:
-    what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place.
+    what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place. `entered`: what enters the
+    first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
+    router.
     """
 
     input_norm: Norm
@@ -237,6 +258,9 @@ class LayerWeights:
     around: tuple[Residual, Residual] | None = None
     ngrams: Ngrams | None = None
     grows: tuple[object, object] | None = None
+    entered: Rescale | None = None
+    rescales: tuple[Rescale, Rescale] | None = None
+    path: RouterPath | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -46,7 +46,7 @@ UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "gpt_bigcode", "helium",
                                 "hyperclovax", "jais2", "kimi_linear", "lfm3", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "mpt",
                                 "deepseek_ocr2_text", "molmo2_text", "rwkv7", "unlimited_ocr_text",
-                                "olmo_hybrid", "persimmon", "phi4_multimodal", "vaultgemma", "youtu"), UNTRIED),
+                                "olmo_hybrid", "persimmon", "phi4_multimodal", "vaultgemma", "youtu", "zaya"), UNTRIED),
                **dict.fromkeys(("codegen", "flex_olmo", "flint", "gpt_neo", "gptj", "modernbert_decoder", "nanochat", "zamba2"),
                                ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",

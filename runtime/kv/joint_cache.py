@@ -95,6 +95,15 @@ class JointLayer:
         """As of `kernels/cpu/rwkv7.py`: of all rows at once."""
         return self.layers[0].products(rows, linears, w, first)
 
+    def convolved(self, product: object, w: object) -> list[object]:
+        """As of `kernels/cpu/cca.py`, row i of the product in state i."""
+        outs = self.layers[0].states.places(len(self.layers))
+        for row, layer in enumerate(self.layers):
+            own = slice(row, row + 1)
+            with self.backend.of_row(row):
+                layer.states.convolved(product[own], w, [out[own] for out in outs])
+        return outs
+
     def mix(self, products: Sequence[object], w: object) -> object:
         """As `LayerStates.mix`, row i of each product in state i."""
         states = [layer.states if isinstance(layer, LayerCache) else layer for layer in self.layers]

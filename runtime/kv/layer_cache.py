@@ -52,6 +52,10 @@ class LayerCache:
             index.note(k, position, closing)
         self.cache.chosen = index.choose(q, weights, position, out)
 
+    def convolved(self, product: object, w: object) -> tuple[object, ...]:
+        """Queries, keys and values that a layer's state makes of its product; see `kernels/cpu/cca.py`."""
+        return self.states.convolved(product, w)
+
     def mix(self, products: Sequence[object], w: object) -> object:
         """See `LayerStates`."""
         return self.states.mix(products, w)

@@ -99,7 +99,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     if config.compressed is not None:
         why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
     elif config.indexed is None:
-        return config, options
+        return config, _on_the_host(options, notices) if config.mixes_on_host else options
     else:
         whole = config.indexed.shape.whole
         if options.ctx is not None and options.ctx <= whole:

@@ -31,7 +31,7 @@ from .made_store import MadeStore
 IN_ONE = ("bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 # And those that hold parts of one apart.
-JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text")
+JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 

@@ -269,10 +269,11 @@ class Paging:
         self._routers: dict[tuple[int, int], _Following] = {}  # by the layer they look from, and how far
 
     def layer(self, key: int, roles: Mapping[str, ModelTensor], bias: Callable[[str], np.ndarray | None], norm: Norm,
-              router: Linear, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
-        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none; `ranks`: logits -> what it chooses by."""
+              router: Linear | None, ranks: Callable[[np.ndarray], np.ndarray]) -> LayerExperts:
+        """A layer's experts. `bias` gives that of a matrix by its role, None where it has none; `ranks`: logits -> what it chooses by.
+        `router`: None where what it reads is not made of the stream alone, and nobody can guess what it will choose."""
         index = self._paged.parts.layers.index(key)
-        for distance in range(1, MOST_AHEAD + 1):
+        for distance in range(1, MOST_AHEAD + 1) if router is not None else ():
             # Ops know a product by its records: over the state of another layer it is another one.
             self._routers[index - distance, distance] = _Following(norm, Linear(router.weight, router.bias), ranks)
         return LayerExperts(self._pager, index, roles, bias,

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...kernels.cca_shape import CcaShape
 from ...kernels.conv_shape import ConvShape
 from ...kernels.delta_shape import DeltaShape
 from ...kernels.kda_shape import KdaShape
@@ -18,7 +19,7 @@ from ...kernels.lightning_shape import LightningShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
-from ...quant.state_weights import Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
+from ...quant.state_weights import Cca, Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
 from ...quant.weight import Linear, LowRank, Norm
 from ..tensors import ModelTensor, as_float32
 
@@ -102,6 +103,16 @@ def short_conv(found: Source) -> StateWeights:
     return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
 
 
+def cca(found: Source) -> StateWeights:
+    """All that reads the input is one product; what is attended to goes through o."""
+    own, heads = found.config.state, found.values("state_heads")
+    taps = found.values("state_conv").reshape(own.convolved, own.first)
+    by_head = heads.reshape(own.convolved, own.depth, own.second).swapaxes(1, 2)
+    weights = Cca(found.put(taps.T), found.vector("state_conv_bias"), found.put(by_head.reshape(-1)), found.vector("state_heads_bias"),
+                  found.vector("state_temps"))
+    return StateWeights((found.linear("state_in"),), found.linear("o"), weights)
+
+
 def mamba1(found: Source) -> StateWeights:
     """Decays are stored as logarithms; a norm without a tensor has no weights."""
     own, eps = found.config.state, found.config.state_norm_eps or found.config.norm_eps
@@ -137,10 +148,10 @@ def rwkv7(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_r", "state_k", "state_v"))), found.linear("state_out"), own)
 
 
-KINDS = {ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, LightningShape: lightning, Mamba1Shape: mamba1,
+KINDS = {CcaShape: cca, ConvShape: short_conv, DeltaShape: delta, KdaShape: kda, LightningShape: lightning, Mamba1Shape: mamba1,
          Mamba2Shape: mamba2, Rwkv7Shape: rwkv7}
 
 
 def state_weights(found: Source) -> StateWeights | None:
     """Of a layer that has a state."""
-    return KINDS[type(found.config.state)](found) if "state_out" in found.roles else None
+    return KINDS[type(found.config.state)](found) if {"state_heads", "state_out"} & found.roles.keys() else None

@@ -13,7 +13,7 @@ from ...kernels.reference import CURVE_SLOPE
 from ...kernels.reference_moe import ranks
 from ...offload.memory import anonymous
 from ...offload.neurons import ResidentBundles
-from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Streams, Weight
+from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, RouterPath, SharedExpert, Streams, Weight
 from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
@@ -30,6 +30,7 @@ from .index_weights import growth, index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .ngram_table import NgramTable, check_numbers
+from .rescale_weights import RESCALED, rescale
 from .state_weights import Source, state_weights
 
 if TYPE_CHECKING:
@@ -163,14 +164,16 @@ class WeightRecords:
             post_norm = replace(post_norm, weight=ops.put(as_float32(roles["post_norm"], raw) * np.float32(factor), "f32"))
         apart = None
         if config.mixture is not None and config.mixture.apart and router is not None and "router_scale" not in roles:
-            chosen = config.mixture.experts + config.mixture.handed
-            apart = Apart(post_norm, post_norm, None, None, ops.put(np.ones(chosen, np.float32), "f32"))
+            made, handed = config.mixture.experts, config.mixture.handed
+            scales = np.repeat(np.float32([1, not config.mixture.idle]), [made, handed])
+            apart = Apart(post_norm, post_norm, None, None, ops.put(scales, "f32"))
         elif config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)
             apart = Apart(ones(config.hidden_size, as_float32(roles["router_scale"], raw) * root), norm("expert_norm"),
                           norm("experts_after"), norm("mlp_after"), vector("expert_scales"))
         if router is not None and self.paging is not None and ops is self.host:
-            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), apart.router_norm if apart else post_norm, router,
+            experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), apart.router_norm if apart else post_norm,
+                                        None if config.router_rank else router,
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
@@ -186,7 +189,10 @@ class WeightRecords:
                             correction=correction, shared=shared,
                             state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
                             latent=latent_weights(config, roles, linear, vector), index=index_weights(config, roles, linear, vector),
-                            grows=growth(roles, vector),
+                            grows=growth(roles, vector), entered=rescale(roles, "entry", vector, ops),
+                            rescales=tuple(rescale(roles, what, vector, ops) for what in ("attn", "mlp")) if RESCALED in roles else None,
+                            path=RouterPath(linear("router_in"), vector("router_share"), norm("router_norm"), linear("router_first"),
+                                            linear("router_second")) if "router_in" in roles else None,
                             v_norm=ones(config.heads_of(key)[1]) if config.values_normed and "k" in roles else None,
                             scale=float(as_float32(roles["layer_scale"], raw)[0]) if "layer_scale" in roles else None, curve=curve,
                             inputs=Inputs(*map(linear, GIVEN), norm("input_after")) if GIVEN[0] in roles else None, apart=apart,

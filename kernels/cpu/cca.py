@@ -1,0 +1,82 @@
+"""The states of a layer whose queries and keys are convolved, on the CPU, and running its kernel (`cca_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_cca as reference
+from ..cca_shape import CcaShape
+from ..layout import REPEATED
+from ..workspace import Dims, address
+from . import cca_loops as loops
+from .conv_loops import MEMORY, X
+from .states import Slots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Cca
+    from .ops import CpuOps
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none where nothing is convolved so."""
+    own = dims.state
+    return {"made q": chunk * own.values, **dict.fromkeys(("made k", "made v"), chunk * 2 * own.half)} if isinstance(own, CcaShape) else {}
+
+
+def scratch_floats(dims: Dims) -> int:
+    """Of a worker."""
+    return dims.state.second * dims.state.depth if isinstance(dims.state, CcaShape) else 0
+
+
+class CcaStates(Slots):
+    """See the module and `runtime/kv/states.py`."""
+
+    shape: CcaShape
+
+    def __init__(self, ops: CpuOps, shape: CcaShape, memory: np.ndarray, told: np.ndarray) -> None:
+        super().__init__(ops, shape, memory, told, "convolve heads", loops.SLOTS)
+        self._raw = self.recent[: REPEATED * shape.channels].reshape(REPEATED, -1)
+
+    def places(self, tokens: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Where queries, keys and values of so many tokens go."""
+        own, take = self.shape, self.ops.workspace.take
+        return take("made q", tokens, own.values), take("made k", tokens, 2 * own.half), take("made v", tokens, 2 * own.half)
+
+    def convolved(self, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...] | None = None) -> tuple[np.ndarray, ...]:
+        """Queries [T, heads * depth], keys and values [T, kv_heads * depth] of a product [T, channels + half], in `outs` where these are
+        given; the state goes on."""
+        outs = self.places(len(product)) if outs is None else outs
+        self.run(self, product, w, outs)
+        return outs
+
+    def passing(self, tokens: int) -> np.ndarray | None:
+        """Where inputs of so many tokens stay, if they are few."""
+        return self._raw[:tokens] if tokens <= REPEATED else None
+
+    def run_again(self, source: int, target: int, tokens: int) -> None:
+        """As `again`, which has told it."""
+        self.inputs_of(target)[:] = self.last_inputs(source, self._raw[:tokens])
+
+
+def run(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
+    ops, block, own, tokens = states.ops, states.block, states.shape, len(product)
+    raw = address(states._raw) if tokens <= REPEATED else 0
+    block[X:MEMORY] = ops.at(product), tokens, 0, raw, address(w.conv), address(w.bias)
+    block[loops.HEADS :] = (own.heads, own.kv_heads, own.depth, own.first, own.second, product.shape[1], address(w.by_head),
+                            address(w.head_bias), address(w.temps), *map(ops.at, outs), ops.scratch, ops.scratch_stride)
+    ops.run(loops.convolve_heads, address(block), True, block)
+
+
+def run_reference(states: CcaStates, product: np.ndarray, w: Cca, outs: tuple[np.ndarray, ...]) -> None:
+    states.ops.flush()
+    own, raw = states.shape, states.passing(len(product))
+    inputs = product[:, : own.channels]
+    found = reference.mix(product, states.last_inputs(states.told()[0], inputs[:0]), w.conv.reshape(own.first, -1), w.bias,
+                          w.by_head.reshape(own.convolved, own.second, own.depth), w.head_bias, w.temps, own)
+    for out, made in zip(outs, found, strict=True):
+        out[:] = made
+    states.keep_inputs(inputs)
+    if raw is not None:
+        raw[:] = inputs

@@ -1,0 +1,109 @@
+"""The kernel of compressed convolutional attention: queries, keys and values of a token and of the few before it (`cca_shape.py`).
+
+Every number of a token is one chain of sums over its inputs, so neither threads nor the cut of a prompt change a bit. `reference_cca.py`
+says what is computed.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy import float32
+
+from ..compile import kernel
+from ..deferred import inlined
+from ..reference_cca import LEAST
+from ..state_shape import AFTER, KEPT, TO
+from .arithmetic import dot_of, squares_of
+from .conv_loops import BIAS, CHANNELS, CONTROL, CONV, MEMORY, OWN, RAW, SLOT, TAPS, TOKENS, X, add_tap, copy, input_of
+from .intrinsics import f32_at, fetch_add, i64_at
+
+# Behind those of `conv_loops`, of which X is [TOKENS, WIDE] and MIXED is not used: BY_HEAD [CONVOLVED, SECOND, DEPTH] and its biases, TEMPS
+# [KV_HEADS], Q, K and V. Scratch of a worker: a group's channels, SECOND times.
+HEADS, KV_HEADS, DEPTH, FIRST, SECOND, WIDE, BY_HEAD, HEAD_BIAS, TEMPS, Q, K, V, SCRATCH, STRIDE, SLOTS = range(OWN, OWN + 15)
+HALF, SHORTEST = float32(0.5), float32(LEAST)
+
+
+@inlined()
+def _input(a, row):
+    """Where the inputs of token `row` lie, those before the pass as negative ones; 0 before the text began."""
+    return a[X] + 4 * row * a[WIDE] if row >= 0 else input_of(a, row)
+
+
+@inlined()
+def _keep(a, slot, tokens):
+    """The last inputs of the first `tokens` into a slot."""
+    before = a[TAPS] - 1
+    for i in range(before):
+        copy(_input(a, tokens - before + i), a[MEMORY] + slot * a[SLOT] + 4 * i * a[CHANNELS], a[CHANNELS])
+
+
+@inlined()
+def _head(a, t, head, scratch, out):
+    """A head of queries or keys after both convolutions, into `out`."""
+    depth, first, second, base = a[DEPTH], a[FIRST], a[SECOND], head * a[DEPTH]
+    convolved = (a[HEADS] + a[KV_HEADS]) * depth
+    for tap in range(second):
+        made = scratch + 4 * tap * depth
+        copy(a[BIAS] + 4 * base, made, depth)
+        for i in range(first):
+            source = _input(a, t - (second - 1) + tap - (first - 1) + i)
+            if source != 0:
+                add_tap(made, a[CONV] + 4 * (i * convolved + base), source + 4 * base, depth)
+    y, bias, x = f32_at(out), f32_at(a[HEAD_BIAS] + 4 * base), f32_at(scratch)
+    for o in range(depth):
+        y[o] = bias[o] + dot_of(f32_at(a[BY_HEAD] + 4 * (base + o) * second * depth), x, second * depth)
+
+
+@inlined()
+def _stretch(out, depth, temp):
+    """A head as long as the root of its width, times a number."""
+    y = f32_at(out)
+    factor = temp * float32(np.sqrt(depth)) / max(np.sqrt(squares_of(y, depth)), SHORTEST)
+    for i in range(depth):
+        y[i] *= factor
+
+
+@inlined()
+def _values(a, t):
+    """A token's values, and what is kept of its inputs."""
+    half = a[KV_HEADS] * a[DEPTH] // 2
+    out = a[V] + 8 * t * half
+    copy(a[X] + 4 * (t * a[WIDE] + a[CHANNELS]), out, half)
+    before = _input(a, t - 1)
+    copy(before + 4 * (a[CHANNELS] - half) if before != 0 else before, out + 4 * half, half)
+    if a[RAW] != 0:
+        copy(a[X] + 4 * t * a[WIDE], a[RAW] + 4 * t * a[CHANNELS], a[CHANNELS])
+
+
+@kernel()
+def convolve_heads(args, worker, counter):
+    """Blocks are a token's heads of keys with their queries, and one that keeps the last inputs."""
+    a = i64_at(args)
+    control, depth, heads, kv_heads = i64_at(a[CONTROL]), a[DEPTH], a[HEADS], a[KV_HEADS]
+    group, scratch = heads // kv_heads, a[SCRATCH] + worker * a[STRIDE]
+    while True:
+        block = fetch_add(counter, 1)
+        if block > a[TOKENS] * kv_heads:
+            return
+        if block == a[TOKENS] * kv_heads:
+            _keep(a, control[TO], a[TOKENS])
+            if control[AFTER] > 0:
+                _keep(a, control[KEPT], control[AFTER])
+            continue
+        t, own = block // kv_heads, block % kv_heads
+        if own == 0:
+            _values(a, t)
+        key = a[K] + 4 * (t * kv_heads + own) * depth
+        _head(a, t, heads + own, scratch, key)
+        row, share = a[X] + 4 * t * a[WIDE], HALF / float32(group)
+        y, x = f32_at(key), f32_at(row + 4 * (heads + own) * depth)
+        for head in range(own * group, (own + 1) * group):
+            query = a[Q] + 4 * (t * heads + head) * depth
+            _head(a, t, head, scratch, query)
+            z, q = f32_at(query), f32_at(row + 4 * head * depth)
+            for i in range(depth):
+                beside = q[i] + x[i]
+                z[i] += HALF * beside
+                y[i] += share * beside
+            _stretch(query, depth, float32(1.0))
+        _stretch(key, depth, f32_at(a[TEMPS])[own])

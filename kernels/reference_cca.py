@@ -1,0 +1,33 @@
+"""The meaning of compressed convolutional attention's queries, keys and values, in NumPy and float64; shapes as in `cca_shape.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .cca_shape import CcaShape
+
+LEAST = np.finfo(np.float32).eps  # of the length of a query or key
+
+
+def mix(x: np.ndarray, before: np.ndarray, taps: np.ndarray, bias: np.ndarray, by_head: np.ndarray, head_bias: np.ndarray,
+        temps: np.ndarray, shape: CcaShape) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Queries [T, heads * depth], keys and values [T, kv_heads * depth] of products x [T, channels + half] behind inputs `before`
+    [taps - 1, channels]: taps [first, convolved] and `bias`, by_head [convolved, second, depth] and `head_bias`, temps [kv_heads]."""
+    tokens, depth, group = len(x), shape.depth, shape.heads // shape.kv_heads
+    whole = np.concatenate([before, x[:, : shape.channels]]).astype(np.float64)
+    rows = whole[:, : shape.convolved]
+    count = len(rows) - shape.first + 1
+    once = bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(shape.first))
+    split = once.reshape(count, -1, depth)
+    weights = by_head.reshape(-1, depth, shape.second, depth)
+    twice = head_bias + sum(np.einsum("hoi,thi->tho", weights[:, :, tap], split[tap : tap + tokens]).reshape(tokens, -1)
+                            for tap in range(shape.second))
+    own = x[:, : shape.convolved].astype(np.float64).reshape(tokens, -1, depth)
+    q, k = own[:, : shape.heads], own[:, shape.heads :]
+    beside = 0.5 * (q + np.repeat(k, group, 1))
+    made = twice.reshape(tokens, -1, depth)
+    q = made[:, : shape.heads] + beside
+    k = made[:, shape.heads :] + beside.reshape(tokens, shape.kv_heads, group, depth).mean(2)
+    q, k = (each * depth**0.5 / np.maximum(np.linalg.norm(each, axis=2, keepdims=True), LEAST) for each in (q, k))
+    delayed = whole[len(before) - 1 :][:tokens, shape.convolved :]
+    return q.reshape(tokens, -1), (k * temps[:, None]).reshape(tokens, -1), np.concatenate([x[:, shape.channels :], delayed], 1)

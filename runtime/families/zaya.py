@@ -1,0 +1,153 @@
+"""ZAYA1 (8B-A0.8B): queries and keys that are convolved over a few tokens, half of whose values are those of the token before
+(`kernels/cca_shape.py`), and one expert a token of sixteen, or none, which a small network chooses that goes on from what the router of the
+layer before began with. Channels of the stream and of what is added to it are each multiplied and moved.
+
+What routers begin with lies in a second stream of a token (`ModelConfig.streams`), so code that cuts or carries streams need not know it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ...kernels.cca_shape import CcaShape
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from ..config_rope import RopeConfig, ropes_by_kind
+from . import LayerWeights, TensorRule, llama
+from .mixtral import mixture, mixture_tensors
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import HostOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"cca_time0", "cca_time1", "layer_types", "lm_head_bias", "moe_intermediate_size", "num_experts",
+                       "num_experts_per_tok", "num_local_experts", "router_hidden_size", "sliding_window"})
+KEYS_HARMLESS = frozenset({"intermediate_size", "output_router_logits"})  # of no layer, and of training
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+SIZES = {"vocab_size": 262_272, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 8, "moe_intermediate_size": 2048}
+FULL, LOCAL = "hybrid", "hybrid_sliding"
+ROPES = {FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},
+         LOCAL: {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}}  # where a config has no sections
+STREAMS = 2  # what layers work on, and what routers begin with
+PARTS = ("q_proj", "k_proj", "v_proj_delayed", "v_proj_current")  # of the one product that reads a layer's input
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, norm_eps=1e-5, tied=True, bos=2, eos=(106,),
+                    sizes=SIZES, ffn_key="moe_intermediate_size")
+    layers, window = base.size(keys, "num_hidden_layers"), keys.integer("sliding_window", None)
+    kinds = keys.words("layer_types", layers) or (FULL,) * layers
+    if stray := next((kind for kind in kinds if kind not in (FULL, LOCAL)), None):
+        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {FULL}, {LOCAL}")
+    if LOCAL in kinds and window is None:
+        raise ConfigError(f"config.json: layer_types holds {LOCAL} without a sliding_window")
+
+    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
+        own = ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
+        return tuple(own[kind] for kind in kinds)
+
+    experts = replace(mixture(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), corrected=True, apart=True),
+                      handed=1, idle=True)
+    made = decoder_config(_without_kind(keys), base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds),
+                          mixture=experts, streams=STREAMS, router_rank=keys.integer("router_hidden_size", 256, high=2**16),
+                          head_bias=keys.flag("lm_head_bias", False), states_beside=True, state_layers=tuple(range(layers)))
+    shape = CcaShape(made.num_attention_heads, made.num_key_value_heads, made.head_dim,
+                     *(keys.integer(name, 2, high=16) for name in ("cca_time0", "cca_time1")))
+    if experts.per_token != 1 or made.router_rank > made.hidden_size or shape.taps < 2 or made.hidden_act != "silu":
+        raise ConfigError(f"config.json: num_experts_per_tok {experts.per_token}, router_hidden_size {made.router_rank}, cca_time0 "
+                          f"{shape.first}, cca_time1 {shape.second} and hidden_act {made.hidden_act} are not supported together",
+                          "one expert a token, a router no wider than hidden_size, two tokens or more, silu")
+    return replace(made, state=shape)
+
+
+def _without_kind(keys: Keys) -> Keys:
+    """The same without a kind of rotary positions beside their sections, which a published config has and transformers takes out."""
+    sections = keys.section("rope_parameters")
+    if sections is None or "rope_type" not in sections:
+        return keys
+    return keys.saying(rope_parameters={name: value for name, value in sections.items() if name != "rope_type"})
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    own, hidden, rank, prefix = config.state, config.hidden_size, config.router_rank, f"model.layers.{layer}."
+    attention, router = f"{prefix}self_attn.", f"{prefix}mlp.gate."
+    choices = config.mixture.experts + config.mixture.handed
+    rules = {"input_norm": TensorRule(f"{prefix}input_layernorm.weight", (hidden,)),
+             "post_norm": TensorRule(f"{prefix}post_attention_layernorm.weight", (hidden,)),
+             "o": TensorRule(f"{attention}o_proj.weight", (hidden, own.values)),
+             "state_in": TensorRule(f"{attention}qkv_proj.{JOINED}", (own.products[0], hidden)),
+             "state_conv": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.weight", (own.convolved, 1, own.first)),
+             "state_conv_bias": TensorRule(f"{attention}qkv_proj.conv_qk_depthwise.bias", (own.convolved,)),
+             "state_heads": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.weight", (own.convolved, own.depth, own.second)),
+             "state_heads_bias": TensorRule(f"{attention}qkv_proj.conv_qk_grouped.bias", (own.convolved,)),
+             "state_temps": TensorRule(f"{attention}qk_norm.temp", (own.kv_heads,)),
+             **mixture_tensors(config, f"{prefix}mlp.", NAMES),
+             "correction": TensorRule(f"{router}balancing_biases", (choices,)),
+             "router_in": TensorRule(f"{router}down_proj.weight", (rank, hidden), plain=True),
+             "router_in_bias": TensorRule(f"{router}down_proj.bias", (rank,)),
+             "router_norm": TensorRule(f"{router}router_mlp.norm.weight", (rank,)),
+             "router": TensorRule(f"{router}router_mlp.out_proj.weight", (choices, rank))}
+    for role, name in (("router_first", "fc1"), ("router_second", "fc2")):
+        rules[role] = TensorRule(f"{router}router_mlp.{name}.weight", (rank, rank), plain=True)
+        rules[f"{role}_bias"] = TensorRule(f"{router}router_mlp.{name}.bias", (rank,))
+    for role, place in (("attn", "post_attention_residual_scale"), ("mlp", "post_mlp_residual_scale")):
+        for part, name in (("scale", "residual_scale"), ("offset", "residual_bias"), ("branch_scale", "hidden_states_scale"),
+                           ("branch_offset", "hidden_states_bias")):
+            rules[f"{role}_{part}"] = TensorRule(f"{prefix}{place}.{name}", (hidden,))
+    if layer:
+        return rules | {"router_share": TensorRule(f"{router}router_states_scale", (rank,))}
+    return rules | {"entry_scale": TensorRule("model.input_hidden_states_scale", (hidden,)),
+                    "entry_offset": TensorRule("model.input_hidden_states_bias", (hidden,))}
+
+
+JOINED = "in_proj.weight"
+
+
+def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
+    """The product that reads a layer's input -> the tensors in which it is stored, with their rows."""
+    own, prefix = config.state, f"model.layers.{layer}.self_attn.qkv_proj."
+    heights = own.values, own.convolved - own.values, own.half, own.half
+    return {f"{prefix}{JOINED}": tuple((f"{prefix}{part}.weight", height) for part, height in zip(PARTS, heights, strict=True))}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    rules = llama.outer_tensors(config)
+    return rules | {"head_bias": TensorRule("lm_head.bias", (config.vocab_size,))} if config.head_bias else rules
+
+
+def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
+    own = ops.first_stream(x, STREAMS)
+    if w.entered is not None:
+        own = ops.rescaled(own, None, w.entered)
+    tap("block_in", layer, own)
+    (made,) = ops.norm_linear(own, w.input_norm, w.state.products)
+    q, k, v = kv.convolved(made, w.state.own)
+    q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
+    k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, value)
+    attended = kv.attend(q, k, v)
+    tap("attn_out", layer, attended)
+    (branch,) = ops.norm_linear(attended, None, [w.o])
+    own = ops.rescaled(own, branch, w.rescales[0])
+    tap("mlp_in", layer, own)
+    said = ops.routed_by(own, w.post_norm, w.path, x)
+    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                               partial(tap, "visits", layer), w.correction, None, said)
+    own = ops.rescaled(own, branch, w.rescales[1])
+    x = ops.put_stream(x, own, 0)
+    tap("block_out", layer, x)
+    return x

@@ -1,0 +1,288 @@
+"""ZAYA1 through the program: its kernels against their meaning, and what a run, its plan, sessions, drafts, company, experts on the disk
+and converted folders make of such a model."""
+
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from newer_cases import ZAYA
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+from effllm import UsageError
+from effllm.kernels.cca_shape import CcaShape
+from effllm.kernels.cpu.candidates import default_registry
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.registry import Call
+from effllm.kernels.threads import ThreadPool
+from effllm.kernels.workspace import Dims
+from effllm.quant.state_weights import Cca
+from effllm.quant.weight import Rescale
+from effllm.runtime.calibrate import Calibration, LayerStats
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.engine import Engine
+from effllm.runtime.kv.states import controls
+from effllm.runtime.model import Model, dims
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.source import open_store
+from effllm.runtime.stores.container import read_container
+
+sys.path.insert(0, str(Path(__file__).parent))
+from config_samples import refused
+from conversions import options, run
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, opened, read
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_another_question_reads_that_alone,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    rows_of,
+)
+from streamed_models import paging, streaming
+
+WIDE = {**ZAYA, "hidden_size": 128, "head_dim": 64, "num_experts": 4, "initializer_range": 0.08, "max_position_embeddings": CTX,
+        "moe_intermediate_size": 64, "sliding_window": 100, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
+    folder = tmp_path_factory.mktemp("zaya") / "model"
+    return folder, written(Case("zaya", WIDE), folder)
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, PreTrainedModel]) -> Path:
+    return model[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = opened(folder)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize("shape", [CcaShape(6, 2, 24, 2, 2), CcaShape(4, 1, 16, 3, 4), CcaShape(2, 2, 16, 1, 2)])
+def test_queries_keys_and_values_match_the_reference_wherever_a_text_is_cut(shape: CcaShape) -> None:
+    """And are the same bits however the tokens came."""
+    rng, pool, tokens, wide = np.random.default_rng(2), ThreadPool(2), 60, shape.products[0]
+    sizes = Dims(64, shape.heads, shape.kv_heads, shape.depth, 64, 300, chunk=64, ctx=128, rows=8, state=shape, beside=True)
+    x, count = rng.standard_normal((tokens, wide), np.float32), shape.convolved
+    w = Cca(*(rng.standard_normal(size, np.float32) for size in ((shape.first, count), count, count * shape.second * shape.depth, count,
+                                                                 shape.kv_heads)))
+    found = []
+    for kind, cuts in (("compiled", (60,)), ("compiled", (1, 1, 2, 9, 47)), ("reference", (31, 1, 28))):
+        ops = CpuOps(pool, sizes, default_registry("reference") if kind == "reference" else None)
+        told = controls()
+        states, at, rows = ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), told), 0, []
+        for step, many in enumerate(cuts):
+            told[:2] = (-1 if step == 0 else (step + 1) % 2), step % 2
+            outs = states.convolved(np.ascontiguousarray(x[at : at + many]), w)
+            ops.flush()
+            rows.append(np.concatenate([each.copy() for each in outs], 1))
+            at += many
+        found.append(np.concatenate(rows))
+    pool.close()
+    assert np.array_equal(found[0], found[1]) and np.allclose(found[0], found[2], atol=2e-5)
+    values, half = found[0][:, shape.values + 2 * shape.half :], shape.half
+    assert np.array_equal(values[:, :half], x[:, -half:]) and not values[0, half:].any()
+    assert np.array_equal(values[1:, half:], x[:-1, shape.convolved : shape.channels])
+    lengths = np.linalg.norm(found[0][:, : shape.values].reshape(tokens, -1, shape.depth), axis=2)
+    assert np.allclose(lengths, shape.depth**0.5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("tokens", [1, 50])
+def test_streams_that_are_multiplied_and_moved_match_the_reference(tokens: int) -> None:
+    rng, pool, width = np.random.default_rng(4), ThreadPool(2), 96
+    sizes = Dims(width, 4, 2, 24, 64, 300, chunk=64, ctx=128, rows=8)
+    x, branch, own = *rng.standard_normal((2, tokens, width), np.float32), Rescale(*rng.standard_normal((3, width), np.float32))
+    fast, exact = CpuOps(pool, sizes), CpuOps(pool, sizes, default_registry("reference"))
+    for each in (branch, None):
+        made, wanted = (ops.rescaled(x.copy(), each, own) for ops in (fast, exact))
+        fast.flush()
+        assert np.allclose(made, wanted, atol=1e-5)
+        assert np.allclose(wanted, own.scales * x + own.offsets + (0 if each is None else own.branch_scales * each), atol=1e-5)
+    streams, shares, y = rng.standard_normal((tokens, 2 * width), np.float32), rng.standard_normal(24, np.float32), x[:, :24].copy()
+    for share in (None, shares):
+        outs = []
+        for ops in (fast, exact):
+            held, row = streams.copy(), y.copy()
+            ops.registry.select(Call("carry")).candidate.run(ops, row, held, width, share)
+            ops.flush()
+            assert np.array_equal(held[:, width : width + 24], row)
+            held[:, width : width + 24] = streams[:, width : width + 24]
+            assert np.array_equal(held, streams)
+            outs.append(row)
+        assert np.allclose(*outs, atol=1e-6)
+        assert np.allclose(outs[0], y if share is None else y + shares * streams[:, width : width + 24], atol=1e-6)
+    pool.close()
+
+
+def test_tokens_without_an_expert_are_among_those_that_agree(model: tuple[Path, PreTrainedModel]) -> None:
+    """Whose share of what is chosen last is nothing; each layer's choice is transformers'."""
+    folder, theirs = model
+    chosen: list[np.ndarray] = []
+    hooks = [layer.mlp.gate.register_forward_hook(lambda module, given, out: chosen.append(out[1].numpy().copy()))
+             for layer in theirs.model.layers]
+    ids = IDS[:200]
+    with torch.no_grad():
+        theirs(torch.tensor([ids]))
+    for hook in hooks:
+        hook.remove()
+    idle = sum(int((shares == 0).sum()) for shares in chosen)
+    assert 0 < idle < sum(shares.size for shares in chosen)
+    engine = opened(folder, kv="32bit")
+    visited: list[int] = []
+    engine.model.forward(np.array(ids[:120], np.int64), engine.cache, prompt=True,
+                         tap=lambda name, layer, value: visited.append(int(value.offsets[-1])) if name == "visits" else None)
+    assert visited == [int((shares.reshape(-1)[:120] != 0).sum()) for shares in chosen]
+    engine.close()
+
+
+def test_prompts_and_single_tokens_agree_with_transformers(model: tuple[Path, PreTrainedModel]) -> None:
+    folder, theirs = model
+    engine = opened(folder, kv="32bit")
+    anew(engine, IDS[:230])
+    rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[230:250]])
+    engine.close()
+    assert_close(rows, oracle(theirs, IDS[:250])[230:], lambda: oracle(theirs, IDS[:250])[230:])
+
+
+def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
+    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+
+
+@pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
+def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
+    assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+
+
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
+def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
+    assert_drafts_change_nothing(engine, 190, right)
+
+
+def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
+    assert_another_question_reads_that_alone(engine)
+
+
+def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
+    """Each goes on from its own last tokens."""
+    assert_company_changes_nothing(folder, (IDS[:300], IDS[100:160]))
+
+
+def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
+    anew(engine, IDS[:455])
+    for token in IDS[455:458]:
+        engine.forward_logits([token])
+    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+
+
+def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path) -> None:
+    """Nobody guesses whom the next layer visits: its router goes on from this one's."""
+    engines = opened(folder), streaming(folder, keep=1, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
+    found = [rows_of(each, 300, 320) for each in engines]
+    assert engines[2].model.pager.tally.hits > 0
+    for each in engines:
+        each.close()
+    assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
+
+
+def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
+    engine = opened(folder)
+    try:
+        cache = engine.cache
+        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        assert held == engine.placement.kv_bytes and cache.states.nbytes == 3 * engine.config.state.nbytes
+        read(engine, IDS[:500])
+        engine.forward_logits([1])
+        workspace = engine.backends["cpu"].workspace
+        assert all(len(buffer) == workspace.floats[name] for name, buffer in workspace._buffers.items())
+    finally:
+        engine.close()
+
+
+@pytest.mark.slow
+def test_a_packed_cache_answers_nearly_as_an_exact_one(folder: Path) -> None:
+    rows = []
+    for kv in ("32bit", "4bit"):
+        engine = opened(folder, kv=kv, kv_window=64)
+        rows.append(anew(engine, IDS[:500]).copy())
+        engine.close()
+    assert 0 < np.abs(rows[0] - rows[1]).max() < 0.2 * np.abs(rows[0]).max()
+
+
+@pytest.mark.slow
+def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> None:
+    run(folder, tmp_path / "4bit", options("4bit"))
+    made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
+    plan.store.close()
+    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
+    assert kept == {"router", "router_in", "router_first", "router_second"}
+    engine, exact = opened(tmp_path / "4bit"), opened(folder)
+    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
+    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+    for each in (engine, exact):
+        each.close()
+
+
+@pytest.mark.slow
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
+    with open_store(folder) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+        left = calibration.model.read_left(calibration.states)
+    engine = opened(folder, kv="32bit")
+    for i, window in enumerate(cut):
+        engine.cache.truncate(0)
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    engine.close()
+    assert {"state_in", "o"} <= set(stats[0].roles) and any(role.startswith("experts.") for role in stats[1].roles)
+
+
+def test_a_gpu_is_refused_by_name(folder: Path) -> None:
+    with pytest.raises(UsageError, match="mixed on the CPU alone") as caught:
+        prepare(folder, EngineOptions(ctx=CTX, device="cuda"))
+    assert caught.value.hint == "leave --device cuda out"
+
+
+# As its class writes it, with a kind of rotary positions beside their sections, which transformers takes out of a published one.
+PUBLISHED = {
+    "architectures": ["ZayaForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 2, "cca_time0": 2,
+    "cca_time1": 2, "dtype": "bfloat16", "eos_token_id": 106, "head_dim": 128, "hidden_act": "silu", "hidden_size": 2048,
+    "initializer_range": 0.02, "layer_types": ["hybrid"] * 40, "lm_head_bias": False, "max_position_embeddings": 131072,
+    "model_type": "zaya",
+    "moe_intermediate_size": 2048, "num_attention_heads": 8, "num_experts": 16, "num_experts_per_tok": 1, "num_hidden_layers": 40,
+    "num_key_value_heads": 2, "output_router_logits": False, "pad_token_id": 0, "rms_norm_eps": 1e-05, "rope_parameters": {
+        "hybrid": {"rope_type": "default", "rope_theta": 5000000.0, "partial_rotary_factor": 0.5}, "rope_type": "default",
+        "hybrid_sliding": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}},
+    "router_hidden_size": 256, "sliding_window": None, "tie_word_embeddings": True, "use_cache": True, "vocab_size": 262272}
+
+
+def test_a_config_is_known_to_the_last_key_and_what_it_leaves_out_is_what_its_class_has() -> None:
+    config, theirs = parse_config(PUBLISHED, strict=True), CONFIG_MAPPING["zaya"]()
+    assert config.state == CcaShape(8, 2, 128, 2, 2) and config.mixture.experts == theirs.num_experts and config.mixture.handed == 1
+    assert config.warnings == () and config.tie_word_embeddings and config.router_rank == theirs.router_hidden_size == 256
+    assert {rope.theta for rope in config.ropes} == {5e6} and config.rope.partial_rotary_factor == 0.5
+    silent = parse_config({"model_type": "zaya", "architectures": ["ZayaForCausalLM"]}, strict=True)
+    assert replace(silent, dtype=config.dtype) == config
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("attention_bias", True), ("num_experts_per_tok", 2), ("router_hidden_size", 4096), ("cca_time0", 0), ("hidden_act", "gelu"),
+    ("layer_types", ["full_attention"] * 40), ("layer_types", ["hybrid_sliding"] * 40), ("rope_parameters", {"rope_theta": 1e4})])
+def test_what_it_cannot_be_is_named(key: str, value: object) -> None:
+    refused({**PUBLISHED, key: value}, key)
