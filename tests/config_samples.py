@@ -20,7 +20,8 @@ PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "n
           "longcat_flash": {"num_key_value_heads": 6},
           "qwen4_exp_text": {"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 64,
                              "indexer_compress_ratio": 4},
-          "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32}, "rwkv7": {"head_dim": 16}, "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
+          "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32}, "rwkv7": {"head_dim": 16},
+          "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
 
 
 def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:
