@@ -12,9 +12,9 @@ token that both share stays as it is, though another token follows it now.
 from __future__ import annotations
 
 import time
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
@@ -54,7 +54,23 @@ def layer_cache_nbytes(heads: tuple[int, int], ctx: int) -> int:
     return always + shape.pages * page
 
 
-class StateDrafts(ABC):
+class StateLayer(Protocol):
+    """What a layer is."""
+
+    @abstractmethod
+    def _put(self, x: np.ndarray, out: np.ndarray) -> None:
+        """What the layer takes of a pass that ended with the states x float32 [T, D], before the last norm, into `out` [T, W]."""
+
+    @abstractmethod
+    def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
+        """The layer over tokens and the states [T, W] of those before them: what it makes of them, [T, W], a view."""
+
+    @abstractmethod
+    def _guesses(self, x: np.ndarray, most: int) -> list[int]:
+        """So many tokens, of which the first is found in x [1, W], what the layer made last."""
+
+
+class StateDrafts(StateLayer):
     """Greedy guesses under the penalties of the run, of a layer that `_run` runs. `vocabulary`: rows of the model's table; `states`: memory
     float32 [tokens of a pass + FEW, width] for what `_put` keeps of a pass.
 
@@ -87,20 +103,6 @@ class StateDrafts(ABC):
     def close(self) -> None:
         """Give back what is not memory."""
         self._cache.close()
-
-    # -- what a layer is -------------------------------------------------------------------------------------------------------
-
-    @abstractmethod
-    def _put(self, x: np.ndarray, out: np.ndarray) -> None:
-        """What the layer takes of a pass that ended with the states x float32 [T, D], before the last norm, into `out` [T, W]."""
-
-    @abstractmethod
-    def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
-        """The layer over tokens and the states [T, W] of those before them: what it makes of them, [T, W], a view."""
-
-    @abstractmethod
-    def _guesses(self, x: np.ndarray, most: int) -> list[int]:
-        """So many tokens, of which the first is found in x [1, W], what the layer made last."""
 
     # -- the text --------------------------------------------------------------------------------------------------------------
 

@@ -7,11 +7,11 @@ over the threads of the model's, and what it keeps of a text. `Reads` says what 
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from ... import UsageError
 from ...kernels.cpu.ops import CpuOps, plan_workspace
@@ -59,8 +59,16 @@ class Run:
     in_turns: bool = False
 
 
+class Drafting(Protocol):
+    """What is opened with a run."""
+
+    @abstractmethod
+    def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> ModelDrafts:
+        """What drafts for `model` by it in a run with this context, whose passes have `chunk` tokens at most."""
+
+
 @dataclass(frozen=True)
-class Trained(ABC):
+class Trained(Drafting):
     """One in a folder, as it is planned. `config`: of its layers; `tensors`: by layer and outside them as "outer"; `dims`: what sizes its
     working memory, for `workers` threads; `lists`: tensors of numbers of tokens; `kept_nbytes`: what it keeps of a text."""
 
@@ -84,10 +92,6 @@ class Trained(ABC):
         """Bytes that a run with it takes beside one without."""
         return ResidentPager(self.store, {0: self.infos}).nbytes + 4 * sum(plan_workspace(self.dims, self.workers).values()) + \
             self.kept_nbytes
-
-    @abstractmethod
-    def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> ModelDrafts:
-        """What drafts for `model` by it in a run with this context, whose passes have `chunk` tokens at most."""
 
 
 class TrainedWeights:
