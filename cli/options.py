@@ -155,7 +155,7 @@ class RunFlags(EngineFlags):
                                                                          "guesses that a pass verifies, with the same text: "
                                                                          "lookup from what was said, mtp also by the model's "
                                                                          "own layer for it, auto what pays (auto)")] = None
-    draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a model of the same tokenizer draft, or one trained for this")] = None
+    draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a model draft: of the same tokenizer, or trained for this")] = None
     lora: Lora = None
     predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
 

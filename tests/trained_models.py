@@ -2,45 +2,52 @@
 torch after the paper (arXiv:2503.01840, section 3.1) and the layout of published checkpoints."""
 
 import json
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from unittest.mock import patch
 
 import torch
-from family_models import GEMMA_4, KEYS_AS_VALUES, Case, written
+from family_models import CASES, GEMMA_4, KEYS_AS_VALUES, Case, written
 from safetensors.torch import save_file
 from torch import nn
 from transformers import AutoConfig, LlamaConfig
 from transformers.models.gemma4 import Gemma4TextConfig
 from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
+from transformers.models.gemma4_unified import Gemma4UnifiedTextConfig
+from transformers.models.gemma4_unified_assistant import Gemma4UnifiedAssistantForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
 
 VOCABULARY = 300
-# Targets: one whose last layers share keys and values, and one in which all layers have their own.
+# Targets: one whose last layers share keys and values, one in which all layers have their own, and one that takes pictures.
 TARGETS = {"shared": {**GEMMA_4, "max_position_embeddings": 768},
-           "own": {**GEMMA_4, **KEYS_AS_VALUES, "max_position_embeddings": 768}}
+           "own": {**GEMMA_4, **KEYS_AS_VALUES, "max_position_embeddings": 768},
+           "unified": {**CASES["gemma4_unified"].changes, "max_position_embeddings": 768}}
 
 
-def with_assistant(base: Path, kind: str = "shared", groups: int = 20, dtype: str = "float32") -> tuple[nn.Module, nn.Module]:
+def with_assistant(base: Path, kind: str = "shared", groups: int = 20, dtype: str = "float32",
+                   window: int = 40) -> tuple[nn.Module, nn.Module]:
     """A random Gemma 4 in base / "model" and an assistant for it in base / "draft", both as transformers reads them. `groups`: of its
-    vocabulary, 0 for one that scores all tokens."""
+    vocabulary, 0 for one that scores all tokens; `window`: that its layers see the model's keys through."""
     with sharing():
-        return _with_assistant(base, kind, groups, dtype)
+        return _with_assistant(base, kind, groups, dtype, window)
 
 
-def _with_assistant(base: Path, kind: str, groups: int, dtype: str) -> tuple[nn.Module, nn.Module]:
-    target = written(Case("gemma4_text", TARGETS[kind], dtype=dtype), base / "model")
-    own = target.config
-    text = AutoConfig.for_model("gemma4_text", **{
+def _with_assistant(base: Path, kind: str, groups: int, dtype: str, window: int) -> tuple[nn.Module, nn.Module]:
+    unified = "gemma4_unified" if kind == "unified" else "gemma4"
+    target = written(Case(f"{unified}_text", TARGETS[kind], dtype=dtype, images=kind == "unified"), base / "model")
+    own = target.config.get_text_config()
+    text = AutoConfig.for_model(f"{unified}_text", **{
         **TARGETS[kind], "vocab_size": VOCABULARY, "hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3,
         "num_attention_heads": 8, "num_key_value_heads": 2, "initializer_range": 0.2, "pad_token_id": None,
-        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "hidden_size_per_layer_input": 0,
-        "vocab_size_per_layer_input": 0, "num_kv_shared_layers": 3, "use_double_wide_mlp": False, "attention_k_eq_v": kind == "own"})
+        "layer_types": ["sliding_attention", "sliding_attention", "full_attention"], "num_kv_shared_layers": 3,
+        "use_double_wide_mlp": False, "attention_k_eq_v": kind != "shared", "sliding_window": window,
+        **({} if kind == "unified" else {"hidden_size_per_layer_input": 0, "vocab_size_per_layer_input": 0})})
     more = {"use_ordered_embeddings": True, "num_centroids": groups, "centroid_intermediate_top_k": 3} if groups else {}
-    config = AutoConfig.for_model("gemma4_assistant", text_config=text.to_dict(), backbone_hidden_size=own.hidden_size, **more)
+    config = AutoConfig.for_model(f"{unified}_assistant", text_config=text.to_dict(), backbone_hidden_size=own.hidden_size, **more)
     torch.manual_seed(5)
-    draft = Gemma4AssistantForCausalLM(config).to(getattr(torch, dtype))
+    made = Gemma4UnifiedAssistantForCausalLM if kind == "unified" else Gemma4AssistantForCausalLM
+    draft = made(config).to(getattr(torch, dtype))
     with torch.no_grad():
         for parameter in draft.parameters():
             if parameter.ndim == 1:
@@ -50,7 +57,7 @@ def _with_assistant(base: Path, kind: str, groups: int, dtype: str) -> tuple[nn.
         if groups:
             draft.masked_embedding.token_ordering.copy_(torch.randperm(VOCABULARY))
     draft.save_pretrained(base / "draft")
-    return target, Gemma4AssistantForCausalLM.from_pretrained(base / "draft", dtype=torch.float32).eval()
+    return target, made.from_pretrained(base / "draft", dtype=torch.float32).eval()
 
 
 def sharing() -> AbstractContextManager[object]:
@@ -62,7 +69,10 @@ def sharing() -> AbstractContextManager[object]:
         last = {kind: layer for layer, kind in enumerate(config.layer_types[:first])}
         return ["reuse" if layer >= first else "store" if layer in last.values() else None for layer in range(config.num_hidden_layers)]
 
-    return patch.object(Gemma4TextConfig, "kv_sharing_modes", property(modes))
+    both = ExitStack()
+    for kind in (Gemma4TextConfig, Gemma4UnifiedTextConfig):
+        both.enter_context(patch.object(kind, "kv_sharing_modes", property(modes)))
+    return both
 
 
 def guessed_by(target: nn.Module, draft: nn.Module, ids: list[int], tokens: int, window: int) -> list[torch.Tensor]:

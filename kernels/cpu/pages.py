@@ -97,14 +97,14 @@ class LayerPages:
         self._write[attention.W_PAGE_STRIDE : attention.W_PART_STRIDE + 1] = *shared, *parts
         self._attend_at, self._write_at = address(self._attend), address(self._write)
 
-    def reader(self, ops: CpuOps | None = None) -> LayerPages:
+    def reader(self, ops: CpuOps | None = None, window: int | None = None) -> LayerPages:
         """The same pages for another layer that attends to them: with argument blocks of its own, since jobs of both wait together. `ops`:
-        those of another model's layer, whose working memory it uses."""
+        those of a layer of another model, whose working memory it uses, and which sees them through a `window` of its own."""
         own = copy(self)
         own._attend = self._attend.copy()
         own._attend_at = address(own._attend)
         if ops is not None:
-            own.ops = ops
+            own.ops, own.window, own._attend[attention.WINDOW] = ops, window, window or 0
             own._attend[attention.SCRATCH : attention.PARTIALS + 1] = ops.scratch, ops.scratch_stride, ops.partials
         return own
 

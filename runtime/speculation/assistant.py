@@ -33,7 +33,7 @@ from .drafts import Draft
 from .frequent_head import FrequentHead
 from .likeliest import Likeliest
 from .state_drafts import known_tokens, normalised
-from .trained import Reads, Trained, TrainedWeights, numbers_info, refuse_unless
+from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, refuse_unless
 
 if TYPE_CHECKING:
     from ...kernels.cpu.pages import LayerPages
@@ -80,9 +80,8 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     refuse_unless(config.vocab_size == target.vocab_size, folder, "a vocabulary of", config.vocab_size, target.vocab_size)
     for layer, window in enumerate(config.windows):
         alike = [each for each in target.attention_layers if (target.windows[each] is None) == (window is None)]
-        has = [(*target.heads_of(each), target.windows[each]) for each in alike[-1:]]
-        wants = (*config.heads_of(layer), window)
-        refuse_unless(has == [wants], folder, "key-value heads, their size and a window of", wants, has[0] if has else "none")
+        has, wants = [target.heads_of(each) for each in alike[-1:]], config.heads_of(layer)
+        refuse_unless(has == [wants], folder, "key-value heads and their size of", wants, has[0] if has else "none")
         sources.append(alike[-1])
     centroids = _centroids(keys, config.vocab_size)
     tensors = {"outer": tensors_of(_outer(config, backbone, centroids), store)}
@@ -145,18 +144,17 @@ class AssistantDrafts:
     """Greedy guesses of an assistant, under the penalties of the run. `_ids` are the newest tokens of the model's last pass, from place
     `_first` of the text on, and `_states` what its last norm made of them."""
 
-    failed = ""  # its weights are read whole before the answer begins
-
     def __init__(self, own: Assistant, model: Model, cache: KVCache, ctx: int) -> None:
         self._own, self._model, self._cache = own, model, cache
         self._weights = TrainedWeights(own, model.backends["cpu"].pool)
         self._host = self._weights.host
-        self._pages = [cache.layer(source).pages.reader(self._host) for source in own.sources]
+        self._pages = [cache.layer(source).pages.reader(self._host, window)
+                       for source, window in zip(own.sources, own.config.windows, strict=True)]
         self._ropes = rope_tables(own.config, ctx)
         self._likeliest = Likeliest(own.config.vocab_size)
         self._states = np.empty((FEW, model.config.hidden_size), np.float32)
         self._first, self._ids, self._history = 0, [], []
-        self.costs, self._frequent = GuessCosts(), FrequentHead()
+        self.costs, self.failed, self._frequent = GuessCosts(), "", FrequentHead()
 
     def load(self) -> Iterator[Progress]:
         """Read its weights. Raises CheckpointError where its vocabulary is in no order."""
@@ -213,7 +211,11 @@ class AssistantDrafts:
         positions, state = np.array([known], np.int64), self._states[place]
         while True:
             x = self._run((drafted or self._history)[-1], state, seen, positions)
-            drafted.append(self._guess(x, drafted))
+            logits, numbers = self._scores(x)
+            if not np.isfinite(logits).all():
+                self.failed = NO_NUMBERS.format(self._own.folder)
+                return None
+            drafted.append(self._likeliest.token(logits, self._history, drafted, numbers))
             if len(drafted) == most:
                 break
             state = self._host.logits(x, self._norm, self._leave)[0]
@@ -236,17 +238,14 @@ class AssistantDrafts:
                 x = gemma4_text.block(host, weights, x, kv, positions, self._ropes[layer], own, layer, lambda name, layer, value: None)
         return x
 
-    def _guess(self, x: np.ndarray, drafted: Sequence[int]) -> int:
-        """The token that is found likeliest of x [1, H], of those that are scored."""
-        numbers = None
+    def _scores(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
+        """What x [1, H] says of the tokens that are scored, float32 [N], and their numbers; None for the first N."""
         if self._own.centroids is None:
-            logits = self._host.logits(x, self._norm, self._frequent.of(self._head, self._history))[0]
-        else:
-            best = self._own.centroids.best
-            of_groups = self._host.logits(x, self._norm, self._centroids)[0]
-            groups = self._groups[np.argpartition(of_groups, -best)[-best:]]
-            norm, head = self._norm, self._head.weight
-            state = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
-            rows = (to_f32(head.parts["data"][group], head.spec.scheme) for group in groups)  # some at a time
-            numbers, logits = groups.ravel(), np.concatenate([each @ state for each in rows])
-        return self._likeliest.token(logits, self._history, drafted, numbers)
+            return self._host.logits(x, self._norm, self._frequent.of(self._head, self._history))[0], None
+        best = self._own.centroids.best
+        of_groups = self._host.logits(x, self._norm, self._centroids)[0]
+        groups = self._groups[np.argpartition(of_groups, -best)[-best:]]
+        norm, head = self._norm, self._head.weight
+        state = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
+        rows = (to_f32(head.parts["data"][group], head.spec.scheme) for group in groups)  # some at a time
+        return np.concatenate([each @ state for each in rows]), groups.ravel()

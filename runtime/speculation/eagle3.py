@@ -29,7 +29,7 @@ from ..tensors import tensors_of
 from .draft_types import INNER
 from .frequent_head import FrequentHead
 from .state_drafts import StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
-from .trained import Reads, Trained, TrainedWeights, numbers_info, refuse_unless
+from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, refuse_unless
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -186,6 +186,9 @@ class Eagle3Drafts(StateDrafts):
         head = self._head if self._numbers is not None else self._frequent.of(self._head, self._history)
         while True:
             logits = self._host.logits(x, self._norm, head)[0]
+            if not np.isfinite(logits).all():
+                self.failed = NO_NUMBERS.format(self._own.folder)
+                return drafted
             drafted.append(self._likeliest.token(logits, self._history, drafted, self._numbers))
             if len(drafted) == most:
                 return drafted

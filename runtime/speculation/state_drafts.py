@@ -67,7 +67,8 @@ class StateLayer(Protocol):
 
     @abstractmethod
     def _guesses(self, x: np.ndarray, most: int) -> list[int]:
-        """So many tokens, of which the first is found in x [1, W], what the layer made last."""
+        """So many tokens, of which the first is found in x [1, W], what the layer made last; fewer where its scores are no numbers, which
+        `failed` says then."""
 
 
 class StateDrafts(StateLayer):
@@ -78,7 +79,7 @@ class StateDrafts(StateLayer):
     because the layer has not taken them yet, for want of the token that follows or because nobody asked.
     """
 
-    failed = ""  # nothing in its passes can fail that does not fail in the model's
+    failed = ""  # of a layer of the model's own nothing can fail that does not fail in the model
 
     def __init__(self, host: object, spec: AttnSpec, ctx: int, vocabulary: int, states: np.ndarray) -> None:
         self._host, self._states = host, states
@@ -174,7 +175,7 @@ class StateDrafts(StateLayer):
         drafted = self._guesses(x, most)
         self._cache.truncate(held)
         self.costs.guessed(len(drafted), time.perf_counter() - read, count, read - started)
-        return Draft(tuple(drafted), KIND)
+        return Draft(tuple(drafted), KIND) if drafted else None
 
     def _take(self, following: Sequence[int]) -> np.ndarray:
         """The oldest states that wait go through the layer, each with the token that follows it; returns what comes of the last one,

@@ -35,10 +35,11 @@ class MixedPages(PackedPages):
         self._first = self._attend.copy()
         self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
 
-    def reader(self, ops: CpuOps | None = None) -> MixedPages:
-        own = super().reader(ops)
-        own.second, own._first, own._tables = self.second.reader(ops), self._first.copy(), (None, ())
-        own._first[attention.SCRATCH : attention.PARTIALS + 1] = own._attend[attention.SCRATCH : attention.PARTIALS + 1]
+    def reader(self, ops: CpuOps | None = None, window: int | None = None) -> MixedPages:
+        own = super().reader(ops, window)
+        own.second, own._first, own._tables = self.second.reader(ops, window), self._first.copy(), (None, ())
+        for slots in (slice(attention.SCRATCH, attention.PARTIALS + 1), attention.WINDOW):
+            own._first[slots] = own._attend[slots]
         return own
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
