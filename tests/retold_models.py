@@ -88,6 +88,11 @@ def as_kimi(folder: Path) -> None:
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
+def as_qianfan(folder: Path) -> None:
+    """As of `as_kimi`, of Qianfan-OCR."""
+    _rename(folder, {r"language_model\.model\.encoder\.layers\.": "language_model.model.layers."})
+
+
 def as_minimax_text_01(folder: Path) -> None:
     """A folder of MiniMax as it was published first, under other names of its config's numbers."""
     names = {f"{kind}_{part}_factor": f"layernorm_{kind.replace('attn', 'attention')}_{part}"
@@ -131,5 +136,5 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 
 
 RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2,
-                                                "kimi_k25": as_kimi, "mimo": as_mimo, "minicpm": as_minicpm,
+                                                "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan, "mimo": as_mimo, "minicpm": as_minicpm,
                                                 "minimax_text_01": as_minimax_text_01, "phi4mm": as_phi4mm}

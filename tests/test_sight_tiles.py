@@ -1,11 +1,14 @@
-"""LLaVA-NeXT, LLaVA-OneVision, InternVL and Aya Vision: which tiles a picture is cut into, what is left of their rows, and tokens are
-those of transformers."""
+"""LLaVA-NeXT, LLaVA-OneVision, InternVL, Qianfan-OCR and Aya Vision: which tiles a picture is cut into, what is left of their rows, and
+tokens are those of transformers."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from sight_models import FIRST, PICTURES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, words_of
+from retold_models import as_qianfan
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, seeing, words_of
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -93,6 +96,23 @@ def test_internvl(internvl, name):
     marks = SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=4)
     ids = words_of(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
     assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+
+
+@pytest.mark.parametrize("tower", ({}, {"use_mean_pooling": False, "layer_scale_init_value": 0.5}), ids=("usual", "normed at the end"))
+def test_qianfan(tower, tmp_path):
+    text, vision, words, more, processor = CASES["qianfan_ocr"]
+    model = seeing(tmp_path, "qianfan_ocr", (text, vision, words, more, processor), **tower)
+    as_qianfan(tmp_path)
+    for name in ("photo", "tall", "tiny"):
+        sight, ready = opened(tmp_path), processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+        seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
+        assert seen.tokens == (FIRST + 1, *(PLACE,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
+    (tmp_path / "processor_config.json").write_text('{"image_placeholder_token": "<page>"}')
+    assert (sight.placeholder, opened(tmp_path).placeholder) == ("<image>", "<page>")
+    config_changed(tmp_path, "config.json", vision_config={**json.loads((tmp_path / "config.json").read_text())["vision_config"],
+                                                           "use_qk_norm": True})
+    with pytest.raises(ConfigError, match="use_qk_norm is True, expected false"):
+        opened(tmp_path)
 
 
 AYA = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "TILE_GLOBAL", *(f"TILE_{number}" for number in range(1, 7))]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from retold_models import as_kimi
+from retold_models import RETOLD
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, made
 
@@ -31,8 +31,8 @@ SEVERAL = ("glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7",
 def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_path):
     text, tower, words, more, processor = CASES[family]
     model = made(family.split(",")[0], tmp_path, text, tower, words, **more)
-    if family == "kimi_k25":
-        as_kimi(tmp_path)
+    if family in RETOLD:
+        RETOLD[family](tmp_path)
     processor.save_pretrained(tmp_path)
     points = [PICTURES[name] for name in shown]
     engine = list(open_engine(tmp_path, replace(OPTIONS, ctx=text.get("max_position_embeddings", OPTIONS.ctx))))[-1]

@@ -42,6 +42,7 @@ SIGHTS: dict[str, str] = {
     "molmo2": "molmo2",
     "ovis2": "ovis2",
     "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
+    "qianfan_ocr": "qianfan_ocr",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}

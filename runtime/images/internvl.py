@@ -11,7 +11,7 @@ from ..config_reader import ConfigError
 from . import PLACE
 from .idefics3 import joined
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, square
-from .tower_parts import CURVES, Block, Crew, Norm, two_layers
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, two_layers
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
 from .vision_transformer import TOGETHER, VisionTransformer, layer_count, wanted_layers
@@ -113,10 +113,8 @@ class InternVl(FittedTiles):
 
     def load(self, weights: Weights) -> Rows:
         tower = self.tower_of(weights)
-        together, hidden = self.width * len(self.wanted) * self.joined**2, self.config.hidden_size
-        norm = weights.layer_norm("multi_modal_projector.layer_norm", together, PROJECTOR_EPS)
-        first = weights.matrix("multi_modal_projector.linear_1", hidden, together)
-        second = weights.matrix("multi_modal_projector.linear_2", hidden, hidden)
+        together = self.width * len(self.wanted) * self.joined**2
+        norm, first, second = self.projector_of(weights, together)
         curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
 
         def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
@@ -124,6 +122,12 @@ class InternVl(FittedTiles):
             return two_layers(norm(x.reshape(-1, together)), first, second, curve, crew)
 
         return rows
+
+    def projector_of(self, weights: Weights, together: int) -> tuple[Norm, Matrix, Matrix]:
+        """Of what so many numbers of a square become."""
+        hidden, own = self.config.hidden_size, "multi_modal_projector."
+        return (weights.layer_norm(f"{own}layer_norm", together, PROJECTOR_EPS), weights.matrix(f"{own}linear_1", hidden, together),
+                weights.matrix(f"{own}linear_2", hidden, hidden))
 
     def tower_of(self, weights: Weights) -> VisionTransformer:
         keys, width, patch = self.vision, self.width, self.patch

@@ -26,7 +26,7 @@ STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.", "projector.", "merger.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
-         "vision_backbone.", "mm_projector.", "transformer.wte.new_embedding")
+         "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding")
 # What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2; and HunyuanOCR's, with what its parts are
 # called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",

@@ -38,8 +38,8 @@ OUTER_HARMLESS = frozenset({
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
-UNTIED = ("deepseek_ocr2", "glm5_next", "mistral_large4", "molmo2", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe",
-          "qwen4_exp", "unlimited_ocr")
+UNTIED = ("deepseek_ocr2", "glm5_next", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe",
+          "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",

@@ -28,7 +28,7 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       r"h\.\d+\.attn\.(?:attention\.)?(?:bias|masked_bias|causal_mask)|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
                       rf"decoder\.version|position_ids|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
-                   r"(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp_AR|mm_projector|"
+                   r"(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp1|mlp_AR|mm_projector|"
                    r"patch_merger|pre_mm_projector_norm|vision_language_adapter|density_router|layerwise_projectors|spatial_projectors|multi_modal_projector|patch_merge_mlp|projector|talker|token2wav|vision_adapter|vision_backbone|vision_embedder|"
                    r"vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table|vit|vit_large_projector)\..+)")
 # A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
