@@ -1,17 +1,20 @@
 #!/usr/bin/env python3
-"""How long FastVLM's tower takes for a picture of 1,024 points a side, and whether it sees what timm's does, which is transformers' too.
+"""How long towers of convolutions take for a picture, and whether they see what timm's do, which are transformers' too: FastVLM's, and with
+--mobilenet Gemma 3n's.
 
-The tower has its published sizes (125 million weights) and random weights in float32; the other side is timm's module in torch. Both look
-at the same values by turns with as many threads. Figures are medians of the rounds.
+A tower has its published sizes (125 million weights, 300) and random weights in float32; the other side is timm's module in torch. Both
+look at the same values by turns with as many threads. Figures are medians of the rounds.
 
     pip install --no-deps timm torchvision      # of torch's version; into a folder of their own on PYTHONPATH, say
-    python benchmarks/fastvit.py [--rounds 3] [--no-results]
+    python benchmarks/fastvit.py [--mobilenet] [--rounds 3] [--no-results]
 
-Needs 3 GB of memory, torch and safetensors (`make setup`), and a minute.
+Needs 3 GB of memory (6 with --mobilenet), torch and safetensors (`make setup`), and a minute (some with --mobilenet).
 """
 
 import argparse
 import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from time import perf_counter
@@ -24,53 +27,82 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.images import Work
 from effllm.runtime.images.fast_vlm import ARCHITECTURES
-from effllm.runtime.images.fastvit import FastVit, load_fastvit
+from effllm.runtime.images.fastvit import load_fastvit
+from effllm.runtime.images.mobilenet import load_mobilenet
 from effllm.runtime.images.tower_parts import Crew
 from effllm.runtime.images.tower_weights import Weights
 from report import Figure, publish
 
-NAME, SIDE, PREFIX = "fastvit_mci3", 1024, "vision_tower.timm_model."
+PREFIX, ROWS = "vision_tower.timm_model.", 16  # rows of a picture in a row and in a column
+Look = Callable[[np.ndarray, Crew], np.ndarray]
 # Operators of torchvision that it describes when it is imported and nothing here calls: beside a torch for CPUs its own are not loaded.
 UNUSED = ("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward",
           "ps_roi_pool", "_ps_roi_pool_backward", "qroi_align", "deform_conv2d", "_deform_conv2d_backward")
-INTRO = ("FastViTHD of 125 million random weights in float32, a picture of 1,024 points a side: {threads} threads, both sides by turns, "
+INTRO = ("{what} random weights in float32, a picture of {side} points a side: {threads} threads, both sides by turns, "
          "medians of {rounds} behind one that is not counted. Rows differ by {worst:.1g} of the largest.")
 
 
-def made() -> torch.nn.Module:
+@dataclass(frozen=True)
+class Tower:
+    """`timm`: what timm calls it, `options`: what it is made with there; `read`: ours of its tensors."""
+
+    title: str
+    what: str
+    timm: str
+    options: dict[str, bool]
+    side: int
+    read: Callable[[Weights], Look]
+
+
+def read_fastvit(weights: Weights) -> Look:
+    return load_fastvit(weights, PREFIX, *ARCHITECTURES["fastvit_mci3"]).seen
+
+
+def read_mobilenet(weights: Weights) -> Look:
+    tower = load_mobilenet(weights, PREFIX)
+    return lambda values, crew: tower(values, ROWS, crew)
+
+
+TOWERS = {"fastvit": Tower("FastVLM's tower", "FastViTHD of 125 million", "fastvit_mci3", {"inference_mode": True}, 1024, read_fastvit),
+          "mobilenet": Tower("Gemma 3n's tower", "MobileNet V5 of 300 million", "mobilenetv5_300m_enc", {}, 768, read_mobilenet)}
+
+
+def made(tower: Tower) -> torch.nn.Module:
     described = torch.library.Library("torchvision", "FRAGMENT")
     for name in UNUSED:
         described.define(f"{name}(Tensor x) -> Tensor")
     import timm
 
     torch.manual_seed(0)
-    model = timm.create_model(NAME, num_classes=0, inference_mode=True).eval()
+    model = timm.create_model(tower.timm, num_classes=0, **tower.options).eval()
     with torch.no_grad():
         for each in [*model.parameters(), *(buffer for buffer in model.buffers() if buffer.ndim)]:
             each.add_(torch.rand_like(each) * 0.02)
     return model
 
 
-def read(model: torch.nn.Module) -> FastVit:
+def read(model: torch.nn.Module, tower: Tower) -> Look:
     with tempfile.TemporaryDirectory() as place:
         save_file({PREFIX + name: each.contiguous() for name, each in model.state_dict().items()}, Path(place) / "model.safetensors")
         with Weights(TensorStore.open(Path(place)), "the module") as weights:
-            return load_fastvit(weights, PREFIX, *ARCHITECTURES[NAME])
+            return tower.read(weights)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--mobilenet", action="store_true", help="Gemma 3n's tower")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
-    threads = cpu_threads()
+    tag = "mobilenet" if options.mobilenet else "fastvit"
+    tower, threads = TOWERS[tag], cpu_threads()
     torch.set_num_threads(threads)
-    model = made()
-    tower, values = read(model), np.random.default_rng(0).random((SIDE, SIDE, 3), np.float32)
+    model = made(tower)
+    own, values = read(model, tower), np.random.default_rng(0).random((tower.side, tower.side, 3), np.float32)
 
     def ours() -> np.ndarray:
         with Crew(threads, Work()) as crew:
-            return tower.seen(values, crew)
+            return own(values, crew)
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():
@@ -85,10 +117,11 @@ def main() -> None:
     worst = np.abs(rows["ours"] - rows["torch"]).max() / np.abs(rows["torch"]).max()
     assert worst < 1e-4, f"the sides see something else: {worst:.2g} of the largest"
     found = {name: median(each[1:]) for name, each in took.items()}
-    publish("fastvit", "FastVLM's tower", INTRO.format(threads=threads, rounds=options.rounds, worst=worst),
-            [Figure("ratio", "torch's time by ours", "1,024 points a side", found["torch"] / found["ours"], "x"),
-             Figure("ours", "ours", "1,024 points a side", found["ours"], "s"),
-             Figure("torch", "timm's module in torch", "1,024 points a side", found["torch"], "s")], not options.no_results)
+    when = f"{tower.side:,} points a side"
+    intro = INTRO.format(what=tower.what, side=f"{tower.side:,}", threads=threads, rounds=options.rounds, worst=worst)
+    publish(tag, tower.title, intro, [Figure("ratio", "torch's time by ours", when, found["torch"] / found["ours"], "x"),
+                                      Figure("ours", "ours", when, found["ours"], "s"),
+                                      Figure("torch", "timm's module in torch", when, found["torch"], "s")], not options.no_results)
 
 
 if __name__ == "__main__":

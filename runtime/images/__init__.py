@@ -30,7 +30,7 @@ PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
     "aya_vision": "aya_vision", "cohere2_vision": "cohere2_vision", "deepseek_ocr2": "deepseek_ocr2", "fast_vlm": "fast_vlm",
-    "gemma3": "gemma3", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
+    "gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
@@ -48,7 +48,6 @@ SIGHTS: dict[str, str] = {
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
 # Those of which folders that MLX quantized were compared with what they were made of -> how names of their towers begin as published.
 MLX_SIGHTS: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_vl": "visual."}
-UNSEEN = ("gemma3n",)  # model types of HEARING that take pictures too, which are not read
 
 
 @dataclass(frozen=True)
@@ -125,12 +124,9 @@ def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmEr
             found[sense] = sight_of(folder, config, sense)
         except EffllmError as error:
             found[sense] = error
-    if kind in UNSEEN or not found and kind in COMPOSITE:
+    if not found and kind in COMPOSITE:
         whose = f"{kind} models that MLX quantized" if of_mlx(raw) else f"{kind} models"
-        unread = UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
-        if not found:
-            raise unread
-        found[PICTURES] = unread
+        raise UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
     return found
 
 
@@ -164,7 +160,7 @@ def taken_too(raw: Mapping[str, object]) -> str:
     if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
         return ""
     senses = senses_of(raw)
-    seen = not senses or PICTURES in senses or raw.get("model_type") in UNSEEN
+    seen = not senses or PICTURES in senses
     heard = SOUNDS in senses or not senses and raw.get("audio_config") is not None
     return " and ".join([*("images",) * seen, *("sounds",) * heard])
 

@@ -173,7 +173,7 @@ class Molmo2(TowerSight):
     def table(self, weights: Weights) -> dict[str, np.ndarray]:
         """What each word of a picture is before its rows are added."""
         count, hidden = self.config.vocab_size + self.config.words_beside, self.config.hidden_size
-        height = weights.rows_of(BESIDE)
+        height = weights.shape_of(BESIDE, 2)[0]
         found, first = weights.numbers(BESIDE, height, hidden), count - height
         numbers = {word: self.word(word) for word in (PATCH, COLUMN, BEGIN, SMALL, END)}
         if stray := next((word for word, number in numbers.items() if not first <= number < count), None):

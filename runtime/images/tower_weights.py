@@ -136,10 +136,12 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._infos
 
-    def rows_of(self, name: str) -> int:
-        """How many a tensor of the tower has. Raises CheckpointError."""
-        info = self._found(name)
-        return info.shape[0] if info.shape else 0
+    def shape_of(self, name: str, dimensions: int) -> tuple[int, ...]:
+        """Of a tensor with so many dimensions whose sizes no config states. Raises CheckpointError."""
+        shape = self._found(name).shape
+        if len(shape) != dimensions or 0 in shape:
+            raise CheckpointError(f"{name} is {list(shape)}, expected {dimensions} sizes above 0", AGAIN)
+        return shape
 
     def _found(self, name: str) -> TensorInfo:
         if name not in self._infos:

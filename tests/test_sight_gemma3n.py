@@ -1,0 +1,142 @@
+"""Gemma 3n that sees: convolutions, attention and rows of its tower are those of transformers, whose tower is timm's, and so are logits
+behind a picture, which ends with a word of the tower's own."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conversions import options
+from family_models import assert_close
+from family_sizes import GEMMA_3N
+from mobilenet_torch import COUNT, SIDE, WIDTH, wrapped
+from safetensors.numpy import load_file, save_file
+from sensing_models import TEMPLATE
+from sight_models import FABLE, FIRST, PICTURES, config_changed, opened
+from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
+from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+from effllm import EffllmError
+from effllm.runtime.convert import convert
+from effllm.runtime.engine import open_engine
+from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+# Words of the text part and of what sees, one behind the other; a picture ends with one of the latter.
+SEEN, WORDS = FIRST + 4, 4
+ADDED = {0: "<start_of_image>", 4: "<end_of_image>", 5: "<image_soft_token>"}
+TEXT = {**GEMMA_3N, "hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1, "max_position_embeddings": 512,
+        "vocab_size": SEEN + 2 * WORDS, "vocab_size_per_layer_input": SEEN}
+EARS = {"input_feat_size": 16, "hidden_size": 48, "conf_num_hidden_layers": 1, "conf_num_attention_heads": 4,
+        "sscp_conv_channel_size": [8, 6], "vocab_size": WORDS, "vocab_offset": SEEN + WORDS}
+PROCESSOR = SiglipImageProcessorPil(size={"height": SIDE, "width": SIDE}, resample=2, do_normalize=False)
+
+
+def written(folder, hidden: int = 48) -> Gemma3nForConditionalGeneration:
+    config = Gemma3nConfig(text_config={**TEXT, "hidden_size": hidden}, audio_config=EARS, vision_config={
+        "hidden_size": WIDTH, "vocab_size": WORDS, "vocab_offset": SEEN}, vision_soft_tokens_per_image=COUNT**2, boi_token_id=FIRST,
+        eoi_token_id=SEEN, image_token_id=SEEN + 1)
+    torch.manual_seed(3)
+    with wrapped():
+        model = Gemma3nForConditionalGeneration._from_config(config, attn_implementation="eager").eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * (0.3 if parameter.ndim == 1 else 0.15))
+    model.save_pretrained(folder)
+    PROCESSOR.save_pretrained(folder)
+    (folder / "generation_config.json").write_text((FABLE / "generation_config.json").read_text())
+    settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE.replace(
+        "'<|' + p['type'] + '|>'", "'<image_soft_token>'")}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    vocabulary = json.loads((FABLE / "tokenizer.json").read_text())
+    like = vocabulary["added_tokens"][-1]
+    vocabulary["added_tokens"] += [{**like, "id": FIRST + at, "content": ADDED.get(at, f"<unused{at}>")} for at in range(6)]
+    (folder / "tokenizer.json").write_text(json.dumps(vocabulary))
+    return model
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("gemma3n")
+    return folder, written(folder)
+
+
+def copied(folder, to):
+    for each in folder.iterdir():
+        (to / each.name).write_bytes(each.read_bytes())
+    return to
+
+
+@pytest.mark.parametrize("name", ["photo", "tall", "tiny"])
+def test_values_and_rows_are_those_of_transformers(gemma, name):
+    folder, model = gemma
+    sight, picture = opened(folder), PICTURES[name]
+    ready = PROCESSOR(picture, input_data_format="channels_last", return_tensors="pt")
+    assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0].numpy())
+    with torch.inference_mode():
+        wanted = torch.cat([model.model.get_image_features(ready["pixel_values"]).pooler_output[0],
+                            model.model.embed_vision(input_ids=torch.tensor([[SEEN]]))[0]]).numpy()
+    seen = sight.see(picture, Work())
+    assert seen.rows.shape == wanted.shape and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    first = seen.tokens.index(PLACE)
+    assert seen.tokens[first - 1] == FIRST and seen.tokens[first : first + COUNT**2 + 1] == (PLACE,) * (COUNT**2 + 1)
+    assert seen.tokens.count(PLACE) == COUNT**2 + 1 and not seen.both_ways
+
+
+def test_logits_behind_a_picture_are_those_of_transformers(gemma):
+    folder, model = gemma
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        photo = engine.album.take(PICTURES["photo"])
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        prompt = f"Once {photo.mark} was a fox."
+        list(prompts.see(prompt, engine, lambda: False))
+        ids = prompts.encoded(prompt)
+        ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
+    finally:
+        engine.close()
+    rows = [place for place, token in enumerate(ids) if token >= 1 << 40]
+    told = torch.tensor([[SEEN + 1 if place in rows[:-1] else SEEN if place == rows[-1] else token for place, token in enumerate(ids)]])
+    ready = PROCESSOR(PICTURES["photo"], input_data_format="channels_last", return_tensors="pt")
+    with torch.inference_mode():
+        wanted = model(input_ids=told, pixel_values=ready["pixel_values"], use_cache=False).logits[0].numpy()
+    assert_close(ours, wanted)
+
+
+@pytest.mark.parametrize(("where", "changes", "said"), [
+    ("vision_config", {"architecture": "resnet50"}, "architecture .resnet50. is not supported"),
+    ("vision_config", {"vocab_offset": SEEN - 9}, "vocab_offset"),
+    ("config.json", {"vision_soft_tokens_per_image": 5}, "vision_soft_tokens_per_image 5 is no square"),
+    ("config.json", {"vision_soft_tokens_per_image": 16}, "6 × 6 places does not divide into 4 × 4 rows"),
+    ("preprocessor_config.json", {"do_resize": False}, "do_resize is False, expected true")])
+def test_what_is_made_otherwise_is_refused_by_name(gemma, tmp_path, where, changes, said):
+    copied(gemma[0], tmp_path)
+    if where == "vision_config":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        config_changed(tmp_path, "config.json", vision_config={**raw["vision_config"], **changes})
+    else:
+        config_changed(tmp_path, where, **changes)
+    with pytest.raises(EffllmError, match=said):
+        opened(tmp_path).see(PICTURES["tiny"], Work())
+
+
+def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
+    path, first = copied(gemma[0], tmp_path) / "model.safetensors", "model.vision_tower.timm_model.blocks.1.0.dw_start.conv.weight"
+    tensors = load_file(path)
+    whole = {name: each for name, each in tensors.items() if ".blocks." not in name or ".blocks.0." in name}
+    for damaged, said in (({**tensors, first: tensors[first][:, 0]}, "expected 4 sizes"), (whole, "has 1 stages")):
+        save_file(damaged, path)
+        with pytest.raises(EffllmError, match=said):
+            opened(tmp_path).see(PICTURES["tiny"], Work())
+
+
+def test_a_quantized_model_sees_the_same(tmp_path):
+    written(tmp_path / "whole", hidden=64)
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
+    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
+    assert first.bytes_needed() == second.bytes_needed()
