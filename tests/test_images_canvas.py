@@ -6,6 +6,7 @@ from types import MethodType, SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from family_models import assert_close
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from sight_cases import CASES
@@ -14,10 +15,14 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Mode
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.canvas import FollowedOnCanvas, markers_of, spread, stated
 from effllm.runtime.images.minicpmv4_6 import OnCanvas
 from effllm.runtime.images.turning import PICTURED, id_of
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
 
 BEGIN, END, SLICE, SLICED, LINE, IMAGE = 1, 2, 3, 4, 5, 6
 MARKERS = (BEGIN, END, SLICE, SLICED, LINE)
@@ -101,6 +106,24 @@ def test_its_tokens_state_the_canvas(folder):
     rows = [token for token in photo.ids() if token >= PICTURED]
     assert [token >> 15 & 2047 for token in rows] == list(photo.seen.stated)
     assert album.markers == markers_of(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
+
+
+def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
+    """Words of a canvas have three numbers where no row is in the pass; what is written behind it is turned by its order again."""
+    engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
+    try:
+        engine.album = album_of(folder, engine.config)
+        pictures = [engine.album.take(PICTURES[name]) for name in ("photo", "tall")]
+        prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+        prompt = f"Once {pictures[0].mark}\n{pictures[1].mark} was a fox."
+        list(prompts.see(prompt, engine, lambda: False))
+        ids = prompts.encoded(prompt)
+        whole, one = (np.concatenate([logits.copy() for _, logits in engine.score(ids, by_token=each)]) for each in (False, True))
+        assert_close(one, whole)
+    finally:
+        engine.close()
+    held = FollowedOnCanvas(ids, markers=engine.album.markers)
+    assert held.behind([9, 10], np.arange(3)).tolist() == [(last := max(held.placed([9])[0])), last + 1]
 
 
 def test_a_config_without_the_words_around_pictures_is_refused(folder, tmp_path):
