@@ -10,6 +10,7 @@ from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProce
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
@@ -93,6 +94,12 @@ CASES = {
                        "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0, "mrope_section": [3, 4, 3, 2]}},
                    {**TOWER, "max_image_size": 48, "image_size": None}, HUNYUAN, {"image_token_id": FIRST},
                    HunYuanVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
+    "idefics2": ({"model_type": "mistral", "pad_token_id": 0}, {**TOWER, "image_size": 48},
+                 ["<image>", "<fake_token_around_image>", "<end_of_utterance>"],
+                 {"image_token_id": FIRST, "perceiver_config": {
+                     "hidden_size": 48, "resampler_n_latents": 5, "resampler_depth": 2, "resampler_n_heads": 4, "resampler_head_dim": 6,
+                     "num_key_value_heads": 2}},
+                 Idefics2ImageProcessorPil(size={"shortest_edge": 20, "longest_edge": 70}, do_image_splitting=True)),
     "idefics3": ({"model_type": "llama"}, {**TOWER}, ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                  {"image_token_id": FIRST, "pad_token_id": 0},
                  Idefics3ImageProcessorPil(size={"longest_edge": 64}, max_image_size={"longest_edge": 32})),

@@ -34,7 +34,7 @@ SIGHTS: dict[str, str] = {
     "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
-    "idefics3": "idefics3", "internvl": "internvl", "kimi_k25": "kimi_k25", "lfm2_vl": "lfm2_vl",
+    "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "kimi_k25": "kimi_k25", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",
@@ -96,13 +96,15 @@ class Left(Exception):
 class Sight(Protocol):
     """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
     what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
-    `most_in_text`: of pictures that a text may have; None for any number."""
+    `most_in_text`: of pictures that a text may have; None for any number. `bordered`: the words on either side of a picture are one where
+    two stand side by side, and a space follows where a word does."""
 
     sense: Sense
     placeholder: str
     written: str
     threads: int | None
     most_in_text: int | None
+    bordered: bool
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a picture uint8 [height, width, 3], or a sound float32 [samples]. Raises Left where `work` is left."""

@@ -16,6 +16,7 @@ from .senses import PICTURES, SOUNDS, Sense
 
 BEGIN, END, HEARD = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
 MARK = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{HEARD}]")
+BESIDE = re.compile(f"(?<=[{END}{HEARD}]){MARK.pattern}")  # one that stands side by side with another before it
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 

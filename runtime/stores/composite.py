@@ -38,7 +38,7 @@ OUTER_HARMLESS = frozenset({
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
-UNTIED = ("deepseek_ocr2", "glm5_next", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe",
+UNTIED = ("deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe",
           "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
@@ -51,6 +51,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "freeze_mm_mlp_adapter", "image_aspect_ratio", "mm_hidden_size", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type",
         "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
         "tokenizer_model_max_length", "tokenizer_padding_side", "tune_mm_mlp_adapter", "unfreeze_mm_vision_tower", "use_mm_proj"}),
+    "idefics2": frozenset({"perceiver_config", "use_cache"}),
     "molmo2": frozenset({
         "adapter_config", "frame_end_token_id", "frame_start_token_id", "image_col_id", "image_low_res_id", "image_patch_id",
         "low_res_image_start_token_id", "use_frame_special_tokens", "vit_config"}),

@@ -3,13 +3,14 @@ them, and as token ids."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
 from ..images.album import Album
-from ..images.marks import MARK, Message, Render, digests, sense_marked
+from ..images.marks import BEGIN, BESIDE, MARK, Message, Render, digests, sense_marked
 from ..images.marks import rendered as with_marks
 from ..passes import too_long
 from ..text import Tokenizer
@@ -120,13 +121,16 @@ class Prompts:
         """How many tokens a prompt has; its pictures need not be seen."""
         if self.album is None or not (found := digests(prompt)):
             return len(self.encoded(prompt))
+        prompt = self._spaced(prompt)
         own = self._letters(MARK.sub("", prompt), self.raw)
-        return len(own) + sum(map(self.album.places, found))
+        shared = sum(self.album.sights[sense_marked(mark)].bordered for mark in BESIDE.finditer(prompt))
+        return len(own) + sum(map(self.album.places, found)) - shared
 
     def _ids(self, text: str, add_special_tokens: bool, before: int = 0) -> list[int]:
         """Token ids of a text behind so many pictures, in which marks are the tokens of theirs. Raises PictureGone."""
         if self.album is None or not (found := digests(text)):
             return self._letters(text, add_special_tokens)
+        text = self._spaced(text)
         shown = [self.album.ids(digest, number) for number, digest in enumerate(found, start=before)]
         places = [self.album.sights[sense_marked(mark)].placeholder for mark in MARK.finditer(text)]
         numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
@@ -135,13 +139,27 @@ class Prompts:
             # one is letters for this vocabulary, or the text has another one
             first, *rest = MARK.split(text)[::2]
             ids = self._letters(first, add_special_tokens)
-            for own, piece in zip(shown, rest, strict=True):
-                ids += own + self._letters(piece, False)
+            for own, piece, mark in zip(shown, rest, MARK.finditer(text), strict=True):
+                ids += self._beside(ids, own, mark) + self._letters(piece, False)
             return ids
-        made, waiting = [], iter(shown)
+        made, waiting = [], zip(shown, MARK.finditer(text), strict=True)
         for token in ids:
-            made += next(waiting) if token in numbers else (token,)
+            made += self._beside(made, *next(waiting)) if token in numbers else (token,)
         return made
+
+    def _spaced(self, text: str) -> str:
+        """A text with a space behind pictures that ask for one."""
+        def behind(mark: re.Match[str]) -> str:
+            follows = text[mark.end() : mark.end() + 1]
+            spaced = self.album.sights[sense_marked(mark)].bordered and follows and not follows.isspace() and follows not in f"<{BEGIN}"
+            return f"{mark[0]} " if spaced else mark[0]
+
+        return MARK.sub(behind, text)
+
+    def _beside(self, before: Sequence[int], own: list[int], mark: re.Match[str]) -> list[int]:
+        """A picture's tokens behind others, without the word that it shares with a picture before it."""
+        shares = self.album.sights[sense_marked(mark)].bordered and before[-1:] == own[:1]
+        return own[1:] if shares else own
 
     def _letters(self, text: str, add_special_tokens: bool) -> list[int]:
         """Token ids of a text without pictures; no token reaches over a CUT in it."""

@@ -1,0 +1,192 @@
+"""Idefics 2: SigLIP over a picture of nearly its own shape, and over its four quarters, with places learned for a square; learned rows ask
+what became of the patches of each, in some layers, and are what stands for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ..config_reader import Keys
+from . import PLACE
+from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, sides
+from .tower_parts import CURVES, Crew, Curve, Matrix, Norm, attend, patches_of, product
+from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import IDEFICS, TOGETHER, load_transformer
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+AROUND = "<fake_token_around_image>"
+PERCEIVER = {"hidden_act": "silu", "hidden_size": 4096, "rms_norm_eps": 1e-6, "resampler_n_latents": 64, "resampler_depth": 3,
+             "resampler_n_heads": 16, "resampler_head_dim": 96, "num_key_value_heads": 4}
+WIDER = 4  # an FFN's inner layer, in the resampler
+
+
+@dataclass(frozen=True)
+class Ffn:
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    curve: Curve
+
+    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+        gate, up, down = (each.wide() for each in (self.gate, self.up, self.down))
+        out = np.empty((len(x), len(self.down.stored)), np.float32)
+
+        def some(which: slice) -> None:
+            out[which] = down(self.curve(gate(x[which])) * up(x[which]))
+
+        crew.each(some, len(x))
+        return out
+
+
+@dataclass(frozen=True)
+class Asking:
+    """A layer in which rows see what they ask of and each other. `norms`: of rows, of what they ask of, and before the FFN."""
+
+    norms: tuple[Norm, Norm, Norm]
+    queries: Matrix
+    keys: Matrix
+    values: Matrix
+    out: Matrix
+    ffn: Ffn
+    heads: int
+
+    def __call__(self, rows: np.ndarray, context: np.ndarray, crew: Crew) -> np.ndarray:
+        """Rows [n, D] as they are behind the layer."""
+        own = self.norms[0](rows)
+        seen = np.concatenate([self.norms[1](context), own])
+        q, k, v = (product(x, matrix, crew).reshape(len(x), self.heads, -1).swapaxes(0, 1)
+                   for x, matrix in ((own, self.queries), (seen, self.keys), (seen, self.values)))
+        found = np.empty((len(rows), len(self.queries.stored)), np.float32)
+        attend(q, k, v, found, [(0, len(rows))], crew, [(0, len(seen))])
+        rows = rows + product(found, self.out, crew)
+        return rows + self.ffn(self.norms[2](rows), crew)
+
+
+class Idefics2(TowerSight):
+    VISION = {"idefics2_vision": IDEFICS, "idefics2": IDEFICS}
+    PROCESSORS = ("Idefics2ImageProcessor",)
+    bordered = True
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys = self.processor
+        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
+        size = sides(keys, "size", {"shortest_edge": 378, "longest_edge": 980})
+        self.least, self.longest = size.get("shortest_edge", 0), size.get("longest_edge", 0)
+        if not self.patch <= self.least <= self.longest or not keys.flag("do_resize", True):
+            raise keys.fail("size", f"a shortest_edge of {self.patch} or more, and a longest_edge that is no less")
+        self.splits = keys.flag("do_image_splitting", False)
+        stated = {key: value for key, value in (self.outer.section("perceiver_config") or {}).items() if value is not None}
+        self.perceiver = Keys({**PERCEIVER, **stated}, "config.json: perceiver_config")
+        self.count = self.perceiver.integer("resampler_n_latents", high=1 << 14)
+        if self.around.integer("image_seq_len", self.count) != self.count:
+            raise self.around.fail("image_seq_len", f"{self.count}, as config.json says")
+
+    @property
+    def part_patches(self) -> int:
+        return (self.longest // self.patch) ** 2
+
+    @property
+    def most_patches(self) -> int:
+        return max(TOGETHER, self.part_patches)
+
+    @property
+    def whole_patches(self) -> int:
+        return 5 * self.part_patches if self.splits else self.part_patches
+
+    def sized(self, height: int, width: int) -> tuple[int, int]:
+        """The size that a picture, or a quarter of one, is given."""
+        demand_shape(height, width)
+        ratio = width / height
+        if width >= height and width > self.longest:
+            width = self.longest
+            height = int(width / ratio)
+        elif height > width and height > self.longest:
+            height = self.longest
+            width = int(height * ratio)
+        return max(height, self.least), max(width, self.least)
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        if self.splits and min(height, width) < 2:
+            raise UsageError(f"a picture of {width} × {height} is too small for this model", "it is cut into quarters: two points a side")
+        around = self.word(AROUND)
+        return (around, *(*(PLACE,) * self.count, around) * (5 if self.splits else 1))
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        """Quarters, and the whole; of each as many points as whole patches have."""
+        down, across = (side // 2 for side in picture.shape[:2])
+        quarters = [picture[:down, :across], picture[:down, across:], picture[down:, :across], picture[down:, across:]]
+        made = (resized(part, *self.sized(*part.shape[:2]), self.resample) for part in [*(quarters if self.splits else ()), picture])
+        return [self.scale(part[: len(part) // self.patch * self.patch, : part.shape[1] // self.patch * self.patch]) for part in made]
+
+    def load(self, weights: Weights) -> Rows:
+        tower, side, hidden = load_transformer(weights, self, "vision_model.", finished=True), self.side // self.patch, \
+            self.config.hidden_size
+        curves, text = {key: key for key in CURVES}, Keys(self.outer.section("text_config") or {}, "config.json: text_config")
+        spread = self.ffn(weights, "connector.modality_projection", (self.width, self.config.intermediate_size, hidden),
+                          text.choice("hidden_act", curves, "silu"))
+        layers, latents, last = self.resampler(weights)
+
+        def placed(patches: np.ndarray, lines: int, columns: int) -> np.ndarray:
+            """At learned places, rounded as the model was trained: `i * (1 / n)` may be less than `i / n`."""
+            borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
+            down, across = (np.searchsorted(borders, np.minimum(
+                np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6)), side="right")
+                for count in (lines, columns))
+            return patches + tower.places[(down[:, None] * side + across).reshape(-1)]
+
+        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+            crew.work.total += len(tower.blocks) * len(parts)
+            return np.concatenate([seen(part, crew) for part in parts])
+
+        def seen(part: np.ndarray, crew: Crew) -> np.ndarray:
+            x = placed(product(patches_of(part, self.patch), tower.patches, crew), len(part) // self.patch, part.shape[1] // self.patch)
+            for block in tower.blocks:
+                block.run(x, [(0, len(x))], crew)
+            context, asking = spread(tower.after(x), crew), latents
+            for layer in layers:
+                asking = layer(asking, context, crew)
+            return last(asking)
+
+        return rows
+
+    def ffn(self, weights: Weights, name: str, widths: tuple[int, int, int], curve: str) -> Ffn:
+        """From one width by way of another to a third."""
+        first, inner, out = widths
+        return Ffn(*(weights.matrix(f"{name}.{each}_proj", inner, first, bias=False) for each in ("gate", "up")),
+                   weights.matrix(f"{name}.down_proj", out, inner, bias=False), CURVES[curve])
+
+    def resampler(self, weights: Weights) -> tuple[list[Asking], np.ndarray, Norm]:
+        """Layers, the rows that ask, and a norm of what became of them."""
+        keys, hidden, name = self.perceiver, self.config.hidden_size, "connector.perceiver_resampler."
+        heads, groups, depth = (keys.integer(each, high=1024) for each in ("resampler_n_heads", "num_key_value_heads",
+                                                                           "resampler_head_dim"))
+        if heads % groups:
+            raise keys.fail("num_key_value_heads", f"a number that divides {heads}")
+        # where a config leaves out how wide it is, what its norms add is the text part's
+        eps = keys.number("rms_norm_eps") if keys.integer("hidden_size", high=MOST_WIDTH) == hidden else self.config.norm_eps
+        curve = keys.choice("hidden_act", {key: key for key in CURVES}, "silu")
+
+        def layer(number: int) -> Asking:
+            own = f"{name}layers.{number}."
+            pair = [weights.matrix(f"{own}self_attn.{each}_proj", groups * depth, hidden, bias=False).shared(groups, heads)
+                    for each in "kv"]
+            return Asking(tuple(weights.rms_norm(f"{own}{each}", hidden, eps) for each in (
+                "input_latents_norm", "input_context_norm", "post_attention_layernorm")),
+                weights.matrix(f"{own}self_attn.q_proj", heads * depth, hidden, bias=False), *pair,
+                weights.matrix(f"{own}self_attn.o_proj", hidden, heads * depth, bias=False),
+                self.ffn(weights, f"{own}mlp", (hidden, WIDER * hidden, hidden), curve), heads)
+
+        return ([layer(number) for number in range(keys.integer("resampler_depth", high=64))],
+                weights.numbers(f"{name}latents", self.count, hidden), weights.rms_norm(f"{name}norm", hidden, eps))
+
+
+def sight(source: TowerSource, config: ModelConfig) -> Idefics2:
+    return Idefics2(source, config)

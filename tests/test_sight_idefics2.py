@@ -1,0 +1,103 @@
+"""Idefics 2: quarters of a picture, places, rows that ask, and words around pictures that stand side by side are those of transformers."""
+
+import json
+
+import numpy as np
+import pytest
+from conversions import options
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
+from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
+
+from effllm import EffllmError
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.convert import convert
+from effllm.runtime.images import Work
+from effllm.runtime.images.album import album_of
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+
+AROUND = FIRST + 1
+READY = {"quarters": CASES["idefics2"][-1], "whole": Idefics2ImageProcessorPil(size={"shortest_edge": 17, "longest_edge": 60})}
+
+
+@pytest.fixture(scope="module", params=READY)
+def idefics(request, tmp_path_factory):
+    folder, processor = tmp_path_factory.mktemp("idefics"), READY[request.param]
+    return folder, seeing(folder, "idefics2", (*CASES["idefics2"][:-1], processor)), processor
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_values_and_rows_are_those_of_transformers(idefics, name):
+    folder, model, processor = idefics
+    sight, picture = opened(folder), PICTURES[name]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="pt")
+    for part, theirs in zip(sight.values(picture), ready["pixel_values"][0].numpy(), strict=True):
+        assert np.array_equal(part.transpose(2, 0, 1), theirs[:, : part.shape[0], : part.shape[1]])
+    seen = held_against(sight, picture, model, dict(ready))
+    parts = 5 if processor.do_image_splitting else 1
+    assert seen.tokens.count(AROUND) == parts + 1 and seen.tokens[0] == seen.tokens[-1] == AROUND and len(seen.rows) == 5 * parts
+
+
+@pytest.mark.parametrize("said", ["Once {0} was", "Once {0}was a {1}<end_of_utterance>", "{0}{1}fox", "{0}{0}{1}\n{1}", "a fox {1}"])
+def test_words_around_pictures_are_those_of_its_processor(idefics, said):
+    folder, _, processor = idefics
+    config = read_config(folder)
+    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    prompts, pictures = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("odd", "tiny")]
+    list(album.see(pictures))
+    prompt = said.format(*(each.mark for each in pictures))
+    ids = prompts.encoded(prompt)
+    whole = Idefics2Processor(processor, words_of(folder), image_seq_len=5)
+    wanted = whole(text=said.replace("{0}", "<image>").replace("{1}", "<image>"), add_special_tokens=False)["input_ids"][0]
+    assert [FIRST if token >= 1 << 40 else token for token in ids] == wanted
+    assert prompts.count(prompt) == len(ids)
+
+
+@pytest.mark.parametrize(("where", "changes", "said"), [
+    ("preprocessor_config.json", {"size": {"shortest_edge": 4, "longest_edge": 60}}, "a shortest_edge of 8 or more"),
+    ("preprocessor_config.json", {"do_resize": False}, "size is"),
+    ("perceiver_config", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a number that divides 4"),
+    ("processor_config.json", {"image_seq_len": 64}, "image_seq_len is 64, expected 5")])
+def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, changes, said):
+    for each in idefics[0].iterdir():
+        (tmp_path / each.name).write_bytes(each.read_bytes())
+    (tmp_path / "processor_config.json").write_text("{}")
+    if where == "perceiver_config":
+        raw = json.loads((tmp_path / "config.json").read_text())
+        config_changed(tmp_path, "config.json", perceiver_config={**raw["perceiver_config"], **changes})
+    else:
+        config_changed(tmp_path, where, **changes)
+    with pytest.raises(EffllmError, match=said):
+        opened(tmp_path).see(PICTURES["tiny"], Work())
+
+
+def test_a_picture_without_quarters_is_refused(idefics):
+    sight = opened(idefics[0])
+    if sight.splits:
+        with pytest.raises(EffllmError, match="a picture of 1 × 7 is too small"):
+            sight.places(7, 1)
+    else:
+        assert sight.places(7, 1) == 7
+
+
+def test_a_quantized_model_sees_the_same(tmp_path):
+    text, vision, words, more, processor = CASES["idefics2"]
+    more = {**more, "perceiver_config": {**more["perceiver_config"], "hidden_size": 64}}
+    seeing(tmp_path / "whole", "idefics2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
+    list(convert(tmp_path / "whole", tmp_path / "small", options()))
+    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
+    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
+    assert first.bytes_needed() == second.bytes_needed()
+
+
+def test_a_published_config_is_known_to_the_last_key():
+    raw = {"architectures": ["Idefics2ForConditionalGeneration"], "image_token_id": 32_001, "model_type": "idefics2",
+           "perceiver_config": {"model_type": "idefics2", "resampler_n_latents": 64}, "text_config": {
+               "max_position_embeddings": 32_768, "model_type": "mistral", "pad_token_id": 0, "rms_norm_eps": 1e-5, "vocab_size": 32_003},
+           "tie_word_embeddings": False, "torch_dtype": "float32", "use_cache": True,
+           "vision_config": {"hidden_size": 1152, "image_size": 980, "intermediate_size": 4304, "model_type": "idefics2",
+                             "num_attention_heads": 16, "num_hidden_layers": 27, "patch_size": 14}}
+    config = parse_config(raw, strict=True)
+    assert (config.family, config.hidden_size, config.vocab_size, config.tie_word_embeddings) == ("mistral", 4096, 32_003, False)
