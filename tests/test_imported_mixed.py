@@ -32,7 +32,8 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
-from effllm.runtime.stores.import_config import check_method
+from effllm.runtime.stores.import_config import check_method, is_quantized
+from effllm.runtime.stores.import_decoder import decoders_of
 from effllm.runtime.stores.name_patterns import matches
 
 IDS = [3, 17, 5, 90, 4, 11]
@@ -262,6 +263,41 @@ def test_what_is_not_read_of_them_is_named(section: dict[str, object], named: st
     with pytest.raises(ConfigError) as caught:
         check_method(section)
     assert named in caught.value.message and caught.value.hint and "quantization_config" in caught.value.message
+
+
+# ---- sections that say anything
+
+WORDS = st.sampled_from(["FP8", "NVFP4", "fp8_pb_wo", "float-quantized", "pack-quantized", "nvfp4-pack-quantized", "int-quantized", "int",
+                         "float", "Linear", "re:.*", "re:(", "model.layers.0.mlp.up_proj", "", "lm_head", "auto_round:auto_awq"])
+LEAF = st.one_of(WORDS, st.integers(-3, 20), st.none(), st.booleans(), st.sampled_from([4, 8, 16, 128]), st.floats())
+VALUE = st.recursive(LEAF, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)), max_leaves=6)
+GROUPS = st.dictionaries(st.sampled_from("abc"), st.fixed_dictionaries(
+    {"weights": st.fixed_dictionaries({"num_bits": st.sampled_from([4, 8])}, optional={
+        "type": st.sampled_from(["int", "float"]), "group_size": LEAF, "block_structure": VALUE, "actorder": LEAF})},
+    optional={"format": WORDS, "targets": st.one_of(VALUE, st.lists(WORDS))}))
+LAYERS = st.dictionaries(WORDS, st.one_of(VALUE, st.fixed_dictionaries({"quant_algo": WORDS})), max_size=3)
+RULES = st.dictionaries(WORDS, st.fixed_dictionaries({}, optional={"bits": st.one_of(LEAF, st.sampled_from([3, 8, 16])),
+                                                                    "group_size": LEAF, "data_type": LEAF}), max_size=3)
+
+
+@given(st.one_of(
+    st.fixed_dictionaries({"config_groups": st.one_of(GROUPS, VALUE), "format": st.one_of(st.just("mixed-precision"), WORDS)},
+                          optional={"ignore": VALUE}).map(lambda said: {"quant_method": "compressed-tensors", **said}),
+    st.fixed_dictionaries({"quantized_layers": st.one_of(LAYERS, VALUE)}).map(
+        lambda said: {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", **said}),
+    st.fixed_dictionaries({"extra_config": st.one_of(RULES, VALUE)}, optional={"packing_format": VALUE, "act_bits": LEAF}).map(
+        lambda said: {"quant_method": "auto-round", "bits": 4, **said})))
+def test_whatever_a_section_says_there_is_a_plan_or_one_line(section: dict[str, object]) -> None:
+    try:
+        check_method(section)
+    except ConfigError as error:
+        assert error.hint and "quantization_config" in error.message
+        return
+    formats = expected_formats(section)
+    for role, name in (("up", "model.layers.0.mlp.up_proj.weight"), ("head", "lm_head.weight")):
+        found = formats(role, families.TensorRule(name, (256, 128)))
+        assert found is None or found.bits in (4, 8, 16)
+    assert decoders_of(section) and is_quantized(section) in (True, False)
 
 
 # ---- patterns of names
