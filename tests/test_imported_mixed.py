@@ -371,3 +371,15 @@ def test_folders_of_the_package_mean_what_it_says(tmp_path: Path) -> None:
     store, container = open_weights(tmp_path / "m")
     store.close()
     assert {str(stored.spec) for stored in container.tensors.values()} == {"float8:128", "offset8:64", "offset4:64"}
+
+
+@pytest.mark.parametrize(("written", "blocks", "block"), [
+    ("float-quantized", ([128, 128], None), (128, 128)), ("float-quantized", ([128, 128], [64, 64], [64, 64]), (0, 0)),
+    ("int-quantized", ([128, 128], None), (0, 0)), ("int-quantized", ([64, 128], [64, 128]), (64, 128))])
+def test_kinds_that_lie_alike_state_one_size_of_blocks_or_none(written: str, blocks: tuple, block: tuple[int, int]) -> None:
+    """Of FP8 scales of a row or of a weight are told from those of blocks by their shape."""
+    kind = "float" if written.startswith("float") else "int"
+    groups = {str(place): group("Linear", written=written, num_bits=8, type=kind, **({"block_structure": each} if each else {}))
+              for place, each in enumerate(blocks)}
+    found = decoders_of({"quant_method": "compressed-tensors", "format": written, "config_groups": groups})
+    assert [decoder.block for decoder in found] == [block]

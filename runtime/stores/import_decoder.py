@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -110,15 +110,20 @@ class Decoder:
 def decoders_of(section: Mapping[str, object]) -> tuple[Decoder, ...]:
     """Those of all kinds of weights that a `quantization_config` speaks of. Kinds that lie alike have one: of integers in bytes the bits of
     the widest, and no size of a block where they have several. Of FP8 the shape of scales says whether there are blocks."""
-    found: dict[object, Decoder] = {}
+    found: dict[object, list[Decoder]] = {}
     for plain in plain_sections(section):
         for layout in layouts_of(plain):
             own = Decoder(plain, layout, block_of(plain), bits_of(plain))
-            key = (layout, own.bits) if layout in OF_WIDTHS else layout
-            other = found.get(key, own)
-            blocks = {own.block, other.block} - ({(0, 0)} if layout == "fp8" else set())
-            found[key] = replace(own, block=blocks.pop() if len(blocks) == 1 else (0, 0), bits=max(own.bits, other.bits))
-    return tuple(found.values())
+            found.setdefault((layout, own.bits) if layout in OF_WIDTHS else layout, []).append(own)
+    return tuple(map(_joined, found.values()))
+
+
+def _joined(alike: Sequence[Decoder]) -> Decoder:
+    """One decoder in the place of several."""
+    blocks = {decoder.block for decoder in alike}
+    if alike[0].layout == "fp8":
+        blocks.discard((0, 0))
+    return replace(alike[0], block=blocks.pop() if len(blocks) == 1 else (0, 0), bits=max(decoder.bits for decoder in alike))
 
 
 def asks_for_depths(section: Mapping[str, object]) -> bool:
