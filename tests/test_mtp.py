@@ -48,6 +48,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "qwen3_next": Case("qwen3_next", {**CASES["qwen3_next"].changes, **CALM}),
           "ernie4_5_moe": Case("ernie4_5_moe", {**CASES["ernie4_5_moe"].changes, **FEW}),
           "deepseek_v3": Case("deepseek_v3", {**CASES["deepseek_v3"].changes, **FEW}),
+          "deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **FEW, "index_topk": 70}),
           "glm4_moe": Case("glm4_moe", {**CASES["glm4_moe"].changes, **FEW}),
           "glm4_moe_lite": Case("glm4_moe_lite", {**CASES["glm4_moe_lite"].changes, **FEW})}
 MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or "deepseek" in case.family or "next" in case.family]
@@ -274,11 +275,14 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_memory_is_what_was_planned(folder: Path) -> None:
+@pytest.mark.parametrize("name", (FIRST, "deepseek_v32"))
+def test_memory_is_what_was_planned(made: dict[str, tuple[Path, Own]], name: str) -> None:
+    folder = made[name][0]
     engine = opened(folder, spec="mtp")
     own, planned = engine.speculation._model, engine.prepared
     cache = own._cache
-    assert sum(array.nbytes for array in cache._exact) + cache.pool.nbytes == own_cache_nbytes(engine.config, CTX)
+    chosen_by = sum(index.memory.nbytes for index in cache.indexes)
+    assert sum(array.nbytes for array in cache._exact) + cache.pool.nbytes + chosen_by == own_cache_nbytes(engine.config, CTX)
     assert cache.shape.ctx == cache_shape(CTX).ctx > CTX
     layer = sum(tensor.nbytes for role, tensor in engine.model.tensors["outer"].items() if role.startswith("mtp."))
     assert planned.speculating.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)

@@ -136,3 +136,30 @@ def test_wrong_guesses_are_never_a_gain(engine: Engine, monkeypatch: pytest.Monk
     begun(engine, made)
     answer(engine, IDS[:37], 60, GREEDY)
     assert made.counts.drafted and made.counts.gain <= made.counts.tokens_per_pass
+
+
+@pytest.mark.parametrize("settings", (GREEDY, SEEDED), ids=("greedy", "seeded"))
+def test_a_model_whose_tokens_choose_what_they_see(choosing: Engine, settings: SamplerSettings) -> None:
+    """Its layer chooses too, by keys of its own, and an answer is what it is without."""
+    found = []
+    own = OwnDrafts(choosing.model, choosing.n_ctx, choosing.prepared.shape.chunk)
+    with_drafts = Speculation((Silent(),), own, clock=Ticks())
+    for each in (None, with_drafts):
+        begun(choosing, each)
+        one = answer(choosing, IDS[:200], 60, settings)
+        found.append((one, answer(choosing, [*IDS[:100], *IDS[300:330]], 40, settings)))
+    assert found[0] == found[1] and with_drafts.counts.drafted > 10
+    (index,) = own._cache.indexes
+    assert own._cache.n > 70 == choosing.config.indexed.shape.whole
+    scored = len(index.memory) // index.shape.block_nbytes(index.stored) * PAGE  # by each of a few tokens, with room for guesses
+    assert FEW * scored <= choosing.backends["cpu"].workspace.floats["index scores"]
+
+
+@pytest.fixture(scope="module")
+def choosing(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    """DeepSeek V3.2's tokens see 70 others."""
+    folder = tmp_path_factory.mktemp("choosing") / "model"
+    with_layer(Case("deepseek_v32", {**CASES["deepseek_v32"].changes, **SMALL, "index_topk": 70}), folder)
+    engine = opened(folder, spec="mtp")
+    yield engine
+    engine.close()

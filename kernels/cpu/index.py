@@ -39,8 +39,13 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         widths = {"y2": own.row, "y3": own.heads}
     if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
         widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
-    return {"index scores": FEW * own.groups * _row(own, own.keys(dims.ctx)), "chosen": chunk * own.groups * own.listed,
+    return {"index scores": FEW * own.groups * _row(own, _keys(dims)), "chosen": chunk * own.groups * own.listed,
             **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
+
+
+def _keys(dims: Dims) -> int:
+    """Keys that a token chooses among at most: a layer that drafts has room for guesses behind a context."""
+    return dims.index.keys(dims.ctx + (FEW if dims.joined else 0))
 
 
 def scratch_floats(dims: Dims) -> int:
@@ -48,7 +53,7 @@ def scratch_floats(dims: Dims) -> int:
     own = dims.index
     if own is None:
         return 0
-    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, own.keys(dims.ctx))), pool_loops.SCRATCH_ROWS * own.width,
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, _keys(dims))), pool_loops.SCRATCH_ROWS * own.width,
                chosen_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
 
 

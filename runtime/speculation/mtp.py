@@ -13,11 +13,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.cpu.ops import FEW
+from ...quant.kv import codec
 from .. import families
-from ..kv.cache_shape import attention_specs
+from ..kv.cache_shape import attention_specs, index_type
 from .frequent_head import FrequentHead
 from .mtp_tensors import like
-from .state_drafts import StateDrafts, known_tokens, layer_cache_nbytes, normalised
+from .state_drafts import KV, StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -25,8 +26,11 @@ if TYPE_CHECKING:
 
 
 def own_cache_nbytes(config: ModelConfig, ctx: int) -> int:
-    """Bytes of the layer's cache."""
-    return layer_cache_nbytes(config.heads_of(like(config)), ctx)
+    """Bytes of the layer's cache, and of what it chooses by where it does."""
+    layer = like(config)
+    index = None if config.indexed is None else config.indexed.of(layer)
+    chosen_by = 0 if index is None else index.nbytes(cache_shape(ctx).ctx, index_type(codec(KV)))
+    return layer_cache_nbytes(config.heads_of(layer), ctx) + chosen_by
 
 
 class OwnDrafts(StateDrafts):

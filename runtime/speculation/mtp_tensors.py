@@ -39,7 +39,8 @@ APART = Place("mtp.", "mtp.layers.0.", "fc", ("pre_fc_norm_embedding", "pre_fc_n
 BEHIND = Place("model.layers.{}.", "model.layers.{}.", "eh_proj", ("enorm", "hnorm", "shared_head.norm"))  # the number behind the last
 ERNIE = Place("model.", "model.mtp_block.0.", "mtp_linear_proj.0", ("mtp_emb_norm.0", "mtp_hidden_norm.0", ""), dense=True)
 PLACES: Mapping[str, Place] = {"qwen3_5_text": APART, "qwen3_5_moe_text": APART, "qwen3_next": APART,
-                               "deepseek_v3": BEHIND, "ernie4_5_moe": ERNIE, "glm4_moe": BEHIND, "glm4_moe_lite": BEHIND}
+                               "deepseek_v3": BEHIND, "deepseek_v32": BEHIND, "ernie4_5_moe": ERNIE, "glm4_moe": BEHIND,
+                               "glm4_moe_lite": BEHIND}
 
 
 def like(config: ModelConfig) -> int:
