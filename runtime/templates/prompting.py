@@ -115,7 +115,7 @@ class Prompts:
             count = sum(sense_marked(found) is sense for found in MARK.finditer(prompt))
             if sight.most_in_text is not None and count > sight.most_in_text:
                 raise UsageError(f"there are {count} {sense.noun}s in this conversation, and {sight.most_in_text} at most is read of this "
-                                 f"model: all of its {sense.noun}s see each other", f"one {sense.noun} a conversation (/clear begins anew)")
+                                 f"model: all of its {sense.noun}s see each other", f"begin a new conversation for another {sense.noun}")
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""
