@@ -5,6 +5,7 @@ What is cheap to check comes first: a missing tokenizer is reported before gigab
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -52,7 +53,7 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     from ..runtime.catalog import resolve
     from ..runtime.library.model_name import OF_PROGRAM, spells_path
 
-    if " " in model.strip() and not spells_path(model) and not Path(model).exists() and not OF_PROGRAM.match(model):
+    if " " in model.strip() and not spells_path(model) and not os.path.exists(model) and not OF_PROGRAM.match(model):
         raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
                             f"effllm run fable {in_quotes(shortened(model))}")
     ref = resolve(model, screen.environment.variables)

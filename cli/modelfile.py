@@ -58,7 +58,7 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
             settings["system"] = each.value
         elif each.name == "ADAPTER":
             adapter = _beside(path, each.value)
-            if adapter is None or not adapter.exists():
+            if adapter is None or not os.path.exists(adapter):
                 raise UsageError(f"{where}: there is no adapter {each.value}", "ADAPTER names a folder or a GGUF file")
             settings["lora"] = [*settings.get("lora", ()), str(adapter)]
         elif each.name in LEFT:

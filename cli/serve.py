@@ -352,4 +352,4 @@ def slot_files(folder: Path | None, engine: Engine, ref: ModelRef, flags: Sessio
 def own_name(text: str) -> str:
     """What a model is called in answers: no folder of this machine, and a link as it is called itself, not as what it leads to."""
     path = Path(text).expanduser()
-    return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or path.exists() else text
+    return os.path.basename(os.path.abspath(path)) if text.startswith((".", "/", "~")) or os.path.exists(path) else text

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -219,7 +220,7 @@ def save(chat: Conversation, rest: str) -> None:
     messages = len(chat.session.messages)
     if is_path(rest):
         path = named_path(rest)
-        if not may_save(chat, path, path.is_file(), str(path)):
+        if not may_save(chat, path, os.path.isfile(path), str(path)):
             return
         chat.session.save(path)
         chat.own.add(path)
@@ -238,7 +239,7 @@ def save(chat: Conversation, rest: str) -> None:
 def load(chat: Conversation, rest: str) -> None:
     if is_path(rest):
         path = named_path(rest)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise EffllmError(f"{path}: no such chat", f"saved: {', '.join(saved(chat)) or 'none yet'}")
         chat.session.load(path)
         chat.own.add(path)
@@ -291,7 +292,7 @@ def export(chat: Conversation, rest: str) -> None:
         raise UsageError("/export needs a file", "/export talk.md, or talk.json")
     path = named_path(rest)
     text = transcript(path, chat.name, chat.session)
-    if path.is_file() and not may_overwrite(chat, str(path)):
+    if os.path.isfile(path) and not may_overwrite(chat, str(path)):
         return
     write_whole(path, text, "choose another place: /export FILE")
     chat.screen.note(f"wrote {len(chat.session.messages)} messages to {path}")

@@ -20,6 +20,7 @@ from effllm.cli.errors import describe
 from effllm.runtime.config import ConfigError, parse_config
 from effllm.runtime.files import whole_file
 from effllm.runtime.files.whole_file import whole
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library import aliases
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions.session_store import SessionStore
@@ -234,6 +235,24 @@ def test_memory_that_the_system_refuses_is_memory() -> None:
 def test_settings_that_no_float_holds_or_no_logit_survives_are_refused(settings: dict[str, float]) -> None:
     with pytest.raises(UsageError, match=next(iter(settings))):
         SamplerSettings(**settings)
+
+
+LONG = "a" * 300  # more than a file's name may have: `Path.exists` raises for it
+
+
+@pytest.mark.parametrize(("words", "code", "says", "next_step"), [
+    (("run", "Tell me a story. " * 20), 3, "is no model: the model comes first, then the prompt", 'effllm run fable "Tell me'),
+    (("serve", LONG), 3, "there is no model", "effllm list"), (("run", "fable", "hi", "--lora", LONG), 2, "is not there", "a folder with"),
+    (("run", "fable", "hi", "--lora", f"{LONG}:0.5"), 2, "is not there", "a folder with"),
+    (("export", "fable", "-o", "FOLDER/merged", "--lora", LONG), 2, "is not there", "a folder with"),
+    (("run", "FOLDER/m.gguf", "hi", "--mmproj", LONG), 3, "there is no file", "--mmproj takes the file")], ids=lambda each: str(each)[:30])
+def test_a_name_that_no_file_can_have_is_one_of_no_file(tmp_path: Path, words: tuple[str, ...], code: int, says: str,
+                                                       next_step: str) -> None:
+    """A prompt in the place of the model, which is the first thing that goes wrong."""
+    if "FOLDER/m.gguf" in words:
+        list(export_gguf(FABLE, tmp_path / "m.gguf", "Q4_0", "a name"))
+    result, _, err = said(*(word.replace("FOLDER", str(tmp_path)) for word in words))
+    assert result == code and says in err and f"hint: {next_step}" in err and "--debug" not in err, err
 
 
 def test_a_variable_is_for_one_meaning_of_a_flag(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -162,12 +162,12 @@ def _parsed(asked: str) -> tuple[Path, float]:
     """The folder or file, and how much of it: ADAPTER:0.5 is half. Raises UsageError for one that is not there."""
     path, scale = Path(os.path.expanduser(asked)), 1.0
     before, colon, share = asked.rpartition(":")
-    if colon and not path.exists():
+    if colon and not os.path.exists(path):  # the other `exists` raises for a name that is too long
         with suppress(ValueError):
             path, scale = Path(os.path.expanduser(before)), float(share)
     if not abs(scale) <= LARGEST:
         raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {before}, or {before}:0.5 for half of it")
-    if not path.exists():
+    if not os.path.exists(path):
         raise UsageError(f"--lora: {path} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
     return path, scale
 

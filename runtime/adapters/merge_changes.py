@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,7 +39,7 @@ class Changes:
 def changes(adapter: Path, source: Path, config: ModelConfig, held: Mapping[str, TensorInfo]) -> Changes:
     """Of an adapter, a folder or a GGUF file, for the model in the folder `source`, whose files hold these tensors. Raises CheckpointError,
     UsageError."""
-    if not adapter.exists():
+    if not os.path.exists(adapter):
         raise UsageError(f"--lora: {adapter} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
     turned = frozenset(name for whole in turned_over(config) for name in named_alike(held, whole))
     stored = {name: info.shape for name, info in held.items()}

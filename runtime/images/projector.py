@@ -6,6 +6,7 @@ It is described as its checkpoint was (`gguf/projector_config.py`), so the famil
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -76,7 +77,7 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
     if path is None:
         raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",
                          "of a model that sees or hears, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
-    if not path.is_file():
+    if not os.path.isfile(path):
         raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     header, text = read_projector_header(path), read_header(model).metadata
     found: dict[Sense, Sight | EffllmError] = {}
