@@ -47,7 +47,8 @@ SIGHTS: dict[str, str] = {
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
 # Those of which folders that MLX quantized were compared with what they were made of -> how names of their towers begin as published.
-MLX_SIGHTS: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_vl": "visual."}
+MLX_SIGHTS: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_5": "visual.",
+                                 "qwen3_5_moe": "visual.", "qwen3_vl": "visual.", "qwen3_vl_moe": "visual."}
 
 
 @dataclass(frozen=True)
