@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -83,6 +84,18 @@ def test_one_whose_tower_was_left_out_says_so(folders: tuple[Path, Path], tmp_pa
     save_file({name: part for name, part in tensors.items() if name.startswith("language_model.")}, tmp_path / "model.safetensors")
     (error,) = sights_of(tmp_path, read_config(tmp_path)).values()
     assert isinstance(error, EffllmError) and "text part of this model alone" in error.message and "original folder" in error.hint
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 8, 3), (48, 0, 8, 3), (48, 9, 8, 3), (8, 3)])
+@pytest.mark.parametrize("folders", ["gemma3"], indirect=True)
+def test_patches_of_another_shape_are_named(folders: tuple[Path, Path], tmp_path: Path, shape: tuple[int, ...]) -> None:
+    for file in folders[1].glob("*.json"):
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    tensors = load_file(folders[1] / "model.safetensors")
+    name = next(name for name in tensors if name.endswith("patch_embedding.weight"))
+    save_file(tensors | {name: torch.zeros(shape)}, tmp_path / "model.safetensors")
+    with pytest.raises(EffllmError, match="patch_embedding.weight is"):
+        opened(tmp_path).see(PICTURES["tiny"], Work())
 
 
 @pytest.mark.parametrize("folders", ["gemma3"], indirect=True)

@@ -41,6 +41,7 @@ def as_published(store: TensorStore, kind: str) -> TensorStore:
     theirs = MLX_SIGHTS[kind]
     names = ((theirs + name.removeprefix(OURS) if name.startswith(OURS) else name, info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}
-    turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), Turned(info)) for name, info in store.tensors.items()
-              if name.endswith(EMBEDDINGS) and len(info.shape) in (4, 5) and info.shape[-1] == CHANNELS != info.shape[1]}
+    last = {name: info for name, info in store.tensors.items() if name.endswith(EMBEDDINGS) and len(info.shape) in (4, 5)
+            and info.shape[-1] == CHANNELS != info.shape[1] and 0 not in info.shape}
+    turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), Turned(info)) for name, info in last.items()}
     return PartedStore(store, turned) if turned else store
