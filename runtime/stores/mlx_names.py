@@ -23,8 +23,7 @@ GRANITE = {".block_sparse_moe.router.layer.": ".block_sparse_moe.gate."}
 DENSE = {f".feed_forward.{theirs}.": f".feed_forward.{own}." for theirs, own in
          (("gate_proj", "w1"), ("up_proj", "w3"), ("down_proj", "w2"))}
 # Family -> parts of its names in these folders, and in those of who published it.
-PARTS = {"bailing_moe_v2": {".mlp.gate.gate_proj.": ".mlp.gate."}, "granitemoe": GRANITE, "lfm2_moe": DENSE,
-         "granitemoehybrid": {**GRANITE, ".mlp.down_proj.": ".shared_mlp.output_linear."}}
+PARTS = {"granitemoe": GRANITE, "lfm2_moe": DENSE, "granitemoehybrid": {**GRANITE, ".mlp.down_proj.": ".shared_mlp.output_linear."}}
 
 
 def give_mlx_names(store: TensorStore, family: str) -> None:
