@@ -75,6 +75,12 @@ def test_rules_that_go_round_are_held_where_no_two_letters_are_written_otherwise
     assert arguments({"grammar": QUOTED, "parameters": {"type": "object"}}, {}).startswith("%json ")
 
 
+def test_what_would_be_too_much_as_one_terminal_is_left_to_the_model() -> None:
+    doubled = "".join(f"a{at}: a{at + 1} a{at + 1}\n" for at in range(24))
+    assert within_json(f'start: a0\n{doubled}a24: "x" /[^"]/') is None
+    assert takes(within_json('start: a\na: b b\nb: "x" LF\n%import common.LF'), "x\\nx\\n")
+
+
 @pytest.mark.parametrize(("grammar", "words"), [
     ("start: <|end|>", "means no text"), ("start: %json {}", "means no text"), ("start: /a/x", "flags other than"),
     ("start: /(?x:a)/", "flags other than"), ("start: /\\p{P}/", "not read here"), ('start: "a\\n"i', "leaves case open"),

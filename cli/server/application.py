@@ -131,7 +131,7 @@ class Service(OneModel):
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
         pictures = await self.pictures(pictures_sent.in_responses(asked), papers.in_responses(asked))
-        chat, messages, names = responses_fields.chat_of(asked)
+        chat, messages, names = await asyncio.to_thread(responses_fields.chat_of, asked)  # which reads the grammars of tools
         return await self.wanted(chat, messages, responses_fields.CALLED, pictures), names
 
     async def compact(self, request: Request) -> Response:

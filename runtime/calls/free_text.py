@@ -15,10 +15,12 @@ import ast
 import json
 import re
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, lru_cache
+from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ... import UsageError
+from ..forms.constraint import lark_form
 
 FREE = "input"  # the argument
 WRITTEN_OTHERWISE = "\b\t\n\f\r\"\\"  # of the others below a blank, which are four digits there, a text that is held to a grammar has none
@@ -47,14 +49,21 @@ def arguments(function: Mapping[str, Any], guidance: Mapping[str, Any]) -> str:
     return f"%json {json.dumps({**function['parameters'], 'x-guidance': guidance})}"
 
 
+@lru_cache(64)
 def within_json(grammar: str) -> str | None:
     """The grammar of a text's letters as JSON has them; None where a text cannot be held to it there. Raises UsageError for what is not
     read."""
     special = {letter for found in TOKEN.finditer(grammar) for letter in _special(found)}
-    if _goes_round(grammar) or "%ignore" in grammar:
-        return None if len(special) > 1 else _rewrite(grammar, {})
     rules = {name: f"RULE_{name.upper()}" for name in _rules(grammar) if name.islower()}
-    return f"start: {rules['start']}\n{_rewrite(grammar, rules)}" if "start" in rules else _rewrite(grammar, {})
+    if "start" in rules and not _goes_round(grammar) and "%ignore" not in grammar:
+        made = f"start: {rules['start']}\n{_rewrite(grammar, rules)}"
+        try:
+            lark_form(made, FREE, "the grammar")
+        except UsageError:
+            pass  # as one terminal it is too much
+        else:
+            return made
+    return None if len(special) > 1 else _rewrite(grammar, {})
 
 
 def _special(found: re.Match[str]) -> Iterator[str]:
@@ -79,10 +88,11 @@ def _rules(grammar: str) -> dict[str, str]:
 def _goes_round(grammar: str) -> bool:
     """Does a rule refer to itself, over others or not?"""
     rules = _rules(grammar)
-    refers = {name: {*re.findall(r"\w+", body)} & {*rules} for name, body in rules.items()}
-    for _ in rules:
-        refers = {name: to.union(*(refers[each] for each in to)) for name, to in refers.items()}
-    return any(name in to for name, to in refers.items())
+    try:
+        TopologicalSorter({name: {*re.findall(r"\w+", body)} & rules.keys() for name, body in rules.items()}).prepare()
+    except CycleError:
+        return True
+    return False
 
 
 def _rewrite(grammar: str, rules: Mapping[str, str]) -> str:
