@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 NOT_FETCHED = "files are not fetched from addresses: send it in the request, as {}"
 NONE_KEPT = "no files are kept here: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
-MOST_HELD = 8 << 20  # letters of what was read, for programs that send a file again with each question
+MOST_HELD = 1 << 20  # letters of what was read, for programs that send a file again with each question; no plan counts so few
 
 
 @dataclass(frozen=True)
