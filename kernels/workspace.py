@@ -36,7 +36,7 @@ class Dims:
     which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
     numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
     the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
-    before which the states of a pass are kept for drafts.
+    before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads.
     """
 
     hidden: int
@@ -77,6 +77,7 @@ class Dims:
     ngram_layers: int = 0
     mixes: bool = False
     between: int = 0
+    differs: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

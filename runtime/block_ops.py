@@ -173,6 +173,10 @@ class BlockOps(Protocol):
     def narrowed_heads(self, y: object, heads: int, narrow: int) -> object:
         """[T, heads * narrow] of y [T, heads * wide]: the last channels of every head."""
 
+    def paired_heads(self, y: object, heads: int, depth: int) -> object:
+        """[T, heads * 2 * depth] of y [T, heads * depth]: in every head what that of its number has among the first half of the heads, and
+        beside it what that among the second has; numbers go on in the second half of the result."""
+
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 

@@ -67,7 +67,8 @@ class ModelConfig:
     latents, where it is not that of most families. `mix_rounds`: where streams are mixed by numbers of a token's own in a model without
     keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and `mix_least`, which is
     added to what is divided by; what leaves them is their mean. `router_rank`: how many numbers a router begins with, which goes through a
-    small network and adds those of the layer before, 0 where it is one matrix.
+    small network and adds those of the layer before, 0 where it is one matrix. `differs`: attention is the difference of that of two halves
+    of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made.
     """
 
     family: str
@@ -170,6 +171,7 @@ class ModelConfig:
     mix_rounds: int = 0
     mix_least: float = 0.0
     router_rank: int = 0
+    differs: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -234,7 +236,7 @@ class ModelConfig:
     @property
     def made_dim(self) -> int:
         """How wide the head of a query or key is made."""
-        return self.value_dim if self.slopes else self.head_dim
+        return self.value_dim if self.slopes or self.differs else self.head_dim
 
     @property
     def narrow(self) -> int:
@@ -259,7 +261,7 @@ class ModelConfig:
     @property
     def rotary_width(self) -> int:
         """The width of what rotary positions turn all or a share of: a head, or the part of one that latent attention sets apart."""
-        return self.head_dim if self.latent is None else self.latent.rope
+        return self.made_dim if self.latent is None else self.latent.rope
 
     @property
     def widest(self) -> int:

@@ -346,6 +346,10 @@ NEWER = {
         "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
         "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
         "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
+    "diffllama": Case("diffllama", {"head_dim": 32, "vocab_size": 301}),
+    "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
+        "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 4,
+        **rope("linear", factor=4.0)}, dtype="bfloat16"),
     "zaya": Case("zaya", ZAYA),
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,

@@ -56,7 +56,8 @@ def _save(case: Case, folder: Path) -> type:
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 or name.endswith(("bias", "q_norm.weight", "k_norm.weight")):  # norms start at 1, biases at 0
                 parameter.add_(0.3 * torch.randn_like(parameter))
-            elif name.endswith(("index_kpool_compress_ape", "index_kpool_compress_gate", "hc.fn")):  # which start as nothing, or alike
+            elif case.family == "glm5_next_text" and name.endswith(("kpool_compress_ape", "kpool_compress_gate", "hc.fn")):
+                # which start as nothing, or alike, or small
                 parameter.normal_(0, 0.2)
             elif name.endswith(("router.gate.weight", "ple.conv1d.weight")) and not parameter.any():  # which would choose alike, or add 0
                 parameter.normal_(0, 0.2)

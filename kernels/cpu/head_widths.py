@@ -30,7 +30,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     if not dims.narrow:
         return {}
     queries, keys = chunk * dims.heads * dims.head_dim, chunk * dims.kv_heads * dims.head_dim
-    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.heads * dims.narrow}
+    halves = dict.fromkeys(("stream", "beside"), queries // 2) if dims.differs else {}
+    return {"wide0": queries, "wide1": keys, "wide2": keys, "narrow": chunk * dims.heads * dims.narrow, **halves}
 
 
 @kernel()
@@ -54,6 +55,41 @@ def resize_heads(args, worker, counter):
                     out[i] = 0.0
             for i in range(wide - more):
                 out[more + i] = y[i]
+
+
+@kernel()
+def pair_heads(args, worker, counter):
+    """Values of two heads side by side, of either half one. Blocks are tokens."""
+    a = i64_at(args)
+    heads, depth, half = a[HEADS], a[DEPTH], a[HEADS] // 2
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        for head in range(heads):
+            for side in range(2):
+                y = f32_at(a[Y] + 4 * (t * heads + side * half + head % half) * depth)
+                out = f32_at(a[OUT] + 4 * ((t * heads + head) * 2 + side) * depth)
+                for i in range(depth):
+                    out[i] = y[i]
+
+
+def paired_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:
+    """See `BlockOps`."""
+    out = ops.workspace.take("wide2", len(y), 2 * heads * depth)
+    ops.registry.select(Call("pair heads")).candidate.run(ops, y, out, heads, depth)
+    return out
+
+
+def pair(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
+    ops.args[: DEPTH + 1] = ops.at(y), ops.at(out), len(y), heads, depth
+    ops.run(pair_heads, ops.where, out.size >= SHARE_FROM, ops.args)
+
+
+def pair_reference(ops: CpuOps, y: np.ndarray, out: np.ndarray, heads: int, depth: int) -> None:
+    ops.flush()
+    sides = y.reshape(len(y), 2, heads // 2, depth)
+    out[:] = np.tile(sides.swapaxes(1, 2), (1, 2, 1, 1)).reshape(out.shape)
 
 
 def widened_heads(ops: CpuOps, y: np.ndarray, heads: int, wide: int, front: np.ndarray | None, which: int) -> np.ndarray:

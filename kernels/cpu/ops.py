@@ -187,7 +187,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
     copied, scaled, clipped, normed, part_queries, gate_heads = (rows.copied, rows.scaled, rows.clipped, rows.norm_rows, rows.part_queries,
                                                                  rows.gate_heads)
     grown_heads, normed_apart = rows.grown_heads, rows.normed_apart
-    rescaled, routed_by = rescaling.rescaled, rescaling.routed_by
+    rescaled, routed_by, paired_heads = rescaling.rescaled, rescaling.routed_by, widths.paired_heads
     widened_heads, narrowed_heads, renormed, bundled_mlp = widths.widened_heads, widths.narrowed_heads, widths.renormed, bundled.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
     state_layer, index_layer = states.state_layer, index.index_layer

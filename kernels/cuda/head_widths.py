@@ -19,6 +19,11 @@ def widened_heads(ops: TorchOps, y: torch.Tensor, heads: int, wide: int, front: 
     return torch.cat([before, split], 2).flatten(1)
 
 
+def paired_heads(ops: TorchOps, y: torch.Tensor, heads: int, depth: int) -> torch.Tensor:
+    """See `BlockOps`."""
+    return y.view(len(y), 2, heads // 2, depth).transpose(1, 2).repeat(1, 2, 1, 1).flatten(1)
+
+
 def narrowed_heads(ops: TorchOps, y: torch.Tensor, heads: int, narrow: int) -> torch.Tensor:
     """See `BlockOps`."""
     return y.view(len(y), heads, -1)[..., -narrow:].flatten(1)

@@ -199,6 +199,7 @@ class TorchOps(lora.Scales):
     second_stream, put_stream = streams.second_stream, streams.put_stream
 
     widened_heads, narrowed_heads, renormed = head_widths.widened_heads, head_widths.narrowed_heads, head_widths.renormed
+    paired_heads = head_widths.paired_heads
 
     def copied(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""

@@ -29,6 +29,9 @@ NEEDS = frozenset({"mean_square"})
 # roles: who makes the input, who reads it
 PAIRS = (("input_norm", ("q", "k", "v", "kv_a", "q_a", "attn_gate")), ("q_a_norm", ("q_b",)), ("v", ("o",)), ("post_norm", ("gate", "up")),
          ("mlp_norm", ("gate", "up")), ("up", ("down",)))
+# Roles of what reads a norm too, and stays as it is, and of layers in which a norm lies between the two.
+BESIDE = {"input_norm": frozenset({"state_in", "low_in", "index_k", "index_entered"}), "q_a_norm": frozenset({"index_q"})}
+BETWEEN = {"v": frozenset({"attn_sub_norm", "lambda_q1"}), "up": frozenset({"ffn_sub_norm"})}
 EXPONENTS = ((0.0, 0.0), (0.1, 0.0), (0.2, 0.0), (0.3, 0.0), (0.4, 0.0), (0.5, 0.0), (0.3, 0.7), (0.5, 0.5), (0.7, 0.3), (0.9, 0.1))  # a, b
 MOST = 16.0  # f stays within 1/MOST and MOST of its geometric mean
 SMALL = 1 << 30  # multiplications of a product that one thread makes: those of BLAS take longer to share it
@@ -60,12 +63,12 @@ def equalise(tensors: Mapping[str, np.ndarray], stats: Mapping[str, Stats], spec
         readers = [reader for reader in all_readers if reader in tensors]
         if maker not in tensors or all(specs[reader].is_raw for reader in readers):
             continue
-        if maker == "input_norm" and {"state_in", "low_in"} & tensors.keys():  # which read that norm too, and more with it
+        if BESIDE.get(maker, frozenset()) & tensors.keys():
             continue
         if maker == "post_norm" and "router" in tensors and "expert_norm" not in tensors:  # which a router and experts read too
             continue
-        if maker == "v" and layout.values_normed or {"v": "attn_sub_norm", "up": "ffn_sub_norm"}.get(maker) in tensors:
-            continue  # a norm lies between
+        if maker == "v" and layout.values_normed or BETWEEN.get(maker, frozenset()) & tensors.keys():
+            continue
         if maker == "up" and (bounds_up(layout.act) if "gate" in tensors else layout.act != "relu"):
             continue
         factors = best_factors(maker, [checked(changed[reader]) for reader in readers], [specs[reader] for reader in readers],

@@ -193,7 +193,9 @@ def _grams(weights: LayerWeights, attended: np.ndarray, config: ModelConfig, lay
         scale = scale / np.sqrt(np.square(branch, dtype=np.float64).mean())
         if weights.o_norm.weight is not None:
             o = o * (weights.o_norm.weight + np.float32(weights.o_norm.kind == "rms+1"))[:, None]
-    parts = np.ascontiguousarray(o.reshape(len(o), heads, -1).swapaxes(0, 1))
+    parts = np.ascontiguousarray(o.reshape(len(o), heads // (2 if config.differs else 1), -1).swapaxes(0, 1))
+    if config.differs:  # what the second half of the heads gives is taken from what the first does
+        parts = np.concatenate([parts, np.float32(weights.difference) * parts])
     if (own := config.latent_of(layer)) is not None:
         values = weights.latent.expand.to_f32().reshape(heads, own.made, own.rank)[:, own.nope :]
         parts = np.pad(parts @ values, ((0, 0), (0, 0), (own.rope, 0)))

@@ -17,6 +17,7 @@ from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRa
 from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted
 from ..families import SHARED, LayerWeights, expert_roles
+from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
 from ..ngrams import role_of
 from ..rope import place_fronts
@@ -30,7 +31,7 @@ from .index_weights import growth, index_weights
 from .latent_weights import latent_weights
 from .lent_weights import LENT_OUT, blocks_of, lent, shared_blocks
 from .ngram_table import NgramTable, check_numbers
-from .rescale_weights import RESCALED, rescale
+from .rescale_weights import RESCALED, difference, rescale
 from .state_weights import Source, state_weights
 
 if TYPE_CHECKING:
@@ -200,7 +201,9 @@ class WeightRecords:
                             streams=Streams(config.streams, norm("stream_norm"), *map(shaped, STREAMS), vector("stream_scale"))
                             if STREAMS[0] in roles else None,
                             low_rank=LowRank(linear("low_in"), linear("low_out"), norm("low_norm")) if "low_in" in roles else None,
-                            attn_sub_norm=norm("attn_sub_norm"), ffn_sub_norm=norm("ffn_sub_norm"),
+                            difference=difference(roles, raw, key) if config.differs else 0.0,
+                            attn_sub_norm=ones(config.head_dim, 1 - share_of(key)) if config.differs else norm("attn_sub_norm"),
+                            ffn_sub_norm=norm("ffn_sub_norm"),
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),

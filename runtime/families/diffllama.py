@@ -1,0 +1,74 @@
+"""DiffLlama (0.3B): Llama with differential attention (arXiv:2410.05258). Heads come in pairs, one of either half: what the second attends
+to is taken from what the first does, times a number that the layer has learned, and the difference is normed.
+
+Both heads of a pair read values of two heads of keys side by side, so values are twice as wide as keys. Attention takes heads of one width:
+queries and keys stand behind zeros there (`widened_heads`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import LayerWeights, TensorRule, llama
+from .llama import feed_forward, outer_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "share_of"]
+
+KEYS_USED = frozenset({"attention_bias"})
+KEYS_HARMLESS = frozenset({"lambda_std_dev"})  # of training
+REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
+MOST_DIM = 512  # of a head, as twice as much is cached
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=2048, norm_eps=1e-5, bos=1, eos=(2,), sizes=SIZES)
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, differs=True)
+    if made.num_key_value_heads % 2 or made.head_dim > MOST_DIM:
+        raise ConfigError(f"config.json: num_key_value_heads {made.num_key_value_heads} with head_dim {made.head_dim} is not supported for "
+                          "diffllama models", f"heads come in pairs, at most {MOST_DIM} wide")
+    return replace(made, attn_scale=made.head_dim**-0.5, value_dim=made.head_dim, head_dim=2 * made.head_dim)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    rules = llama.layer_tensors(replace(config, head_dim=config.made_dim), layer)
+    own = (f"lambda_{name}" for name in ("q1", "k1", "q2", "k2"))
+    return rules | {role: TensorRule(f"model.layers.{layer}.self_attn.{role}", (config.made_dim,)) for role in own}
+
+
+def share_of(layer: int) -> float:
+    """What a layer began to learn with of how much the second head of a pair takes away."""
+    return 0.8 - 0.6 * math.exp(-0.3 * layer)
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`."""
+    tap("block_in", layer, x)
+    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
+    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * narrow], [T, KVH * narrow] twice
+    q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, None), heads, wide, None, 0)
+    k = ops.widened_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, None), kv_heads, wide, None, 1)
+    v = ops.paired_heads(v, kv_heads, narrow)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, value)
+    attended = kv.attend(q, k, v)  # [T, H * wide]
+    own = ops.added(ops.first_stream(attended, 2), ops.second_stream(attended, 2), -w.difference)
+    own = ops.rope_heads(own, heads // 2, wide, positions, None, w.attn_sub_norm)
+    tap("attn_out", layer, own)
+    return feed_forward(ops, w, ops.linear_add(own, w.o, x), config, layer, tap)
