@@ -177,6 +177,13 @@ class BlockOps(Protocol):
         """[T, heads * 2 * depth] of y [T, heads * depth]: in every head what that of its number has among the first half of the heads, and
         beside it what that among the second has; numbers go on in the second half of the result."""
 
+    def marked_heads(self, y: object, says: object, heads: int, wide: int, rates: object) -> object:
+        """y [T, heads * wide], in place: the first channel of every head becomes exp(rate * softplus(says)), `says` [T, heads] and a rate a
+        head."""
+
+    def rescaled(self, x: object, branch: object | None, own: Rescale) -> object:
+        """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
+
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 
@@ -200,9 +207,6 @@ class HostOps(BlockOps, Protocol):
     def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
         """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
         they are, or turned `back`."""
-
-    def rescaled(self, x: object, branch: object | None, own: Rescale) -> object:
-        """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
 
     def routed_by(self, x: object, norm: Norm, path: RouterPath, streams: object) -> object:
         """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which

@@ -68,7 +68,8 @@ class ModelConfig:
     keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and `mix_least`, which is
     added to what is divided by; what leaves them is their mean. `router_rank`: how many numbers a router begins with, which goes through a
     small network and adds those of the layer before, 0 where it is one matrix. `differs`: attention is the difference of that of two halves
-    of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made.
+    of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made. `keys_marked`: every
+    key adds a number of its own to scores, and heads are wider in attention by a channel for it, as with slopes.
     """
 
     family: str
@@ -172,6 +173,7 @@ class ModelConfig:
     mix_least: float = 0.0
     router_rank: int = 0
     differs: bool = False
+    keys_marked: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -236,7 +238,7 @@ class ModelConfig:
     @property
     def made_dim(self) -> int:
         """How wide the head of a query or key is made."""
-        return self.value_dim if self.slopes or self.differs else self.head_dim
+        return self.value_dim if self.slopes or self.differs or self.keys_marked else self.head_dim
 
     @property
     def narrow(self) -> int:

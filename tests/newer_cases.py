@@ -350,6 +350,10 @@ NEWER = {
     "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
         "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 4,
         **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "doge": Case("doge", {"vocab_size": 301}),
+    "doge, biases, one KV head, tied, bfloat16": Case("doge", {
+        "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **rope("linear", factor=4.0)},
+        dtype="bfloat16"),
     "zaya": Case("zaya", ZAYA),
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,

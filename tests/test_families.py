@@ -256,6 +256,7 @@ PECULIAR = {
         {"hidden_act": "silu"}, {"windows": (39,) * 4}, {"ropes": 0}, {"ropes": 1}, {"norm_eps": 1e-1}],
     "qwen4_exp_text": [{"mixture": {"renormalise": False}}, {"state": {"sigmoid": True}}, {"ngrams": {"end": 8}},
                        {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
+    "doge": [{"norm_eps": 1e-1}, {"qk_norm": False}, {"attn_scale": 0.1}, {"ropes": (None,) * 3}],
     "diffllama": [{"norm_eps": 1e-1}, {"attn_scale": 0.1}, {"ropes": (None,) * 3}],
     "zaya": [{"mixture": {"renormalise": True}}, {"mixture": {"idle": False}}, {"norm_eps": 1e-1}, {"ropes": (None,) * 3}],
     "glm5_next": [{"mixture": {"renormalise": False}}, {"mixture": {"corrected": False}}, {"hidden_act": "silu"}, {"norm_eps": 1e-1},
@@ -334,7 +335,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
                                   "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
-                                  "deepseek_ocr2_text", "rwkv7", "diffllama"])
+                                  "deepseek_ocr2_text", "rwkv7", "diffllama", "doge"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -66,6 +66,7 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "part": (rows.part, rows.part_reference, "native code for queries with a gate behind each"),
         "resize heads": (head_widths.resize, head_widths.resize_reference, "native code, head by head"),
         "grow heads": (rows.grow, rows.grow_reference, "native code, head by head"),
+        "mark heads": (head_widths.mark, head_widths.mark_reference, "native code, head by head"),
         "pair heads": (head_widths.pair, head_widths.pair_reference, "native code, head by head"),
         "gate heads": (rows.gate_attended, rows.gate_attended_reference, "native code, head by head"),
         "latent keys": (latent.keys, latent.keys_reference, "native code, the latent normed where it lies"),

@@ -13,6 +13,7 @@ import numpy as np
 from ..compile import kernel
 from ..registry import Call
 from ..workspace import Dims, address
+from .arithmetic import exp, softplus
 from .intrinsics import f32_at, fetch_add, i64_at
 from .rows import SHARE_FROM
 
@@ -20,6 +21,9 @@ if TYPE_CHECKING:
     from ...quant.weight import Norm
     from .ops import CpuOps
 
+# Slots of `mark_heads`: the first channel of every head of Y [M_TOKENS, M_HEADS * M_WIDE] = exp(RATES * softplus(SAYS)), SAYS
+# [M_TOKENS, M_HEADS].
+M_Y, SAYS, M_TOKENS, M_HEADS, M_WIDE, RATES = range(6)
 # Slots: Y [TOKENS, HEADS * DEPTH] to OUT [TOKENS, HEADS * WIDE]. A head becomes wider by FRONT [HEADS, WIDE - DEPTH], zeros where that is
 # 0, or less wide by what stands in front of it.
 Y, OUT, TOKENS, HEADS, DEPTH, WIDE, FRONT = range(7)
@@ -72,6 +76,36 @@ def pair_heads(args, worker, counter):
                 out = f32_at(a[OUT] + 4 * ((t * heads + head) * 2 + side) * depth)
                 for i in range(depth):
                     out[i] = y[i]
+
+
+@kernel()
+def mark_heads(args, worker, counter):
+    """The numbers of keys. Blocks are tokens."""
+    a = i64_at(args)
+    heads, rates = a[M_HEADS], f32_at(a[RATES])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[M_TOKENS]:
+            return
+        says = f32_at(a[SAYS] + 4 * t * heads)
+        for head in range(heads):
+            f32_at(a[M_Y] + 4 * (t * heads + head) * a[M_WIDE])[0] = exp(rates[head] * softplus(says[head]))
+
+
+def marked_heads(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("mark heads")).candidate.run(ops, y, says, heads, wide, rates)
+    return y
+
+
+def mark(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
+    ops.args[: RATES + 1] = ops.at(y), ops.at(says), len(y), heads, wide, address(rates)
+    ops.run(mark_heads, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def mark_reference(ops: CpuOps, y: np.ndarray, says: np.ndarray, heads: int, wide: int, rates: np.ndarray) -> None:
+    ops.flush()
+    y.reshape(len(y), heads, wide)[..., 0] = np.exp(rates * np.logaddexp(0, says.astype(np.float64)))
 
 
 def paired_heads(ops: CpuOps, y: np.ndarray, heads: int, depth: int) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import torch
 
 if TYPE_CHECKING:
-    from ...quant.weight import Norm
+    from ...quant.weight import Norm, Rescale
     from .torch_ops import TorchOps
 
 
@@ -22,6 +22,18 @@ def widened_heads(ops: TorchOps, y: torch.Tensor, heads: int, wide: int, front: 
 def paired_heads(ops: TorchOps, y: torch.Tensor, heads: int, depth: int) -> torch.Tensor:
     """See `BlockOps`."""
     return y.view(len(y), 2, heads // 2, depth).transpose(1, 2).repeat(1, 2, 1, 1).flatten(1)
+
+
+def marked_heads(ops: TorchOps, y: torch.Tensor, says: torch.Tensor, heads: int, wide: int, rates: torch.Tensor) -> torch.Tensor:
+    """See `BlockOps`."""
+    y.view(len(y), heads, wide)[..., 0] = torch.exp(rates * torch.nn.functional.softplus(says))
+    return y
+
+
+def rescaled(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor | None, own: Rescale) -> torch.Tensor:
+    """See `BlockOps`."""
+    x.mul_(own.scales).add_(own.offsets)
+    return x if branch is None else x.add_(own.branch_scales * branch)
 
 
 def narrowed_heads(ops: TorchOps, y: torch.Tensor, heads: int, narrow: int) -> torch.Tensor:

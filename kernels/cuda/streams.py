@@ -92,7 +92,7 @@ def lent_mlp(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear, up: Linea
     """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
     made = [ops._linear(n, each) for each in (gate, up)]
-    for low, out in zip(own, made, strict=True):
+    for low, out in zip(own, made, strict=bool(own)):
         out.add_(ops._linear(ops._linear(n, low.into), low.out))
     hidden = ops.stages.gated(*made, act)
     if see is not None:

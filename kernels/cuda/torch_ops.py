@@ -199,7 +199,7 @@ class TorchOps(lora.Scales):
     second_stream, put_stream = streams.second_stream, streams.put_stream
 
     widened_heads, narrowed_heads, renormed = head_widths.widened_heads, head_widths.narrowed_heads, head_widths.renormed
-    paired_heads = head_widths.paired_heads
+    paired_heads, marked_heads, rescaled = head_widths.paired_heads, head_widths.marked_heads, head_widths.rescaled
 
     def copied(self, y: torch.Tensor) -> torch.Tensor:
         """See `BlockOps`."""

@@ -37,7 +37,7 @@ channels are multiplied have entry_scale and entry_offset in the first layer, at
 attn_branch_offset, and the same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second
 before them. Queries and keys that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to
 pictures have attn_share and mlp_share, numbers that say how much of both they add. Differential attention has lambda_q1, lambda_k1,
-lambda_q2 and lambda_k2, which say how much is taken away.
+lambda_q2 and lambda_k2, which say how much is taken away. Keys that add a number to scores have mark and mark_rate.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -83,15 +83,16 @@ if TYPE_CHECKING:
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen", "cohere",
             "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
-            "deepseek_v32", "deepseek_v4", "diffllama", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe", "exaone", "exaone4",
-            "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text", "gemma3n_text",
-            "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo",
-            "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa", "granitemoehybrid",
-            "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2", "internlm3",
-            "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama", "llama4_text",
-            "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax", "minimax_m2",
-            "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mistral_large4_text", "mixtral", "mllama_text_model",
-            "modernbert_decoder", "molmo2_text", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h", "olmo", "olmo2",
+            "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe", "exaone",
+            "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
+            "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt2",
+            "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
+            "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2",
+            "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
+            "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax",
+            "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mistral_large4_text", "mixtral",
+            "mllama_text_model", "modernbert_decoder", "molmo2_text", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h",
+            "olmo", "olmo2",
             "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open",
             "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
@@ -216,7 +217,8 @@ class LayerWeights:
     its attention and its MLP are multiplied by. `around`: how attention, or a state, and the MLP meet the streams of a token; `ngrams`:
     what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place. `entered`: what enters the
     first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
-    router. `difference`: how much of what the second half of the heads attends to is taken from what the first does.
+    router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
+    the number of a key of its value, and a rate for each head.
     """
 
     input_norm: Norm
@@ -264,6 +266,7 @@ class LayerWeights:
     rescales: tuple[Rescale, Rescale] | None = None
     path: RouterPath | None = None
     difference: float = 0.0
+    mark: tuple[Linear, object] | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

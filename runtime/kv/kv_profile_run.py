@@ -35,8 +35,9 @@ def recorded(path: Path, text: str, seconds: float = SECONDS, threads: int | Non
     if not config.cache_heads:
         raise UsageError("no layer of this model has keys and values, of which a profile would be",
                          "its states take the same memory behind any text")
-    if config.compressed is not None:
-        raise UsageError("keys of this model are made of several tokens and are never packed", "a profile is of use for caches that can be")
+    if config.compressed is not None or config.keys_marked:
+        why = "add a number of their own to scores" if config.keys_marked else "are made of several tokens"
+        raise UsageError(f"keys of this model {why} and are never packed", "a profile is of use for caches that can be")
     try:
         codec(FORMAT).layers(config.cache_heads)
     except UsageError as error:  # what helps a run, other bits, is nothing that can be asked for here

@@ -102,8 +102,9 @@ def cache_form(options: EngineOptions, folder: Path | None, config: ModelConfig,
     kv = codec(options.kv)
     if profile is not None and kv.is_packed and not options.force:
         refuse_broken(options.kv, profile)
-    if kv.is_packed and config.slopes:
-        raise UsageError(f"--kv {options.kv}: scores of this model grow with the place of a key, which no packed cache holds", "--kv 16bit")
+    if kv.is_packed and (config.slopes or config.keys_marked):
+        why = "scores of this model grow with the place of a key" if config.slopes else "every key of this model adds a number to scores"
+        raise UsageError(f"--kv {options.kv}: {why}, which no packed cache holds", "--kv 16bit")
     if not kv.is_packed:
         for name in ("kv_sink", "kv_window"):
             if name not in options.preset and getattr(options, name) is not None:

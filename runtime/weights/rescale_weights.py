@@ -21,6 +21,9 @@ def rescale(roles: Collection[str], what: str, vector: Callable[[str], object], 
     """How a stream meets a branch, or enters the first layer: both are moved before they are multiplied, so what is added is one vector."""
     if f"{what}_scale" not in roles:
         return None
+    if f"{what}_offset" not in roles:
+        scales = vector(f"{what}_scale")
+        return Rescale(scales, scales * 0 + 1, scales * 0)
     scales, moved = vector(f"{what}_scale"), vector(f"{what}_offset")
     if f"{what}_branch_scale" not in roles:
         return Rescale(scales, None, ops.put(scales * moved, "f32"))

@@ -205,7 +205,8 @@ class WeightRecords:
                             attn_sub_norm=ones(config.head_dim, 1 - share_of(key)) if config.differs else norm("attn_sub_norm"),
                             ffn_sub_norm=norm("ffn_sub_norm"),
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
-                            fronts=self._fronts(ops) if config.slopes else None,
+                            fronts=self._fronts(ops) if config.slopes or config.keys_marked else None,
+                            mark=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
                             wide=wide_weights(config, key, linear, vector, lambda values: ops.put(values, "f32")),
                             around=residual_weights.residuals_around(config, roles, linear, vector)
@@ -217,6 +218,10 @@ class WeightRecords:
     def _fronts(self, ops: object) -> tuple[object, object]:
         """What queries and keys have in front whose scores grow with a key's place, on a backend."""
         config = self.config
+        if config.keys_marked:
+            ones = np.zeros((config.num_attention_heads, config.head_dim - config.made_dim), np.float32)
+            ones[:, 0] = 1 / config.attn_scale
+            return ops.put(ones, "f32").reshape(ones.shape), None
         fronts = place_fronts(config.slopes, config.num_key_value_heads, config.attn_scale, config.head_dim - config.made_dim)
         return tuple(ops.put(each, "f32") for each in fronts)
 

@@ -1,0 +1,79 @@
+"""Doge (20M to 320M): Llama whose every key adds a number of its own to scores, made of its value (dynamic mask attention), with norms of
+queries and keys and a stream whose channels are multiplied before a branch is added.
+
+In attention and in the cache a head is wider than its matrix makes it: a channel in front of a key holds the number, and that of a query
+what makes it one in a score. Beyond `keep_window_size` tokens those of the largest numbers alone would be seen, which is not run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from . import LayerWeights, TensorRule, llama
+from .llama import outer_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias"})
+# Of training, and of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
+KEYS_HARMLESS = frozenset({"hidden_dropout", "norm_topk_prob", "num_experts", "num_experts_per_tok", "output_router_logits",
+                           "router_aux_loss_coef"})
+REFUSED_UNLESS: Mapping[str, object] = {"is_moe": False, "layer_types": None, "sliding_window": None}
+SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
+EVEN = 16  # a head in attention is so many channels, or several times as many
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    bias = keys.flag("attention_bias", False)
+    made = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
+                          mlp_bias=keys.flag("mlp_bias", False), keys_marked=True,
+                          most_tokens=keys.integer("keep_window_size", 2048, high=2**27))
+    wide = -(-(made.head_dim + 1) // EVEN) * EVEN
+    return replace(made, attn_scale=made.head_dim**-0.5, value_dim=made.head_dim, head_dim=wide)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of one layer by role."""
+    rules, prefix = llama.layer_tensors(replace(config, head_dim=config.made_dim), layer), f"model.layers.{layer}."
+    heads, hidden = config.num_key_value_heads, config.hidden_size
+    rules |= {"mark": TensorRule(f"{prefix}self_attn.dt_proj.weight", (heads, heads * config.made_dim), plain=True),
+              "mark_rate": TensorRule(f"{prefix}self_attn.A", (heads,)), "attn_scale": TensorRule(f"{prefix}input_residual", (hidden,)),
+              "mlp_scale": TensorRule(f"{prefix}post_attention_residual", (hidden,))}
+    return rules | ({"mark_bias": TensorRule(f"{prefix}self_attn.dt_proj.bias", (heads,))} if config.qkv_bias else {})
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`."""
+    tap("block_in", layer, x)
+    heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
+    q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
+    q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, w.q_norm), heads, wide, w.fronts[0], 0)
+    k = ops.widened_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, w.k_norm), kv_heads, wide, None, 1)
+    (says,) = ops.norm_linear(v, None, [w.mark[0]])  # [T, KVH]
+    k = ops.marked_heads(k, says, kv_heads, wide, w.mark[1])
+    v = ops.widened_heads(v, kv_heads, wide, None, 2)
+    for name, value in (("q", q), ("k", k), ("v", v)):
+        tap(name, layer, value)
+    attended = ops.narrowed_heads(kv.attend(q, k, v), heads, narrow)
+    tap("attn_out", layer, attended)
+    (branch,) = ops.norm_linear(attended, None, [w.o])
+    x = ops.rescaled(x, branch, w.rescales[0])
+    tap("mlp_in", layer, x)
+    branch = ops.lent_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+    x = ops.rescaled(x, branch, w.rescales[1])
+    tap("block_out", layer, x)
+    return x
