@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
-KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias"})
+OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
+KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias", *OF_MIXTURES})
 # Of training, and of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
-KEYS_HARMLESS = frozenset({"hidden_dropout", "norm_topk_prob", "num_experts", "num_experts_per_tok", "output_router_logits",
-                           "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"hidden_dropout", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS: Mapping[str, object] = {"is_moe": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
 EVEN = 16  # a head in attention is so many channels, or several times as many
@@ -38,6 +38,8 @@ EVEN = 16  # a head in attention is so many channels, or several times as many
 def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     bias = keys.flag("attention_bias", False)
+    for name in OF_MIXTURES:
+        keys.integer(name, None)
     made = decoder_config(keys, Defaults(max_position_embeddings=2048, sizes=SIZES), qkv_bias=bias, o_bias=bias, qk_norm=True,
                           mlp_bias=keys.flag("mlp_bias", False), keys_marked=True,
                           most_tokens=keys.integer("keep_window_size", 2048, high=2**27))
