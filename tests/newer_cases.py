@@ -19,6 +19,7 @@ from family_sizes import (
     Case,
     rope,
 )
+from newest_cases import NEWEST
 from related_cases import RELATED
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
@@ -85,14 +86,6 @@ LLAMA_4 = {"head_dim": 32, "intermediate_size": 40, "attention_chunk_size": CONT
 GROWING_PARTS = {**GROWING, "partial_rotary_factor": 16 / 36}
 AFMOE = {**FEW_EXPERTS, "num_hidden_layers": 4, "head_dim": 32, "sliding_window": 40, "num_shared_experts": 2, "mup_enabled": True,
          "route_scale": 2.5, "num_dense_layers": 1, "initializer_range": 0.12}
-LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP, **INDEXED}.items() if key != "q_lora_rank"},
-           "no_rope_layers": [1, 0, 1], "initializer_range": 0.15,
-           **rope("yarn", factor=8.0, original_max_position_embeddings=48, attention_factor=1.0)}
-GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "first_k_dense_replace")},
-              "num_hidden_layers": 4, "qk_rope_head_dim": 0, "linear_head_dim": 24, "linear_num_heads": 3, "index_topk": 320,
-              "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
-ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_hidden_size": 24, "intermediate_size": None,
-        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
 SWASH = {"attention_multiplier": 0.3, "embedding_multiplier": 12.0, "residual_multiplier": 0.4, "logits_scaling": 7.0,
          "num_hidden_layers": 4}
 LING = {"num_hidden_layers": 6, "layer_group_size": 3, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 24, "kv_lora_rank":
@@ -128,7 +121,7 @@ LAGUNA = {**FEW_EXPERTS, "head_dim": 32, "sliding_window": 40, "shared_expert_in
                                  "attention_factor": 1.0, "beta_fast": 64.0, "partial_rotary_factor": 0.5},
               "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
 NEWER = {
-    **RELATED,
+    **RELATED, **NEWEST,
     "bailing_hybrid": Case("bailing_hybrid", {**LING, "vocab_size": 301, "rms_norm_eps": 1e-3, "initializer_range": 0.15}, shard="100KB"),
     "bailing_hybrid, no bound, other layers, bfloat16": Case("bailing_hybrid", {
         **LING, **ONE_GROUP, "num_hidden_layers": 4, "layer_types": ["full_attention", "linear_attention", "full_attention",
@@ -333,31 +326,6 @@ NEWER = {
     "mistral4, queries at once, bfloat16": Case("mistral4", {
         **LATENT, **ONE_GROUP, "q_lora_rank": None, "norm_topk_prob": False, "rope_parameters": GROWING_PARTS}, dtype="bfloat16",
         inside="mistral3"),
-    "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
-    "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
-        **LARGE_4, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4], "indexer_types": [
-            "full", "shared", "full", "shared", "full"], "final_logit_softcapping": 3.0, "mlp_layer_types": ["sparse", "dense"] * 2 + [
-                "sparse"]}, dtype="bfloat16", inside="mistral_large4"),
-    "mistral_large4, all seen, bfloat16": Case("mistral_large4_text", {**LARGE_4, "index_topk": CONTEXT}, dtype="bfloat16",
-                                               inside="mistral_large4"),
-    "glm5_next": Case("glm5_next_text", GLM_5_NEXT, inside="glm5_next"),
-    "glm5_next, no bound, other layers, a choice that is shared, bfloat16": Case("glm5_next_text", {
-        **GLM_5_NEXT, "layer_types": ["indexed_attention", "indexed_attention", "linear_attention", "linear_attention"],
-        "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
-        "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
-        "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
-    "diffllama": Case("diffllama", {"head_dim": 32, "vocab_size": 301}),
-    "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
-        "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 4,
-        **rope("linear", factor=4.0)}, dtype="bfloat16"),
-    "doge": Case("doge", {"vocab_size": 301}),
-    "doge, biases, one KV head, tied, bfloat16": Case("doge", {
-        "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **rope("linear", factor=4.0)},
-        dtype="bfloat16"),
-    "zaya": Case("zaya", ZAYA),
-    "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
-        **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
-        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
     "bamba": Case("bamba", {**MAMBA, "num_hidden_layers": 4, "attn_layer_indices": [1], "vocab_size": 301}),
     "bamba, biases, tied, bfloat16": Case("bamba", {
         **MAMBA, "attn_layer_indices": [0, 2], "mamba_conv_bias": False, "mamba_n_groups": 1, "attention_bias": True, "mlp_bias": True,

@@ -12,7 +12,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from newer_cases import GLM_5_NEXT
+from newest_cases import GLM_5_NEXT
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.glm5_next import modeling_glm5_next as theirs_of
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from newer_cases import ZAYA
+from newest_cases import ZAYA
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from effllm import UsageError

@@ -1,0 +1,40 @@
+"""Tiny random models of the families that came after those of `newer_cases.py`."""
+
+from family_sizes import CONTEXT, LATENT, ONE_GROUP, Case, rope
+
+LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP}.items() if key != "q_lora_rank"},
+           "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8,
+           "no_rope_layers": [1, 0, 1], "initializer_range": 0.15,
+           **rope("yarn", factor=8.0, original_max_position_embeddings=48, attention_factor=1.0)}
+GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_rope_head_dim", "first_k_dense_replace")},
+              "num_hidden_layers": 4, "qk_rope_head_dim": 0, "linear_head_dim": 24, "linear_num_heads": 3, "index_topk": 320,
+              "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
+ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_hidden_size": 24, "intermediate_size": None,
+        "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
+NEWEST = {
+    "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
+    "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
+        **LARGE_4, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4], "indexer_types": [
+            "full", "shared", "full", "shared", "full"], "final_logit_softcapping": 3.0, "mlp_layer_types": ["sparse", "dense"] * 2 + [
+                "sparse"]}, dtype="bfloat16", inside="mistral_large4"),
+    "mistral_large4, all seen, bfloat16": Case("mistral_large4_text", {**LARGE_4, "index_topk": CONTEXT}, dtype="bfloat16",
+                                               inside="mistral_large4"),
+    "glm5_next": Case("glm5_next_text", GLM_5_NEXT, inside="glm5_next"),
+    "glm5_next, no bound, other layers, a choice that is shared, bfloat16": Case("glm5_next_text", {
+        **GLM_5_NEXT, "layer_types": ["indexed_attention", "indexed_attention", "linear_attention", "linear_attention"],
+        "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
+        "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
+        "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
+    "diffllama": Case("diffllama", {"head_dim": 32, "vocab_size": 301}),
+    "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
+        "num_key_value_heads": 4, "attention_bias": True, "tie_word_embeddings": True, "num_hidden_layers": 4,
+        **rope("linear", factor=4.0)}, dtype="bfloat16"),
+    "doge": Case("doge", {"vocab_size": 301}),
+    "doge, biases, one KV head, tied, bfloat16": Case("doge", {
+        "num_key_value_heads": 1, "attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True, **rope("linear", factor=4.0)},
+        dtype="bfloat16"),
+    "zaya": Case("zaya", ZAYA),
+    "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
+        **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
+        "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
+}
