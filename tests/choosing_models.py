@@ -26,6 +26,7 @@ CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].change
             "minimax_m3": Case("minimax_m3_vl_text", {
                 **CASES["minimax_m3_vl_text"].changes, "hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": 640,
                 "dense_intermediate_size": 192, "index_topk_blocks": 4, "index_block_size": 16})}
+LIKE_OTHERS = ("mistral_large4",)  # of which slow tests ask what others show in every run
 
 
 @contextmanager

@@ -31,7 +31,7 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
-from choosing_models import CHOOSING, guided, noted
+from choosing_models import CHOOSING, LIKE_OTHERS, guided, noted
 from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
 from hybrid_models import CTX, IDS, anew, opened, read
@@ -47,7 +47,7 @@ from same_bits import (
 from streamed_models import streaming
 
 
-@pytest.fixture(scope="module", params=CHOOSING)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CHOOSING])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("choosing") / "model"
     return folder, written(CHOOSING[request.param], folder)

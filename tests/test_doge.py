@@ -70,10 +70,12 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
     assert_threads_and_chunks_change_nothing(folder)
 
 
+@pytest.mark.slow
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine) -> None:
     assert_tokens_at_once_are_tokens_one_by_one(engine, 200)
 
 
+@pytest.mark.slow
 def test_drafts_change_no_answer(engine: Engine) -> None:
     assert_drafts_change_nothing(engine, 190, 0.6)
 

@@ -163,11 +163,13 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None
     assert_tokens_at_once_are_tokens_one_by_one(engine, held)
 
 
-@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 190, right)
 
 
+@pytest.mark.slow
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     assert_another_question_reads_that_alone(engine)
 
@@ -185,6 +187,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
     assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
 
 
+@pytest.mark.slow
 def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     engine = opened(folder)
     try:

@@ -148,6 +148,7 @@ def test_tokens_without_an_expert_are_among_those_that_agree(model: tuple[Path, 
     engine.close()
 
 
+@pytest.mark.slow
 def test_prompts_and_single_tokens_agree_with_transformers(model: tuple[Path, PreTrainedModel]) -> None:
     folder, theirs = model
     engine = opened(folder, kv="32bit")
@@ -166,11 +167,13 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None
     assert_tokens_at_once_are_tokens_one_by_one(engine, held)
 
 
-@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
+@pytest.mark.slow
+@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 190, right)
 
 
+@pytest.mark.slow
 def test_another_question_behind_a_prompt_reads_that_alone(engine: Engine) -> None:
     assert_another_question_reads_that_alone(engine)
 
