@@ -30,7 +30,7 @@ from .events import Notice, Progress
 from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_role, kind_of
 from .kv.cache_made import open_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
-from .model import Model, dims
+from .model import Model
 from .planning.compiled import compiled
 from .planning.demands import LOGIT_ROWS
 from .planning.needed_kernels import calibration_kinds
@@ -39,6 +39,7 @@ from .prepare import EngineOptions, worker_count
 from .source import open_store
 from .text import Tokenizer
 from .weights.weight_records import BeforeHead
+from .widths import dims
 
 TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window

@@ -33,7 +33,7 @@ from .kv.cache_made import open_cache
 from .kv.cache_shape import layer_specs
 from .kv.kv_disk import disk_tier
 from .measuring.scoring import Scoring
-from .model import Model, dims
+from .model import Model
 from .planning.compiled import compiled, refuse_while_cold
 from .planning.demands import LOGIT_ROWS
 from .planning.devices import backends_of
@@ -44,6 +44,7 @@ from .prepare import EngineOptions, Prepared, prepare, refuse_beyond_machine, wo
 from .sampler import Sampler, refuse_broken
 from .sparse.bundles import SPARSE, is_bundled
 from .speculate import speculation
+from .widths import dims
 
 if TYPE_CHECKING:
     from .answers.side_by_side import SharedPasses

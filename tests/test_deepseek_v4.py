@@ -25,7 +25,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.model import Model, dims
+from effllm.runtime.model import Model
 from effllm.runtime.planning import forecast
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
@@ -34,6 +34,7 @@ from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import guided, noted

@@ -28,12 +28,12 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
-from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_store
 from effllm.runtime.tensors import check_tensors
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, TOLERANCE, Case, assert_close, oracle, rotary_of, share_angles, text, written

@@ -20,13 +20,14 @@ from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.calibrate import Calibration, LayerStats, built_in_text, calibrate, calibration_ids
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import Model, dims
+from effllm.runtime.model import Model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.devices import card_nbytes
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import FABLE, options, run

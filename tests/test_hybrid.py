@@ -28,7 +28,6 @@ from effllm.runtime.conversion.compressed import export_compressed
 from effllm.runtime.engine import Engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.kv.states import TAIL
-from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -37,6 +36,7 @@ from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE

@@ -15,13 +15,14 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.weight import Linear, LowRank, Norm, Weight
 from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.model import Model, dims
+from effllm.runtime.model import Model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights.lent_weights import uses
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused

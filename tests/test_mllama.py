@@ -33,9 +33,9 @@ from effllm.runtime.images.marks import PictureGone
 from effllm.runtime.images.turning import PICTURED, parts_of
 from effllm.runtime.kv import picture_keys
 from effllm.runtime.kv.picture_keys import Watched, picture_keys_nbytes
-from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.widths import dims
 
 EXACT = {"kv": "32bit", "device": "cpu", "ctx": 512, "chunk": 128, "exact": True, "spec": "off"}
 # Words, and names of pictures between them.

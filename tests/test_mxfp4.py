@@ -30,13 +30,13 @@ from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.library.listing import _local
-from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store
 from effllm.runtime.stores.container import check_stored, read_container
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused

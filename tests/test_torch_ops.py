@@ -22,10 +22,10 @@ from effllm.quant.kv import RawCodec
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
 from effllm.runtime.engine import Engine
-from effllm.runtime.model import dims
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
+from effllm.runtime.widths import dims
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"))
 STORED = ["f32", "f16", "bf16"]

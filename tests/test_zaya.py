@@ -26,12 +26,13 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
-from effllm.runtime.model import Model, dims
+from effllm.runtime.model import Model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
+from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused

@@ -30,7 +30,6 @@ from ..kv.cache_parts import layer_codecs
 from ..kv.cache_shape import cache_nbytes, exact_nbytes, index_nbytes, page_sizes
 from ..kv.kv_setting import AUTO, chosen, profile_for, refuse_broken
 from ..kv.states import states_nbytes
-from ..model import dims
 from ..sparse.bundles import Windows, places
 from ..sparse.sparsity_file import load as load_sparsity
 from ..speculation.mtp_tensors import MTP
@@ -40,6 +39,7 @@ from ..weights import card_head
 from ..weights.paged_experts import ExpertParts, PagedExperts, cut_experts, paged
 from ..weights.parts import Parts, cut
 from ..weights.streamed import Streams
+from ..widths import dims
 from . import devices
 
 if TYPE_CHECKING:

@@ -27,10 +27,15 @@ from .import_config import IGNORED
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
                       r"h\.\d+\.attn\.(?:attention\.)?(?:bias|masked_bias|causal_mask)|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
                       rf"decoder\.version|position_ids|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
-SIGHT = re.compile(r"(?:model\.)?encoder\..+|"
-                   r"(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|(?:audio_tower|code2wav|connector|embed_audio|embed_vision|merger|mlp1|mlp_AR|mm_projector|"
-                   r"patch_merger|pre_mm_projector_norm|vision_language_adapter|density_router|layerwise_projectors|spatial_projectors|multi_modal_projector|patch_merge_mlp|projector|talker|token2wav|vision_adapter|vision_backbone|vision_embedder|"
-                   r"vision_encoder|vision_model|vision_projection|vision_tower|visual|visual_embeddings_table|vit|vit_large_projector)\..+)")
+# Parts that see, hear or speak, as one publisher or another calls them.
+SENSING_PARTS = (
+    "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision", "layerwise_projectors", "merger",
+    "mlp1", "mlp_AR", "mm_projector", "multi_modal_projector", "patch_merge_mlp", "patch_merger", "pre_mm_projector_norm",
+    "projector", "spatial_projectors", "talker", "token2wav", "vision_adapter", "vision_backbone", "vision_embedder",
+    "vision_encoder", "vision_language_adapter", "vision_model", "vision_projection", "vision_tower", "visual",
+    "visual_embeddings_table", "vit", "vit_large_projector")
+SIGHT = re.compile(r"(?:model\.)?encoder\..+|(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|"
+                   rf"(?:{'|'.join(SENSING_PARTS)})\..+)")
 # A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
 SENSING, SENSES = "phi4_multimodal", re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)")
 # Norms behind layers without experts, which A.X K1's checkpoints hold.
