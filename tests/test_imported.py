@@ -207,6 +207,8 @@ CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zer
          "bytes, whole blocks", "float-quantized", "float-quantized blocks", "fp8 blocks", "fp8 blocks, powers of two", "fp8 rows",
          "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8", "bytes by row")
 
+ROUNDED = ("nf4",)  # its codes run under levels and scales that are whole numbers; `test_imported_bitsandbytes.py` says how near
+
 
 def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str, np.ndarray]]) -> None:
     """To the last bit; what has no such form stays wide."""
@@ -214,11 +216,13 @@ def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str
     store, container = open_weights(folder)
     with store:
         found = {} if container is None else container.tensors
-        assert len(found) == (42 if name in CODES else 0)
-        assert is_low_bit(folder) == (name in (*CODES, "gptq 4, act order", "bytes, blocks"))
+        assert len(found) == (42 if name in (*CODES, *ROUNDED) else 0)
+        assert is_low_bit(folder) == (name in (*CODES, *ROUNDED, "gptq 4, act order", "bytes, blocks"))
         for tensor, stored in found.items():
             blob = store.read(store.tensors[tensor])
             assert blob.nbytes == stored.nbytes == store.tensors[tensor].nbytes
+            if name in ROUNDED:
+                continue
             np.testing.assert_array_equal(Weight.low_bit(stored.spec, stored.shape, blob).to_f32(), meant[tensor], err_msg=tensor)
         if name == "gptq 4":
             assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}

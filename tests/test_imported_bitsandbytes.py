@@ -4,7 +4,7 @@ import json
 import subprocess
 import sys
 from importlib.util import find_spec
-from math import prod
+from math import gcd, prod
 from pathlib import Path
 
 import numpy as np
@@ -22,7 +22,9 @@ from saved_models import saved
 from test_imported_lies import BASE, DEPTHS, read
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.quant.codes import dequantize
 from effllm.quant.imports import bitsandbytes
+from effllm.quant.imports.arranged import put_levels
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
@@ -77,6 +79,63 @@ def test_rows_that_no_block_begins_with_arrive_as_they_are_read(tmp_path: Path, 
         np.testing.assert_array_equal(store.read(info, 77, 79).view(np.float32).reshape(2, depth), meant[77:79])
 
 
+def rounded_parts(values: np.ndarray, kind: str, block: int) -> tuple[tuple[np.ndarray, np.ndarray, np.ndarray, int], np.ndarray]:
+    """What `bitsandbytes.packable` takes, and what that means before it is rounded."""
+    parts, meant = as_levels(values, kind, block=block)
+    return (parts["weight"].numpy().reshape(-1), parts["weight.quant_map"], parts["weight.absmax"], block), meant
+
+
+@given(st.integers(1, 40), st.integers(1, 40), st.sampled_from(["nf4", "fp4"]), st.sampled_from([32, 64, 128, 4096]),
+       st.integers(-30, 30), st.integers(0, 99))
+def test_codes_stay_and_what_is_beside_them_is_rounded_by_little(rows: int, groups: int, kind: str, block: int, power: int,
+                                                                 seed: int) -> None:
+    """Of every weight at most half a whole level, and of its 256 inputs' largest magnitude what scales lose. Blocks may go on in the next
+    row and be of very different sizes."""
+    rng, shape = np.random.default_rng(seed), (rows, 16 * groups)
+    values = (rng.standard_normal(shape) * np.exp2(rng.uniform(-9, 9, (rows, 1)) + power)).astype(np.float32)
+    taken, meant = rounded_parts(values, kind, block)
+    codes = bitsandbytes.packable(*taken, shape)
+    pairs = np.stack([taken[0] >> 4, taken[0] & 15], axis=1).reshape(shape)
+    np.testing.assert_array_equal(codes.codes, pairs)
+    blob = np.zeros(bitsandbytes.SPEC.nbytes(shape), np.uint8)
+    put_levels(blob, shape, 0, *taken)
+    found = Weight.low_bit(bitsandbytes.SPEC, shape, blob).to_f32()
+    _, unit, most = bitsandbytes.whole_levels(taken[1])
+    each = np.repeat(taken[2], block)[: meant.size].reshape(shape)
+    padded = np.pad(each, ((0, 0), (0, -shape[1] % 256))).reshape(rows, -1, 256)
+    largest = np.repeat(padded.max(2), 256, axis=1)[:, : shape[1]]
+    scale = np.sqrt(256 / gcd(block, shape[1], 256)) / 2 / most + 2.0**-10  # beside it a half
+    assert (np.abs(found - meant) <= 1.01 * (each * unit / 2 + largest * scale)).all()
+
+
+@pytest.mark.parametrize(("kind", "share"), [("nf4", 0.006), ("fp4", 0.003)])
+def test_what_rounding_adds_is_little_beside_the_format(kind: str, share: float) -> None:
+    """Of its own squared error with normal weights."""
+    values = np.random.default_rng(5).standard_normal((256, 1024)).astype(np.float32) / 50
+    taken, meant = rounded_parts(values, kind, 64)
+    found = dequantize(bitsandbytes.packable(*taken, values.shape), bitsandbytes.SPEC)
+    added, own = np.square(found - meant).mean(), np.square(meant - values).mean()
+    assert 0 < added < share * own
+
+
+@pytest.mark.parametrize(("shape", "scales", "kept"), [
+    ((64, 256), 256, True), ((64, 576), 576, True), ((64, 128), 128, True), ((64, 64), 64, False), ((64, 264), 264, False),
+    ((64, 256), 4, True), ((64, 256), 700, False), ((64, 256), 0, False)])
+def test_codes_run_where_they_are_the_smaller(shape: tuple[int, int], scales: int, kept: bool) -> None:
+    """Than halves, inputs being padded to 256; not of blocks that the package does not make, nor of groups in part."""
+    assert bitsandbytes.spec_of(shape, scales) == (bitsandbytes.SPEC if kept else None)
+
+
+def test_levels_that_are_all_zero_or_large_beyond_measure() -> None:
+    packed, scales = np.arange(128, dtype=np.uint8), np.full(4, 2.0, np.float32)
+    none = bitsandbytes.packable(packed, np.zeros(16, np.float32), scales, 64, (1, 256))
+    assert not dequantize(none, bitsandbytes.SPEC).any()
+    with pytest.raises(ValueError, match="more than float32"):
+        bitsandbytes.packable(packed, np.full(16, 3e38, np.float32), 1e3 * scales, 64, (1, 256))
+    with pytest.raises(ValueError, match="end within"):
+        bitsandbytes.packable(packed, np.ones(16, np.float32), np.ones(11, np.float32), 24, (1, 256))
+
+
 def test_scales_of_rows_lose_what_half_precision_cannot_hold(tmp_path: Path) -> None:
     """At most half a unit in its last place, which is what every weight would lose if it were widened."""
     values = np.random.default_rng(3).standard_normal((192, 256)).astype(np.float32)
@@ -119,12 +178,17 @@ def test_they_run_as_what_they_mean(folder: tuple[Path, dict[str, np.ndarray]]) 
     engine.close()
     said = [event.text for event in events if isinstance(event, Notice)]
     assert any("bitsandbytes weights are widened to f16" in text for text in said)
+    assert any("order of the kernels, their levels and scales rounded to whole numbers," in text for text in said)
+    with open_weights(path)[0] as store:
+        low = {name: Weight.low_bit(own.spec, own.shape, store.read(store.tensors[name])).to_f32()
+               for name, own in store.container.tensors.items()}
+    assert set(low) == {f"model.layers.{layer}.mlp.down_proj.weight" for layer in (0, 2)}
     raw, whole = json.loads((path / "config.json").read_text()), load_file(path / "model.safetensors")
     whole = {name for name, values in whole.items() if values.is_floating_point()}
     plain = path.parent / "plain"
     plain.mkdir()
-    halved = {name: torch.from_numpy(values).half().float() if name not in whole else torch.from_numpy(values)
-              for name, values in meant.items()}
+    halved = {name: torch.from_numpy(low.get(name, values)) if name in whole or name in low
+              else torch.from_numpy(values).half().float() for name, values in meant.items()}
     save_file(halved, plain / "model.safetensors")
     (plain / "config.json").write_text(json.dumps({key: value for key, value in raw.items() if key != "quantization_config"}))
     model = AutoModelForCausalLM.from_pretrained(plain, dtype=torch.float32).eval()
@@ -160,10 +224,11 @@ def test_a_plan_expects_what_the_files_hold(folder: tuple[Path, dict[str, np.nda
     rules = {f"{layer}.{role}": (role, rule) for layer in range(config.num_hidden_layers)
              for role, rule in families.get(config.family).layer_tensors(config, layer).items()}
     found = {name: formats(*each) for name, each in rules.items()}
-    assert found["0.q"] == found["0.down"] == QuantSpec.raw("f16") and found["1.down"] is found["0.input_norm"] is None
+    assert found["0.q"] == QuantSpec.raw("f16") and found["1.down"] is found["0.input_norm"] is None
     store, container = open_weights(path)
     store.close()
-    assert container is None
+    stored = {name: own.spec for name, own in container.tensors.items()}
+    assert stored == {rules[name][1].name: spec for name, spec in found.items() if spec == bitsandbytes.SPEC}
     expected = expected_formats(EIGHT)(*rules["0.o"])
     assert str(expected) == "offset8:64"
 

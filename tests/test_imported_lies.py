@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.header import TensorInfo
 from effllm.quant.codes import Codes
-from effllm.quant.imports import fp8, groups, mxfp4, nvfp4
+from effllm.quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4
 from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
@@ -113,6 +113,8 @@ def by_numpy(store: ImportedStore, info: TensorInfo) -> np.ndarray:
         values = store._checked(info, info.shape, decoder.decoded, array)
         with np.errstate(all="ignore"):
             return np.ascontiguousarray(from_f32(values, info.dtype.lower())).reshape(-1).view(np.uint8)
+    if spec.scheme == "table":
+        return pack(bitsandbytes.packable(*decoder.leveled(array), store._shapes[info.name]), spec)
     if spec.scheme == "nvfp":
         return pack(nvfp4.packable(*decoder.small(array)), spec)
     if spec.scheme == "mxfp":

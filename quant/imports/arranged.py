@@ -15,7 +15,7 @@ from ..codes import Codes
 from ..levels import MXFP
 from ..pack import put_factors, put_rows, put_tables
 from ..spec import QuantSpec
-from . import fp8, nvfp4
+from . import bitsandbytes, fp8, nvfp4
 from .gguf import DECODERS, KEPT
 from .gguf_levels import KINDS as LEVELED
 from .gguf_levels import grid_of
@@ -149,6 +149,27 @@ def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: n
                                      address(blob) + spec.sections(shape).codes)
         put_factors(blob, spec, shape, 0, scales.view(np.int8), None, rows)
     put_tables(blob, spec, shape, MXFP)
+
+
+def put_levels(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.ndarray, levels: np.ndarray, scales: np.ndarray,
+               block: int) -> None:
+    """Rows of a weight of `shape` [N, K] from `begin` on, a multiple of 16, which bitsandbytes made, as `bitsandbytes.packable` takes them,
+    into its blob: its codes, under levels and scales that are rounded. A number of rows as of `put_blocks`. Raises ValueError for arrays
+    that do not fit."""
+    from ...kernels.cpu import foreign_words
+
+    spec, depth = bitsandbytes.SPEC, shape[1]
+    own = min(2 * packed.size // depth, shape[0] - begin), depth
+    if depth % SUPER_BLOCK:
+        put_rows(blob, spec, shape, begin, bitsandbytes.packable(packed, levels, scales, block, own))
+    else:
+        codes, rows, supers, _ = bitsandbytes.factors(packed, levels, scales, block, own)
+        pairs = packed >> 4 | packed << 4
+        _check(blob, spec, shape, begin, own[0])
+        foreign_words.codes_to_tiles(foreign_words.PAIRS, address(pairs), depth // 2, own[0], depth // TILE,
+                                     _places(blob, spec, shape, begin)[0])
+        put_factors(blob, spec, shape, begin, codes, None, rows, supers)
+    put_tables(blob, spec, shape, bitsandbytes.whole_levels(levels)[0])
 
 
 def _check(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, n: int) -> None:

@@ -3,6 +3,7 @@
 Of four bits (NF4, FP4) two codes share a byte, the first in its upper half, row after row without a gap. The levels that they stand for
 lie beside them, and so does the largest magnitude of every block of values, which may go on in the next row. These magnitudes may be codes
 themselves (double quantization), of 256 levels under a largest magnitude of their own, below one mean. JSON says how long blocks are.
+Kernels multiply the codes under levels and magnitudes that are whole numbers (`table4:16`): the nearest, under a half of 256 inputs.
 
 Of eight bits (LLM.int8) a row is signed bytes, and 127 of them its largest magnitude.
 """
@@ -11,15 +12,27 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass
-from math import prod
+from math import gcd, prod
 
 import numpy as np
+
+from ...kernels.tiles import MOST_WIDE, SUPER_BLOCK
+from ..codes import Codes
+from ..spec import QuantSpec
+from ..weight import from_f32
 
 LEVELS, SCALE_LEVELS = 16, 256
 MOST_NBYTES, MOST_SIZE = 1 << 10, 1 << 40  # of what is said of a weight
 TOP = np.float32(127)  # the byte that a row's largest magnitude is
 MOST_MEAN = 3e38  # that float32 holds
 BY_ROW = 0  # the order of bytes that is read; the others suit a GPU
+SPEC = QuantSpec(4, 16, "table")
+BLOCKS, USUAL = tuple(1 << bits for bits in range(5, 13)), 64  # values of a block that the package makes
+WHOLE, MOST_CODE = np.arange(32, 127.5, 0.5, np.float32), 127  # tried for the largest level; what int8 holds
+# Of a step between scales, squared, what choosing the half of 256 inputs leaves as error; a twelfth where it is not chosen (measured).
+LEFT = 0.01
+SPANS = np.linspace(0.6, 1, 8, dtype=np.float32)  # tried: the scale of the largest magnitude, as a part of the most that it can be
+LEAST_POWER = -126  # of two, that bfloat16 holds
 
 
 @dataclass(frozen=True)
@@ -74,16 +87,88 @@ def dequantize(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block
     """Bytes of codes uint8 [n * k / 2], levels float32 [16], magnitudes of blocks of so many values -> float32 [n, k], of which only the
     product is rounded. The first row begins a block. Raises ValueError where they do not fit one another."""
     count = prod(shape)
-    if packed.shape != (-(-count // 2),) or scales.shape != (-(-count // block),):
-        raise ValueError(f"{packed.size} bytes and {scales.size} scales for a weight of shape {list(shape)}")
-    if levels.shape != (LEVELS,) or not np.isfinite(levels).all():
-        raise ValueError(f"{levels.size} levels, expected {LEVELS} numbers")
+    check(packed, levels, scales, block, shape)
     both = np.stack([np.repeat(levels, LEVELS), np.tile(levels, LEVELS)], axis=1)  # of each byte, which are taken as one word
     values = both.view(np.uint64).reshape(-1).take(packed).view(np.float32)[:count]
     whole = count // block * block
     values[:whole].reshape(-1, block)[:] *= scales[: whole // block, None]
     values[whole:] *= scales[-1]
     return values.reshape(shape)
+
+
+def spec_of(shape: tuple[int, int], scales: int) -> QuantSpec | None:
+    """That in which kernels multiply the codes of a weight with so many magnitudes, where it is smaller than halves."""
+    fits = shape[1] % SPEC.group == 0 and SPEC.nbytes(shape) < QuantSpec.raw("f16").nbytes(shape)
+    return SPEC if fits and any(-(-prod(shape) // block) == scales for block in BLOCKS) else None
+
+
+def whole_levels(levels: np.ndarray) -> tuple[np.ndarray, np.float32, int]:
+    """Levels float32 [16] as whole numbers int8, what one of them stands for, and the largest scale code beside them: such that both are
+    rounded by as little as can be."""
+    largest = np.abs(levels).max()
+    if largest == 0:
+        return np.zeros(LEVELS, np.int8), np.float32(0), 1
+    apart = levels.astype(np.float64) / largest
+    made = np.rint(apart * WHOLE[:, None].astype(np.float64))
+    most = np.minimum(MOST_WIDE // np.abs(made).max(1), MOST_CODE)
+    lost = np.square(made / WHOLE[:, None] - apart).mean(1) + LEFT * np.square(apart).mean() / np.square(most)
+    best = int(lost.argmin())
+    return made[best].astype(np.int8), largest / WHOLE[best], int(most[best])
+
+
+def whole_scales(scales: np.ndarray, most: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Scales float32 [n, S, each] of super-blocks -> row * d * s: rows float32 [n], powers of two; d float32 [n, S] that halves hold under
+    them; s int8 [n, S, each] of at most `most`. Of several d for the largest scale the one of the least squared error."""
+    large = np.abs(scales).max(2)
+    safe = np.where(large == 0, np.float32(1), large)[..., None]
+    apart, least = scales / safe, np.full(large.shape, np.inf, np.float32)
+    steps, codes = np.zeros(large.shape, np.float32), np.zeros(scales.shape, np.float32)
+    for span in np.unique(np.rint(SPANS * most)):
+        own = np.clip(np.rint(apart * span), -most, most)
+        step = (apart * own).sum(2) / np.maximum(np.square(own).sum(2), 1)
+        lost = np.square(apart - step[..., None] * own).sum(2)
+        better = lost < least
+        least, steps = np.where(better, lost, least), np.where(better, step, steps)
+        codes = np.where(better[..., None], own, codes)
+    found = steps.astype(np.float64) * large
+    rows = np.exp2(np.maximum(np.frexp(found.max(1))[1] - 1, LEAST_POWER))  # the largest d is 1 to 2
+    return rows.astype(np.float32), (found / rows[:, None]).astype(np.float32), codes.astype(np.int8)
+
+
+def packable(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block: int, shape: tuple[int, int]) -> Codes:
+    """What `dequantize` takes -> codes of SPEC, the very ones; their levels and scales are rounded. Raises ValueError as that does, and for
+    blocks that end within a group."""
+    codes = np.empty((packed.size, 2), np.uint8)
+    codes[:, 0], codes[:, 1] = packed >> 4, packed & 15
+    own = factors(packed, levels, scales, block, shape)
+    return Codes(codes.reshape(-1)[: prod(shape)].reshape(shape), own[0], None, own[1], own[3], supers=own[2])
+
+
+def factors(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block: int, shape: tuple[int, int]) -> tuple[np.ndarray, ...]:
+    """What `packable` has beside the codes: scales, rows, supers and levels."""
+    n, k = shape
+    check(packed, levels, scales, block, shape)
+    if block % SPEC.group or k % SPEC.group:
+        raise ValueError(f"blocks of {block} values, which end within {SPEC.group}")
+    made, unit, most = whole_levels(levels)
+    width, supers = gcd(block, k, SUPER_BLOCK), -(-k // SUPER_BLOCK)  # inputs that share a scale
+    own = np.zeros((n, supers * (SUPER_BLOCK // width)), np.float32)
+    with np.errstate(over="ignore"):  # looked for below
+        own[:, : k // width] = (scales * unit)[np.arange(n * k // width) * width // block].reshape(n, -1)
+    if not np.isfinite(own).all():
+        raise ValueError("a scale times its levels is more than float32 holds")
+    rows, steps, codes = whole_scales(own.reshape(n, supers, -1), most)
+    codes = np.repeat(codes.reshape(n, -1), width // SPEC.group, axis=1)[:, : k // SPEC.group]
+    return np.ascontiguousarray(codes), rows, from_f32(steps, "f16")[..., None], made
+
+
+def check(packed: np.ndarray, levels: np.ndarray, scales: np.ndarray, block: int, shape: tuple[int, int]) -> None:
+    """Raises ValueError for bytes, levels and magnitudes that are not those of a weight of this shape."""
+    count = prod(shape)
+    if packed.shape != (-(-count // 2),) or scales.shape != (-(-count // block),):
+        raise ValueError(f"{packed.size} bytes and {scales.size} scales for a weight of shape {list(shape)}")
+    if levels.shape != (LEVELS,) or not np.isfinite(levels).all():
+        raise ValueError(f"{levels.size} levels, expected {LEVELS} numbers")
 
 
 def row_scales(most: np.ndarray, order: np.ndarray | None, rows: int) -> np.ndarray:

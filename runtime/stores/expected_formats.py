@@ -7,12 +7,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...quant.imports import fp8, groups, mxfp4, nvfp4, ternary
+from ...quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4, ternary
 from ...quant.spec import QuantSpec
 from ..families import TensorRule, expert_of, kind_of
 from .import_config import (
     BYTES,
     FROM_MLX,
+    LEVELS,
     LINEARS,
     MLX,
     NVFP4,
@@ -74,6 +75,8 @@ def _of_one_kind(section: Mapping[str, object]) -> Formats:
         if (cut or not rule.part_of) and layout == "fp8":
             scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
             return fp8.spec_of(rule.shape, scales, (high, wide)) or WIDENED
+        if layout == LEVELS and not rule.part_of:
+            return bitsandbytes.spec_of(rule.shape, -(-rule.shape[0] * depth // bitsandbytes.USUAL)) or WIDENED
         if layout == BYTES and not rule.part_of:
             return groups.spec_of(bits_of(section), groups.SCALES[0], depth, 1) or WIDENED
         count = depth // group if type(group) is int and 0 < group < depth else 1

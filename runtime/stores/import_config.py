@@ -287,7 +287,7 @@ def from_codes(section: Mapping[str, object]) -> bool:
         form = mlx_form(section)
         return form is not None and form.spec is not None
     of_words = ("awq", "packed", *(("gptq",) if section.get("bits") in groups.BITS else ()))
-    return layout in (*of_words, "integers", "fp8", "bitnet", BYTES, *NVFP4)
+    return layout in (*of_words, "integers", "fp8", "bitnet", LEVELS, BYTES, *NVFP4)
 
 
 def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:

@@ -32,13 +32,18 @@ class Decoder:
         if self.layout in NVFP4:
             return nvfp4.dequantize(*self.small(array))
         if self.layout == LEVELS:
-            return bitsandbytes.dequantize(*(array(part) for part in OPENED[:3]), int(array(BLOCK)), shape)
+            return bitsandbytes.dequantize(*self.leveled(array), shape)
         if self.layout not in ("fp8", PAIRS):
             return self.integers(array, shape).values()
         if self.layout == PAIRS:
             return mxfp4.dequantize(*self.pairs(array))
         inverse = array("weight_scale_inv")
         return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self.block)
+
+    @staticmethod
+    def leveled(array: Array) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
+        """Of codes beside levels the bytes, the levels, and the magnitudes of blocks of so many values."""
+        return *(array(part) for part in OPENED[:3]), int(array(BLOCK))
 
     def pairs(self, array: Array) -> tuple[np.ndarray, np.ndarray]:
         """Of MXFP4 codes [N, K] and exponents."""

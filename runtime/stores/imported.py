@@ -26,8 +26,8 @@ from ...offload.notes import Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.codes import Codes
-from ...quant.imports import compressed_tensors, fp8, groups, mxfp4, nvfp4
-from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_pairs, put_small, put_words
+from ...quant.imports import bitsandbytes, compressed_tensors, fp8, groups, mxfp4, nvfp4
+from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_levels, put_pairs, put_small, put_words
 from ...quant.pack import pack, put_factors, put_rows
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32
@@ -77,7 +77,7 @@ class ImportedStore(TensorStore):
         if layout == PAIRS:
             return mxfp4.SPEC
         if layout == LEVELS:
-            return None
+            return bitsandbytes.spec_of(shape, parts["weight.absmax"].shape[0])
         if layout in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else None
         if layout == "fp8":
@@ -114,13 +114,14 @@ class ImportedStore(TensorStore):
 
     def _said(self) -> Iterator[str]:
         for layout, ours in product(dict.fromkeys(decoder.layout for decoder in self._decoders.values()), (True, False)):
-            what = "are put in the order of the kernels" if ours else f"are widened to {wide_of(layout, self._wide)}"
+            what = f"are {'put in the order of the kernels' if ours else f'widened to {wide_of(layout, self._wide)}'}"
+            rounded = ", their levels and scales rounded to whole numbers," if ours and layout == LEVELS else ""
             if names := [name for name, own in self._decoders.items() if own.layout == layout and (name in self._specs) == ours]:
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
                 method = "MXFP4" if layout == PAIRS else self._method
-                said = (f"{len(names)} {method} weights {what} as they are read: {format_size(sizes[0])} of memory for "
+                said = (f"{len(names)} {method} weights {what}{rounded} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
                 yield said if ours else Fallback(said)
 
@@ -204,6 +205,11 @@ class ImportedStore(TensorStore):
             if spec is None:
                 made = from_f32(self._checked(info, own, decoder.decoded, array), wide_of(decoder.layout, self._wide))
                 out[begin * each : end * each] = np.ascontiguousarray(made).reshape(-1).view(np.uint8)
+            elif decoder.layout == LEVELS:
+                try:
+                    put_levels(out, shape, begin, *decoder.leveled(array))
+                except ValueError as error:
+                    raise unfit(info, info.name, str(error)) from error
             elif in_words:
                 try:
                     scales, zeros, rows = groups.factors(*decoder.points(array, own), shape[1], spec)
@@ -289,7 +295,7 @@ class ImportedStore(TensorStore):
                 blob = np.zeros(info.nbytes, np.uint8)
                 self._put_floats(info, self._read_part(info), blob)
                 return blob
-            if self._in_words(info):
+            if self._in_words(info) or self._decoder(info).layout == LEVELS:
                 blob = np.zeros(info.nbytes, np.uint8)
                 self._put(info, 0, [TensorStore.read(self, part) for part in self._parts[info.name].values()], [blob])
                 return blob
