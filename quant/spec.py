@@ -16,7 +16,8 @@ Raw schemes keep the type of the checkpoint. A low-bit weight is w[n, k] = row[n
     nvfp        v = levels[code], f = the float of eight bits (E4M3) that a scale is, per 16 inputs, rows are float32: NVFP4, exactly, its
                 levels doubled and rows half of its scale of a tensor
     float       v is the number that a code is (E4M3), f a float32 of 16 rows, rows are float32, too: FP8 as published, exactly
-    table       d * s * levels[code]: scales as of signed ones, 16 or 8 levels of 8 bits, rows 1, 1/4 or 1/8: GGUF's IQ types, Q3_K
+    table       d * s * levels[code]: scales as of signed ones, 16 or 8 levels of 8 bits, rows 1, 1/4 or 1/8: GGUF's IQ types, Q3_K;
+                rows a power of two: NF4 and FP4 with levels and scales rounded
 
 `outliers` is the share of weights that are corrected beside the base. `kernels/tiles.py` says how the bytes lie.
 """

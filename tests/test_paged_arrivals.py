@@ -61,8 +61,8 @@ def test_a_mix_of_types_in_several_files_gives_the_same_bits(source: Path, tmp_p
     assert np.array_equal(paged(model, SLOTS, **more), resident(model, **whole))
 
 
-@pytest.mark.parametrize("name", ["gptq 4", "awq", "int4, zero points", "fp8 blocks", "nvfp4", pytest.param("gptq 4, act order",
-                                                                                                marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["gptq 4", "awq", "int4, zero points", "fp8 blocks", "nvfp4", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("gptq 4, act order", "nf4"))])
 def test_other_tools_folders_give_the_same_bits(tmp_path: Path, name: str) -> None:
     imported_mixture(tmp_path / "m", name)
     assert np.array_equal(paged(tmp_path / "m", 9), resident(tmp_path / "m"))
