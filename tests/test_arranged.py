@@ -11,8 +11,19 @@ from hypothesis import strategies as st
 from effllm.kernels import tiles
 from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
 from effllm.quant.codes import Codes, dequantize
-from effllm.quant.imports import awq, compressed_tensors, fp8, gguf_levels, gptq, mxfp4, nvfp4
-from effllm.quant.imports.arranged import MXFP4, WORDS, put_blocks, put_floats, put_halves, put_pairs, put_small, put_words
+from effllm.quant.imports import awq, bitsandbytes, compressed_tensors, fp8, gguf_levels, gptq, mxfp4, nvfp4
+from effllm.quant.imports.arranged import (
+    MXFP4,
+    SIGNED,
+    WORDS,
+    put_blocks,
+    put_floats,
+    put_halves,
+    put_levels,
+    put_pairs,
+    put_small,
+    put_words,
+)
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
 from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, put_rows, put_tables, unpack
@@ -114,16 +125,34 @@ def unpacked(layout: str, bits: int, words: np.ndarray, shape: tuple[int, int]) 
         return gptq.unpack_bits(words, bits).T
     if layout == "awq":
         return awq.unpack_words(words).T
-    if layout == "integers":
+    if layout in SIGNED:
         return (words.astype(np.int16) + 128).astype(np.uint8)
     return compressed_tensors.unpack_words(words, bits, shape[1]).view(np.uint8) + np.uint8(1 << (bits - 1)) & np.uint8((1 << bits) - 1)
 
 
 def words_of(seed: int, layout: str, bits: int, shape: tuple[int, int]) -> np.ndarray:
     n, k = shape
-    form = {"gptq": (k * bits // 32, n), "awq": (k, n // 8), "packed": (n, k * bits // 32), "integers": (n, k // 4)}[layout]
+    form = {"gptq": (k * bits // 32, n), "awq": (k, n // 8), "packed": (n, k * bits // 32)}.get(layout, (n, k // 4))
     words = np.random.default_rng(seed).integers(0, 1 << 32, form, np.uint32)
-    return words.view(np.int8 if layout == "integers" else np.int32)
+    return words.view(np.int8 if layout in SIGNED else np.int32)
+
+
+@several
+@given(seed=seeds, rows=st.integers(1, 70), groups=st.integers(1, 40), cut=st.integers(0, 4), block=st.sampled_from((32, 64, 4096)))
+def test_codes_beside_levels_are_the_bytes_of_their_codes(seed: int, rows: int, groups: int, cut: int, block: int) -> None:
+    """In two parts, of which each begins with a block."""
+    rng, shape = np.random.default_rng(seed), (rows, 16 * groups)
+    packed, levels = rng.integers(0, 256, rows * 8 * groups, np.uint8), rng.standard_normal(16).astype(np.float32)
+    scales = np.ldexp(rng.standard_normal(-(-2 * packed.size // block)), rng.integers(-20, 20)).astype(np.float32)
+    spec, ours, cut = bitsandbytes.SPEC, stale(bitsandbytes.SPEC, shape), min(cut * tiles.ROWS, rows)
+    cut = cut if cut * shape[1] % block == 0 else 0
+    for begin, end in ((cut, rows), (0, cut)):
+        if begin < end:
+            own = slice(begin * shape[1] // block, -(-end * shape[1] // block))
+            put_levels(ours, shape, begin, packed[begin * 8 * groups : end * 8 * groups], levels, scales[own], block)
+    theirs = stale(spec, shape)
+    put(theirs, spec, shape, 0, bitsandbytes.packable(packed, levels, scales, block, shape))
+    np.testing.assert_array_equal(ours, theirs)
 
 
 @pytest.mark.parametrize(("layout", "bits"), WORDS)

@@ -3,7 +3,8 @@ bitsandbytes, FP8, beside which some weights may be MXFP4.
 
 `quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name
 (`import_parts.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
-rounded; any other weight is widened to 16 bits. Either is done one weight at a time when it is read, and announced with its cost in memory.
+rounded, and so are NF4 and FP4, what is beside their codes rounded to whole numbers; any other weight is widened to 16 bits. Either is done
+one weight at a time when it is read, and announced with its cost in memory.
 """
 
 from __future__ import annotations
