@@ -221,9 +221,11 @@ def test_codes_of_the_kernels_lose_nothing(checkpoint: tuple[str, Path, dict[str
         for tensor, stored in found.items():
             blob = store.read(store.tensors[tensor])
             assert blob.nbytes == stored.nbytes == store.tensors[tensor].nbytes
+            values = Weight.low_bit(stored.spec, stored.shape, blob).to_f32()
             if name in ROUNDED:
-                continue
-            np.testing.assert_array_equal(Weight.low_bit(stored.spec, stored.shape, blob).to_f32(), meant[tensor], err_msg=tensor)
+                assert 0 < np.square(values - meant[tensor]).mean() < 2e-4 * np.square(meant[tensor]).mean(), tensor
+            else:
+                np.testing.assert_array_equal(values, meant[tensor], err_msg=tensor)
         if name == "gptq 4":
             assert {str(stored.spec) for stored in found.values()} == {"offset4:64"}
             assert 4 < container.bits_per_weight < 16  # fable's embedding is in float32

@@ -302,6 +302,13 @@ def test_folders_of_the_package_mean_what_it_says(tmp_path: Path, kind: str, dou
                 np.testing.assert_allclose(found, values.numpy(), rtol=3e-7)
             else:
                 np.testing.assert_array_equal(found, values.numpy(), err_msg=name)
+    store, container = open_weights(tmp_path / "m")
+    with store:
+        assert {name: own.spec.scheme for name, own in container.tensors.items()} == dict.fromkeys(
+            meant, "offset" if kind == "int8" else "table")
+        for name, own in container.tensors.items():
+            found = Weight.low_bit(own.spec, own.shape, store.read(store.tensors[name])).to_f32()
+            assert np.square(found - meant[name].numpy()).mean() < 2e-4 * np.square(meant[name].numpy()).mean()  # NF4's own is 9e-3
     *_, engine = open_engine(tmp_path / "m", EngineOptions(device="cpu", ctx=64, threads=1))
     assert np.isfinite(engine.forward_logits(IDS)).all()
     engine.close()
