@@ -33,10 +33,10 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
 
 def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
                   act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
-                  shared: SharedExpert | None = None) -> torch.Tensor:
-    """See `BlockOps`. Raises ValueError with a shared expert, which no model has on a card."""
-    if shared is not None:
-        raise ValueError("a branch of experts on torch has no shared one")
+                  shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
+    """See `BlockOps`. Raises ValueError with a shared expert, or a router that reads something else, which no model has on a card."""
+    if shared is not None or said is not None:
+        raise ValueError("a branch of experts on torch has no shared one, and its router reads what goes into it")
     chosen, shares = routed(ops._linear(ops.stages.normalise(x, apart.router_norm), router), routing, correction)
     total = torch.zeros_like(x)
     ops._visited(total, ops.stages.normalise(x, norm), chosen, shares * apart.scales[chosen], experts, act, see, handed=routing.handed)
