@@ -36,8 +36,7 @@ PEERS = {"llama_cpp", "accelerate", "timm"}  # what benchmarks compare with, and
 OF_PEERS = {"accelerate": "accelerate", "anthropic": "anthropic", "bitsandbytes": "bitsandbytes",
             "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval", "mcp": "mcp",
             "mlx": "mlx_lm", "mlx-lm": "mlx_lm", "ollama": "ollama", "openai": "openai", "playwright": "playwright",
-            "pypdf": "pypdf", "rwkv": "rwkv",
-            "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}  # as imported
+            "rwkv": "rwkv", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}  # as imported
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:

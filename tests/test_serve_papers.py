@@ -4,9 +4,11 @@ import asyncio
 import base64
 import sys
 from collections.abc import Iterator
+from io import BytesIO
 from pathlib import Path
 
 import pytest
+from pypdf import PdfReader
 
 from effllm import UsageError
 from effllm.cli.server import papers
@@ -170,15 +172,13 @@ def test_a_file_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPat
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Served]:
-    pytest.importorskip("pypdf")
     with serving() as server:
         yield server
 
 
-@pytest.mark.peer
-@pytest.mark.slow
 def test_the_library_reads_and_the_model_is_told(server: Served) -> None:
     said = ["The fox is king.", "The sea is calm."]
+    assert len(PdfReader(BytesIO(pdf(*said))).pages) == 2, "a file that others read"
     assert [page.strip() for page in pages_of(pdf(*said), "it")] == said
     with pytest.raises(UsageError, match="no PDF that can be read"):
         pages_of(pdf("x")[:40], "it")
