@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import math
 import os
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import TYPE_CHECKING
@@ -84,10 +85,12 @@ class SamplerSettings:
                 raise UsageError(f"{name} must be a whole number, not {value!r}", HINT)
         for field in fields(self):
             value = getattr(self, field.name)
-            if field.name in LISTS or field.name == "seed" and value is None:
+            if field.name in LISTS or field.name in WHOLE:
                 continue
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < math.inf:  # of any number of digits
+            if isinstance(value, bool) or not isinstance(value, (int, float)) or value != value or abs(value) == math.inf:
                 raise UsageError(f"{field.name} must be a number, not {value!r}", HINT)
+            if abs(value) > sys.float_info.max:  # a whole number that is no float
+                raise UsageError(f"{field.name} is too large", HINT)
         self._demand(self.temperature == 0 or self.temperature >= SMALLEST_TEMPERATURE, "temperature",
                      f"0 (greedy) or at least {SMALLEST_TEMPERATURE:g}")
         self._demand(self.top_k >= 0, "top_k", "0 (off) or more")

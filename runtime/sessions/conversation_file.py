@@ -63,8 +63,6 @@ def parse_conversation(content: object, where: str, hint: str = HINT) -> History
         settings = SamplerSettings(**settings)
     except UsageError as error:
         raise EffllmError(f"{where}: {error.message}", hint) from None
-    except OverflowError:  # a whole number beyond any float
-        raise EffllmError(f"{where}: a setting is too large", hint) from None
     return History(messages, content.get("system"), settings)
 
 
