@@ -18,7 +18,7 @@ from saves import opened
 def test_no_file_and_no_thread_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: bool) -> None:
     tier = {"ctx": 2048, "kv_ram": "7M", "spill_dir": str(tmp_path / "file")}
     if late:  # the last thing that can fail, with the cache's file open
-        monkeypatch.setattr("effllm.runtime.engine.speculation", lambda prepared, model: prepared.nothing)
+        monkeypatch.setattr("effllm.runtime.engine.speculation", lambda prepared, *_: prepared.nothing)
     else:
         (tmp_path / "file").touch()
     before = len(os.listdir("/proc/self/fd")), threading.active_count()
