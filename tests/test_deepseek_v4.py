@@ -16,31 +16,23 @@ from safetensors.torch import load_file, save_file
 from transformers import DeepseekV4Config, PreTrainedModel
 
 from effllm import EffllmError, UsageError
-from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.index_shape import IndexShape
-from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.model import Model
 from effllm.runtime.planning import forecast
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
-from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
-from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import guided, noted
-from conversions import options, run
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, opened, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
     assert_another_question_reads_that_alone,
@@ -177,36 +169,17 @@ def test_weights_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pyt
 
 
 def test_what_decides_what_is_seen_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "4bit", options("4bit"))
-    made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
-    plan.store.close()
-    kept = {job.role.rpartition(".")[2] if job.role.startswith("groups") else job.role for job in plan.jobs
-            if made.tensors[job.name].spec.is_raw and len(job.shape) == 2 and not job.role.startswith("picks")}
+    kept = {role.rpartition(".")[2] if role.startswith("groups") else role for role in converted(folder, tmp_path / "4bit", "4bit")
+            if not role.startswith("picks")}
     assert kept == {"router", "index_q", "index_weights", "index_rows", "index_row_weights", "index_bias", "key_rows", "key_weights",
                     "key_bias", "attn_mix", "mlp_mix", "leave_mix"}
-    engine, exact = opened(tmp_path / "4bit"), opened(folder)
-    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
-    for each in (engine, exact):
-        each.close()
-    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+    assert_answers_stay_near(folder, tmp_path / "4bit", 0.5)
 
 
 @pytest.mark.slow
 def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
     """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
-    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folder) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-        left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit")
-    for i, window in enumerate(cut):
-        engine.cache.truncate(0)
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    engine.close()
+    stats = assert_calibration_is_a_pass(folder)
     assert all({"q_a", "k", "q_b", "o", "shared.down", "experts.3.down"} <= set(found.roles) for found in stats[:-1])
 
 

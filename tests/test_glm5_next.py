@@ -26,24 +26,18 @@ from effllm.kernels.layout import F16, F32
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.weight import Norm
-from effllm.runtime.calibrate import Calibration, LayerStats
-from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.model import Model
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
-from effllm.runtime.stores.container import read_container
-from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
 from config_samples import refused
-from conversions import options, run
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, opened, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
     assert_another_question_reads_that_alone,
@@ -207,35 +201,16 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "8bit", options("8bit"))
-    made, plan = read_container(tmp_path / "8bit"), plan_conversion(folder, options("8bit").recipe)
-    plan.store.close()
-    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
-    assert kept == {"router", "index_q", "index_k", "index_weights", "index_places", "kv_b", "attn_mix", "mlp_mix", "state_beta",
-                    "state_gate_wide", "state_rate", "state_rate_wide"}
-    engine, exact = opened(tmp_path / "8bit"), opened(folder)
-    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
-    assert np.abs(rows[0] - rows[1]).mean() < 0.1 * np.abs(rows[1] - rows[1].mean()).mean()
-    for each in (engine, exact):
-        each.close()
+    assert converted(folder, tmp_path / "8bit", "8bit") == {
+        "router", "index_q", "index_k", "index_weights", "index_places", "kv_b", "attn_mix", "mlp_mix", "state_beta", "state_gate_wide",
+        "state_rate", "state_rate_wide"}
+    assert_answers_stay_near(folder, tmp_path / "8bit", 0.1)
 
 
 @pytest.mark.slow
 def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
     """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
-    config, cut = read_config(folder), [np.arange(i, i + 80) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 80, 80, LOGIT_ROWS))
-    with open_store(folder) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 80), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-        left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit")
-    for i, window in enumerate(cut):
-        engine.cache.truncate(0)
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(left[80 * i : 80 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    engine.close()
+    stats = assert_calibration_is_a_pass(folder, 80)
     assert {"state_in", "state_out", "gate", "down"} <= set(stats[0].roles) and {"q_a", "kv_a", "o", "experts.3.up"} <= set(stats[3].roles)
 
 

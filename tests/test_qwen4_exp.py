@@ -18,31 +18,26 @@ from transformers import PreTrainedModel, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
 
 from effllm import UsageError
-from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.index_shape import IndexShape
-from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.weight import Weight
-from effllm.runtime.calibrate import Calibration, LayerStats
-from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config import parse_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion import bit_search
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.model import Model
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights.weight_tiers import weight_tiers
-from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
-from conversions import options, run
+from conversions import options
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, opened, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
     assert_another_question_reads_that_alone,
@@ -180,16 +175,14 @@ def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
 
 def test_a_table_is_quantized_and_its_rows_are_read_where_they_lie(folder: Path, tmp_path: Path) -> None:
     """In the format of an embedding; what decides what is seen, and who is routed where, stays as it is."""
-    run(folder, tmp_path / "4bit", options("4bit"))
+    kept = converted(folder, tmp_path / "4bit", "4bit")
     made, plan = read_container(tmp_path / "4bit"), plan_conversion(folder, options("4bit").recipe)
     plan.store.close()
-    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
     assert kept == {"router", "index_q", "index_k", "attn_mix.mix_in", "mlp_mix.mix_in", "shared.scale", "state_beta", "state_rate"}
     table = next(job for job in plan.jobs if job.role == "layers.1.ngrams")
     assert str(made.tensors[table.name].spec) == str(made.tensors["model.embed_tokens.weight"].spec) == "symmetric6:32"
-    engine, exact = opened(tmp_path / "4bit"), opened(folder)
-    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
-    assert np.abs(rows[0] - rows[1]).mean() < 0.5 * np.abs(rows[1] - rows[1].mean()).mean()
+    assert_answers_stay_near(folder, tmp_path / "4bit", 0.5)
+    engine = opened(tmp_path / "4bit")
     numbers = np.random.default_rng(4).integers(0, table.shape[0], (90, 6))
     with engine.model.outer() as outer:
         own, ops = outer.ngrams[1], engine.backends["cpu"]
@@ -198,26 +191,13 @@ def test_a_table_is_quantized_and_its_rows_are_read_where_they_lie(folder: Path,
         blob = store.read(store.tensors[table.name])
     whole = Weight.low_bit(made.tensors[table.name].spec, table.shape, blob).to_f32()
     assert np.allclose(found, whole[numbers].reshape(90, -1), rtol=1e-6)
-    for each in (engine, exact):
-        each.close()
+    engine.close()
 
 
 @pytest.mark.slow
 def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
     """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives."""
-    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folder) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-        left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit")
-    for i, window in enumerate(cut):
-        engine.cache.truncate(0)
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    engine.close()
+    stats = assert_calibration_is_a_pass(folder)
     assert {"ngram_key", "ngram_value", "state_in", "state_out", "shared.down", "experts.3.down"} <= set(stats[1].roles)
     assert {"q", "k", "o", "experts.3.up"} <= set(stats[3].roles)
 

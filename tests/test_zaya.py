@@ -21,24 +21,17 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.state_weights import Cca
 from effllm.quant.weight import Rescale
-from effllm.runtime.calibrate import Calibration, LayerStats
-from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
-from effllm.runtime.model import Model
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.source import open_store
-from effllm.runtime.stores.container import read_container
-from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
-from conversions import options, run
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, opened, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
     assert_another_question_reads_that_alone,
@@ -227,33 +220,13 @@ def test_a_packed_cache_answers_nearly_as_an_exact_one(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> None:
-    run(folder, tmp_path / "8bit", options("8bit"))
-    made, plan = read_container(tmp_path / "8bit"), plan_conversion(folder, options("8bit").recipe)
-    plan.store.close()
-    kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
-    assert kept == {"router", "router_in", "router_first", "router_second"}
-    engine, exact = opened(tmp_path / "8bit"), opened(folder)
-    rows = [np.concatenate([logits.copy() for _, logits in each.score(IDS[:150])]) for each in (engine, exact)]
-    assert np.abs(rows[0] - rows[1]).mean() < 0.1 * np.abs(rows[1] - rows[1].mean()).mean()
-    for each in (engine, exact):
-        each.close()
+    assert converted(folder, tmp_path / "8bit", "8bit") == {"router", "router_in", "router_first", "router_second"}
+    assert_answers_stay_near(folder, tmp_path / "8bit", 0.1)
 
 
 @pytest.mark.slow
 def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
-    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folder) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-        left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit")
-    for i, window in enumerate(cut):
-        engine.cache.truncate(0)
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    engine.close()
+    stats = assert_calibration_is_a_pass(folder)
     assert {"state_in", "o"} <= set(stats[0].roles) and any(role.startswith("experts.") for role in stats[1].roles)
 
 

@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import io
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
 from ..images.video_file import FORMATS, library
 from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS
+
+if TYPE_CHECKING:
+    from av.audio.stream import AudioStream
+    from av.container import InputContainer
 
 ANOTHER = "give one as WAV, FLAC, MP3, Ogg or M4A"
 EBML = b"\x1a\x45\xdf\xa3"  # of WebM and MKV
@@ -38,7 +43,7 @@ def read_film_sound(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int
     return _pieces(container, streams[0], rate, source), rate
 
 
-def _pieces(container: object, stream: object, rate: int, source: str) -> Iterator[np.ndarray]:
+def _pieces(container: InputContainer, stream: AudioStream, rate: int, source: str) -> Iterator[np.ndarray]:
     import av
 
     resampler = av.AudioResampler(format="fltp", layout=stream.codec_context.layout, rate=rate)

@@ -1,0 +1,54 @@
+"""What quantizing a model is held to: a calibration that is a pass of it, matrices that stay as they are, and answers that stay near."""
+
+from pathlib import Path
+
+import numpy as np
+from conversions import options, run
+from hybrid_models import IDS, opened
+
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.threads import ThreadPool
+from effllm.runtime.calibrate import Calibration, LayerStats
+from effllm.runtime.config import read_config
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.model import Model
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.source import open_store
+from effllm.runtime.stores.container import read_container
+from effllm.runtime.widths import dims
+
+
+def assert_calibration_is_a_pass(folder: Path, width: int = 96) -> list[LayerStats]:
+    """Layer by layer and window by window: what leaves the last layer is what a forward pass gives. Returns what each layer was told."""
+    config, cut = read_config(folder), [np.arange(i, i + width) * 7 % 300 for i in range(2)]
+    ops = CpuOps(ThreadPool(1), dims(config, width, width, LOGIT_ROWS))
+    with open_store(folder) as store:
+        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width), ops, cut)
+        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
+        left = calibration.model.read_left(calibration.states)
+    engine = opened(folder, kv="32bit")
+    for i, window in enumerate(cut):
+        engine.cache.truncate(0)
+        engine.reset()
+        ours = engine.model.forward(window, engine.cache)
+        assert np.abs(left[width * i : width * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    engine.close()
+    return stats
+
+
+def converted(folder: Path, made: Path, bits: str) -> set[str]:
+    """Make `made` of a folder; the roles of matrices that stay as they are."""
+    run(folder, made, options(bits))
+    container, plan = read_container(made), plan_conversion(folder, options(bits).recipe)
+    plan.store.close()
+    return {job.role for job in plan.jobs if container.tensors[job.name].spec.is_raw and len(job.shape) == 2}
+
+
+def assert_answers_stay_near(folder: Path, made: Path, share: float) -> None:
+    """Logits of a text differ by less than that share of what they spread."""
+    rows = []
+    for each in (made, folder):
+        engine = opened(each)
+        rows.append(np.concatenate([logits.copy() for _, logits in engine.score(IDS[:150])]))
+        engine.close()
+    assert np.abs(rows[0] - rows[1]).mean() < share * np.abs(rows[1] - rows[1].mean()).mean()
