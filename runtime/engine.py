@@ -205,12 +205,13 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
 
     # -- passes ----------------------------------------------------------------------------------------------------------------
 
-    def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
+    def _forward(self, ids: Sequence[int], prompt: bool = False, seal: bool = True, wanted: int | None = None) -> np.ndarray:
         self.watch.look(self.cache)
         started = time.perf_counter()
         plain, seen = self.seen(ids)
         with self.keeping_what_is_whole():
-            x = self.model.forward(plain, self.cache, commit=seal, prompt=prompt, scales=scales_of([self]), **seen)
+            x = self.model.forward(plain, self.cache, commit=seal, prompt=prompt, scales=scales_of([self]), wanted=wanted,
+                                   **seen)
             if not seal:
                 self.cache.commit(seal=False)
         self.tokens.extend(ids)

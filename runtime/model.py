@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import numpy as np
 
@@ -23,11 +24,13 @@ from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
-from .families import LayerWeights, expert_of
+from .families import LayerWeights, expert_of, last_of
 from .images.album import Shown
 from .kv.both_ways import ends_of
+from .kv.layer_cache import LayerCache
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .ngrams import away_nbytes, held, is_table
+from .passes import kept_of
 from .rope import learned, rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -72,12 +75,13 @@ class Model(StoredStates):
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
         self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapted)
-        self.block = families.get(config.family).block
+        self.block, self._last_to_keep = families.get(config.family).block, config.last_to_keep
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
         self._repeated: dict[int, object] = {}  # and what is returned
-        self._shown = self._turned = self._given = None  # of the pass in hand, as is told, and given to layers beside x, [T, P] by layer
+        # Of the pass in hand, as is told; given to layers beside x, [T, P] by layer; how many tokens the last layers run for, None: all.
+        self._shown = self._turned = self._given = self._last = None
         self._seen: tuple[Sequence[Look], np.ndarray | None] = ((), None)  # of the pass in hand, which pictures are seen
         self.pictures: PictureKeys | None = None  # where layers of cross attention look
         self._on_device: dict[int, LayerWeights] = {}
@@ -223,13 +227,14 @@ class Model(StoredStates):
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
                 scales: np.ndarray | None = None, shown: Shown | None = None, turned: np.ndarray | None = None,
-                looks: Sequence[Look] = ()) -> np.ndarray:
+                looks: Sequence[Look] = (), wanted: int | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
         Without `commit` the cache holds none of them until the caller says how many. `prompt`: as of `KVCache.begin`. `scales`: how much of
         each adapter these tokens have, float32 [1, adapters], or a row for each where they are of several texts; None for nothing of any.
         `shown`: rows in place of some tokens' embeddings, as they are. `turned`: rotary positions [T] or [T, pairs], if not the cache's.
-        `looks`: which tokens see which pictures, whose rows `pictures` has been given.
+        `looks`: which tokens see which pictures, whose rows `pictures` has been given. `wanted`: of how many of the last tokens states are
+        asked for, None for all; T may then be less, as the last layers run for few.
         """
         step, cache.ends = cache.begin(len(ids), prompt), ends_of(self.config, cache, len(ids), shown)
         host = self.backends["cpu"]
@@ -244,6 +249,8 @@ class Model(StoredStates):
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
         plain = tap is no_tap and cache.ends is None and shown is None and turned is None and not looks
         self._shown, self._turned, self._seen = shown, turned, (looks, scales)
+        apart = tap is not no_tap or looks or self.between or (shown is not None and shown.deep is not None)
+        self._last = None if apart or self.config.indexed or self.config.compressed else kept_of(len(ids), wanted)
         if looks:
             self.pictures.begin(looks)
         same = step.blocks if few and stay and plain and len(self._wrapped) > len(self.devices) else None
@@ -277,7 +284,7 @@ class Model(StoredStates):
                 x = self._repeated[len(ids)]
             else:
                 with host.recording(same, len(ids)):
-                    x = self._layers(self._embed(self._ids[len(ids)], outer, step.positions) if listed else x, cache, tap)
+                    x = self._layers(self._embed(self._ids[len(ids)], outer, step.positions) if listed else x, cache, tap, wanted)
                 self._repeated[len(ids)] = x
         if commit:
             cache.commit()
@@ -287,11 +294,17 @@ class Model(StoredStates):
         places = None if self.config.position_offset is None else positions + self.config.position_offset
         return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
 
-    def _layers(self, x: object, cache: KVCache, tap: Tap) -> object:
+    def _layers(self, x: object, cache: KVCache, tap: Tap, wanted: int | None = None) -> object:
         """All blocks, each on its backend: the host's x[T, D], or of several streams [T, S * D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
+        alone = len(self.devices) if self._last is None else self._last_to_keep + 1  # from here on the last tokens alone matter
         for layer, lives in enumerate(self.devices):
+            if layer == alone:
+                x, places = last_of(x, self._last), positions if self._turned is None else self._turned
+                if wanted == 0 and self.pager.resident and not copies:
+                    break
+                self._turned = last_of(places, self._last)
             if layer in self.between:
                 host.kept(x, self.between.index(layer), len(self.between))
             device = "cuda" if copies else lives
@@ -329,9 +342,12 @@ class Model(StoredStates):
         host, config = self.backends["cpu"], self.config
         at_pictures = layer in config.cross_layers
         kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
+        if self._last is not None and isinstance(kv, LayerCache) and layer >= self._last_to_keep + (self.block not in families.NARROWING):
+            kv = replace(kv, last=self._last)
         if ops is not host and not at_pictures and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
+        own = last_of(own, self._last) if own is not None and self._last is not None and layer > self._last_to_keep else own
         given = () if own is None else (own if ops is host else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)

@@ -183,6 +183,11 @@ class ModelConfig:
                      if self.attends(layer) and (not self.kv_sources or self.kv_sources[layer] == layer))
 
     @property
+    def last_to_keep(self) -> int:
+        """The last layer that keeps something of the text for itself; what those behind it do matters to the next token alone."""
+        return max((*self.attention_layers, *self.state_layers), default=self.num_hidden_layers)
+
+    @property
     def mixes(self) -> tuple[int, float]:
         """By how many rounds of dividing streams are mixed, and what is added to what is divided by."""
         return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)

@@ -83,7 +83,8 @@ class Prefill:
         started = time.perf_counter()
         try:
             for piece, left, anew in self._pieces(len(ids) - held):
-                x = self._forward(ids[len(self.tokens) : len(self.tokens) + piece], prompt=True, seal=not left)
+                end = len(self.tokens) + piece
+                x = self._forward(ids[end - piece : end], prompt=True, seal=not left, wanted=self._wanted(end == len(ids)))
                 self.read, self.anew = len(self.tokens) - held, len(self.tokens) if anew and not left else self.anew
                 if len(self.tokens) == len(ids):
                     self._logits = self.model.logits(x[-1:])[0]
@@ -97,6 +98,11 @@ class Prefill:
         finally:
             self.reading = []
         self.prefill_s += time.perf_counter() - started
+
+    def _wanted(self, ends: bool) -> int | None:
+        """How many of a pass's last states are needed, None for all: one where the prompt `ends` with it, and those that drafts read."""
+        drafts = 0 if self.speculation is None else self.speculation.reads
+        return None if drafts is None else max(drafts, int(ends))
 
     def _pieces(self, tokens: int) -> Iterator[tuple[int, int, bool]]:
         """Passes for `tokens` more of a prompt: of each its length, how much of its chunks it leaves for the next (0 unless others wait),

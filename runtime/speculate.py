@@ -159,6 +159,11 @@ class Speculation:
             model.follow(engine.tokens)
             yield from model.read(engine.cancelled)
 
+    @property
+    def reads(self) -> int | None:
+        """Of how many of a pass's last tokens drafts need the states, None for all."""
+        return 0 if self._model is None else self._model.reads
+
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
         """What a pass left behind, as of `ModelDrafts.saw`."""
         if self._model is not None:

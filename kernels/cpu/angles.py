@@ -31,6 +31,8 @@ def angles_of(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, tabl
     """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
     found = known.get(id(table))
     if found is None or found.positions is not positions or found.table is not table:
+        for each in () if found is None else (found.cos, found.sin):
+            ops.keep(each)  # the layers of a pass before which it narrowed have others
         cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
         if table is not None:
             put_angles(table, cos, sin, positions)

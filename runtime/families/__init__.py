@@ -299,6 +299,21 @@ def kind_of(role: str) -> str:
     return role.rpartition(".")[2]
 
 
+Block = Callable[..., object]
+NARROWING: set[Block] = set()
+
+
+def narrowing(block: Block) -> Block:
+    """A block that goes on with as many tokens as it was given what they attended to of: with the last ones, where no others matter."""
+    NARROWING.add(block)
+    return block
+
+
+def last_of(rows: object, count: int) -> object:
+    """The last `count` of rows [T, N]: the very array, where it has no more."""
+    return rows if len(rows) == count else rows[-count:]
+
+
 class Family(Protocol):
     """What a module of this folder defines. Its lists of keys go before those of `config.py`, which hold for every family."""
 

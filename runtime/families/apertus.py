@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, llama, narrowing
 from .llama import attention, outer_tensors
 
 if TYPE_CHECKING:
@@ -69,6 +69,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""

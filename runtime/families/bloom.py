@@ -15,7 +15,7 @@ import numpy as np
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import MAX_POSITIONS
-from . import LayerWeights, TensorRule, opt
+from . import LayerWeights, TensorRule, narrowing, opt
 from .mpt import STEEPEST, attending
 from .stablelm import biased
 
@@ -83,6 +83,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
             for i, name in enumerate(PARTS.values()) for kind in ("weight", "bias")}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .llama import mlp_or_experts, outer_tensors
 
 if TYPE_CHECKING:
@@ -61,6 +61,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, or experts, which read what attention
@@ -73,6 +74,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     tap("k", layer, k)
     tap("v", layer, v)
     attended = kv.attend(q, k, v, None)
+    x = last_of(x, len(attended))
     tap("attn_out", layer, attended)
     if w.gate is None and not w.experts:
         tap("mlp_in", layer, x)

@@ -19,7 +19,7 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..mixture import Mixture
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, last_of, narrowing
 from .glm4_moe import corrected
 from .llama import feed_forward, outer_tensors
 from .mixtral import expert_tensors
@@ -141,6 +141,7 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
     return rules
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
@@ -151,7 +152,7 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """The first half of a block."""
     attended = attended_to(ops, w, x, kv, positions, rope, config, layer, tap)
-    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)
+    return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 
 
 def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
@@ -181,6 +182,6 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
     tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
     if w.attn_gate is not None:
-        attended = ops.gate_heads(attended, gated[0], heads, shape.value)
+        attended = ops.gate_heads(attended, last_of(gated[0], len(attended)), heads, shape.value)
     tap("attn_out", layer, attended)
     return attended

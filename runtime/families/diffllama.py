@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .llama import feed_forward, outer_tensors
 
 if TYPE_CHECKING:
@@ -56,6 +56,7 @@ def share_of(layer: int) -> float:
     return 0.8 - 0.6 * math.exp(-0.3 * layer)
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`."""
@@ -69,6 +70,6 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
         tap(name, layer, value)
     attended = kv.attend(q, k, v)  # [T, H * wide]
     own = ops.added(ops.first_stream(attended, 2), ops.second_stream(attended, 2), -w.difference)
-    own = ops.rope_heads(own, heads // 2, wide, positions, None, w.attn_sub_norm)
+    own = ops.rope_heads(own, heads // 2, wide, last_of(positions, len(own)), None, w.attn_sub_norm)
     tap("attn_out", layer, own)
-    return feed_forward(ops, w, ops.linear_add(own, w.o, x), config, layer, tap)
+    return feed_forward(ops, w, ops.linear_add(own, w.o, last_of(x, len(own))), config, layer, tap)

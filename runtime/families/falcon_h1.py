@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import MOST, ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .granitemoehybrid import check_steps, mamba_tensors
 
 if TYPE_CHECKING:
@@ -106,6 +106,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config) | {"norm": TensorRule("model.final_layernorm.weight", (config.hidden_size,))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block` and of its layers with a state."""
@@ -121,7 +122,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
     tap("state_out", layer, mixed)
     x = ops.linear_add(mixed, w.state.out, x, None, config.factor("state_out"))
-    x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
+    x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.factor("o"))
     tap("mlp_in", layer, x)
     see, factor = partial(tap, "mlp_hidden", layer), config.factor("down")
     x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, None, factor)

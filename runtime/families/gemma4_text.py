@@ -17,7 +17,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, llama
+from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, last_of, llama, narrowing
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
 from .mixtral import MOST_EXPERTS
@@ -201,6 +201,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return inside_others(llama.outer_tensors(config) | (given_outside(config) if config.input_width else {}))
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], inputs: object | None = None) -> object:
     """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream, of which a tap sees inputs_in before `input_gate`
@@ -209,7 +210,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     x = mlp_or_experts(ops, w, x, config, layer, tap)
     if w.inputs is not None:
         tap("inputs_in", layer, x)
-        x = ops.add_inputs(x, w.inputs, inputs, config.hidden_act, partial(tap, "inputs_hidden", layer))
+        x = ops.add_inputs(x, w.inputs, last_of(inputs, len(x)), config.hidden_act, partial(tap, "inputs_hidden", layer))
     if w.scale != 1.0:
         x = ops.scaled(x, w.scale)
     tap("block_out", layer, x)

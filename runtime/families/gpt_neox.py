@@ -15,7 +15,7 @@ import numpy as np
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, cohere, opt
+from . import LayerWeights, TensorRule, cohere, narrowing, opt
 from .stablelm import biased
 
 if TYPE_CHECKING:
@@ -90,6 +90,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
             for i, name in enumerate(PARTS.values()) for kind in ("weight", *(("bias",) if config.qkv_bias else ()))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .llama import feed_forward, outer_tensors
 
 if TYPE_CHECKING:
@@ -74,6 +74,7 @@ def attention_names(rules: Mapping[str, TensorRule], layer: int) -> dict[str, Te
             "k_norm": TensorRule(f"{prefix}key_layernorm.weight", rules["k_norm"].shape)}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Llama's block, but for the place of the norms of q and k."""
@@ -93,4 +94,4 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     tap("v", layer, v)
     attended = kv.attend(q, k, v, None)
     tap("attn_out", layer, attended)
-    return ops.linear_add(attended, w.o, x)
+    return ops.linear_add(attended, w.o, last_of(x, len(attended)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...kernels.kda_shape import KdaShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, olmo_hybrid
+from . import LayerWeights, TensorRule, narrowing, olmo_hybrid
 from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import sparse_behind
 from .llama import feed_forward, outer_tensors, state_layer
@@ -125,6 +125,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     return olmo_hybrid.joined_rows(config, layer, "self_attn")
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `deepseek_v3.block` and, of layers with a state, `llama.block`."""

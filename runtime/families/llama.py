@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, last_of, narrowing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -69,6 +69,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
@@ -141,11 +142,12 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         tap("v", layer, v)
     if w.sinks is not None:
         tap("sinks", layer, w.sinks)
-    attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim]
+    attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim], or of the last tokens alone
+    x = last_of(x, len(attended))
     if config.narrow:
         attended = ops.narrowed_heads(attended, heads, config.narrow)
     if config.gated_queries or config.gates_apart:
-        attended = ops.gate_heads(attended, gated, heads, head_dim, config.gates_softplus)
+        attended = ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim, config.gates_softplus)
     if w.attn_sub_norm is not None:
         attended = ops.normed(attended, w.attn_sub_norm)
     tap("attn_out", layer, attended)

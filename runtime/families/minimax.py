@@ -18,7 +18,7 @@ from ...kernels.lightning_shape import LightningShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, last_of, narrowing
 from .deepseek_v3 import refuse_other_code
 from .llama import outer_tensors
 from .mixtral import NAMES, expert_tensors, mixture
@@ -120,6 +120,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
     return {prefix + OWN: (prefix + JOINT, np.concatenate([rows[:, part].reshape(-1) for part in (2, 1, 0)]))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`, of which block_in and mlp_in see what is normed already."""
@@ -137,7 +138,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
             tap(name, layer, seen)
         attended = kv.attend(q, k, v)
         tap("attn_out", layer, attended)
-        x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
+        x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.factor("o"))
     x = _kept(ops, x, config.factor(KEPT[FULL if w.state is None else LINEAR]))
     x = ops.renormed(x, w.middle_norm)
     tap("mlp_in", layer, x)

@@ -17,7 +17,7 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, llama
+from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, last_of, llama, narrowing
 from .deepseek_v3 import NAMES, latent_config
 from .deepseek_v32 import EPS, check_kinds, sparse
 from .glm4_moe import shared_mixture
@@ -106,6 +106,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.latent.rope // 2,))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `deepseek_v3.block`; a layer without latents of its own attends to those that an earlier one has cached."""
@@ -135,4 +136,4 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
     tap("attn_out", layer, attended)
-    return ops.linear_add(attended, w.o, x, None, config.residual_multiplier)
+    return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..config import ACTS, MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, llama, narrowing
 from .qwen2 import windows_of
 from .stablelm import biased
 
@@ -101,6 +101,7 @@ def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[st
     return {**rules, **{f"{role}_bias": biased(rules[role]) for role in norms}}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""

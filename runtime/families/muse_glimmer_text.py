@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
-from . import LayerWeights, TensorRule, gemma2, llama
+from . import LayerWeights, TensorRule, gemma2, llama, narrowing
 from .llama import outer_tensors
 from .qwen2 import windows_of
 
@@ -75,6 +75,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return gemma2.layer_tensors(config, layer) | {"attn_gate": TensorRule(f"model.layers.{layer}.self_attn.gate_proj.weight", gates)}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, llama, narrowing
 from .hunyuan_v1_dense import attention
 from .opt import feed_forward
 
@@ -47,6 +47,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return {role: rule for role, rule in llama.outer_tensors(config).items() if role != "norm"}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Hunyuan's attention and OPT's MLP. What enters the first layer is normed in place, as a row that does not turn."""

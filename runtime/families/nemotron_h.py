@@ -16,7 +16,7 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, llama, opt
+from . import LayerWeights, TensorRule, llama, narrowing, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
 from .llama import attention, feed_forward, state_layer
@@ -150,6 +150,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`, those of an MLP where there is one."""

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, cohere, llama
+from . import LayerWeights, TensorRule, cohere, llama, narrowing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -61,6 +61,7 @@ def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
             for role, place in places.items()} if config.qk_norm_each else {}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As Llama's block, or Cohere's."""

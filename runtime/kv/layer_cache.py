@@ -16,12 +16,13 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class LayerCache:
     """What a block sees of the cache. `states`: of a layer that has some beside its keys and values; `choosing`: of one
-    whose tokens see what was chosen."""
+    whose tokens see what was chosen. `last`: so many of a pass's tokens attend, the last ones; None: all of them."""
 
     pages: LayerPages
     cache: KVCache
     states: LayerStates | None = None
     choosing: Choosing | None = None
+    last: int | None = None
 
     def attend(self, q: object, k: object | None, v: object | None, sinks: object | None = None, out: object | None = None) -> object:
         """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
@@ -30,6 +31,8 @@ class LayerCache:
         step = self.cache.step
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
+        if self.last is not None:
+            return self._attend_last(q[-self.last :], sinks)
         more = () if out is None else (out,)
         if self.choosing is not None and self.choosing.keys is not None:
             chosen = None if self.choosing.index is None else self.cache.chosen
@@ -39,6 +42,15 @@ class LayerCache:
         if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
             return self.pages.attend(q, step.position, step.blocks, sinks, out, seen)
         return self.pages.attend(q, step.position, step.blocks, sinks, *more)
+
+    def _attend_last(self, q: object, sinks: object | None) -> object:
+        """`attend` for the last tokens of the step alone."""
+        step, ends = self.cache.step, self.cache.ends
+        position = step.position + len(step.slots) - len(q)
+        seen = None if ends is None else ends.get(self.pages.window)
+        if seen is not None:
+            return self.pages.attend(q, position, step.blocks, sinks, None, seen[-len(q) :])
+        return self.pages.attend(q, position, step.blocks, sinks)
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
         """Take the step's tokens into keys of several, by products of the layer's input; they turn by `table`."""

@@ -144,6 +144,8 @@ class AssistantDrafts:
     """Greedy guesses of an assistant, under the penalties of the run. `_ids` are the newest tokens of the model's last pass, from place
     `_first` of the text on, and `_states` what its last norm made of them."""
 
+    reads = FEW
+
     def __init__(self, own: Assistant, model: Model, cache: KVCache, ctx: int) -> None:
         self._own, self._model, self._cache = own, model, cache
         self._weights = TrainedWeights(own, model.backends["cpu"].pool)

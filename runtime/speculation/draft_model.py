@@ -134,6 +134,8 @@ class DraftModel:
     `vocabulary`: rows of the large model's table; a guess ends before a token that it lacks. `failed`: what ended its drafts, "" before.
     """
 
+    reads = 0
+
     def __init__(self, prepared: Prepared, vocabulary: int) -> None:
         from ..engine import Engine
 

@@ -53,10 +53,12 @@ class Proposer(Protocol):
 
 
 class ModelDrafts(Protocol):
-    """Drafts by a model or a layer of one. `costs`: what its guesses take; `failed`: what ended them, "" before."""
+    """Drafts by a model or a layer of one. `costs`: what its guesses take; `failed`: what ended them, "" before; `reads`: of how many of a
+    pass's last tokens it `saw` the states, None for all."""
 
     costs: GuessCosts
     failed: str
+    reads: int | None
 
     def load(self) -> Iterator[Progress]:
         """Read what it needs."""

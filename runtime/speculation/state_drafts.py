@@ -79,6 +79,7 @@ class StateDrafts(StateLayer):
     because the layer has not taken them yet, for want of the token that follows or because nobody asked.
     """
 
+    reads = None
     failed = ""  # of a layer of the model's own nothing can fail that does not fail in the model
 
     def __init__(self, host: object, spec: AttnSpec, ctx: int, vocabulary: int, states: np.ndarray) -> None:
