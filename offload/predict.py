@@ -93,7 +93,7 @@ class Rates:
 @dataclass(frozen=True)
 class Part:
     """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head);
-    `routed`: experts. `ends`: inputs and outputs of the matrices."""
+    `routed`: experts. `ends`: inputs and outputs of the matrices. `spared`: the share of products made for a prompt's last tokens alone."""
 
     kind: str
     nbytes: int
@@ -101,6 +101,7 @@ class Part:
     last_only: bool = False
     routed: bool = False
     ends: int = 0
+    spared: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -150,7 +151,8 @@ class Work:
     from the disk per pass; `load`: bytes read once.
     Of neurons that are read when they are active, `missed` bytes a token in reads of `read_bytes` (`assumed`: nobody measured how many),
     `neurons` bytes by every pass over a prompt; `window` bytes of them stay in memory. `paged`: what streams are experts. `kv_held`:
-    tokens whose keys and values memory holds, None for all; those of later ones come from the disk.
+    tokens whose keys and values memory holds, None for all; those of later ones come from the disk. `alone`: how many of the last layers
+    with attention have it for the last `kept` tokens of a prompt's pass.
     """
 
     parts: tuple[Part, ...]
@@ -173,6 +175,8 @@ class Work:
     state_bytes: int = 0
     kv_layers: tuple[int, ...] = ()
     widths: tuple[int, ...] = ()
+    alone: int = 0
+    kept: int = 0
 
     @property
     def layers(self) -> int:
@@ -282,10 +286,14 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
         else:
             # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
             rate = rate or KindRate(USUAL_SHARE * rates.memory, slowest)
-            own = max(tokens * rate.prompt_s(part.products, part.ends), part.nbytes / rate.decode)
+            share = 1 - part.spared * (1 - min(1.0, passes * work.kept / max(1, tokens)))
+            own = max(share * tokens * rate.prompt_s(part.products, part.ends), part.nbytes / rate.decode)
         seconds += own
         routed += own * part.routed
-    for width, pairs in work.by_width([_pairs(tokens, window) for window in work.windows]):
+    pairs_of = [_pairs(tokens, window) for window in work.windows]
+    for layer in range(len(pairs_of) - work.alone, len(pairs_of)):
+        pairs_of[layer] = min(pairs_of[layer], passes * work.kept * tokens)
+    for width, pairs in work.by_width(pairs_of):
         seconds += sum(pairs) * width / _attention(rates, work.kv).prefill
     seconds += passes * work.state_bytes / rates.memory + tokens * work.state_bytes / (STATE_TRAFFIC * STATE_RATE)
     seconds += passes * (rates.token_s + work.layers * rates.layer_s)

@@ -29,8 +29,8 @@ from .images.album import Shown
 from .kv.both_ways import ends_of
 from .kv.layer_cache import LayerCache
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
+from .last_layers import first_alone, kept_of, narrows
 from .ngrams import away_nbytes, held, is_table
-from .passes import kept_of
 from .rope import learned, rope_tables
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
@@ -75,7 +75,8 @@ class Model(StoredStates):
         self.streamed = None if streams is None else StreamedWeights(streams.parts, self.pager)
         self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapted)
-        self.block, self._last_to_keep = families.get(config.family).block, config.last_to_keep
+        self.block, self._alone = families.get(config.family).block, first_alone(config)
+        self._narrows = [narrows(config, layer) or layer >= self._alone for layer in range(config.num_hidden_layers)]
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
@@ -250,7 +251,7 @@ class Model(StoredStates):
         plain = tap is no_tap and cache.ends is None and shown is None and turned is None and not looks
         self._shown, self._turned, self._seen = shown, turned, (looks, scales)
         apart = tap is not no_tap or looks or self.between or (shown is not None and shown.deep is not None)
-        self._last = None if apart or self.config.indexed or self.config.compressed else kept_of(len(ids), wanted)
+        self._last = None if apart else kept_of(len(ids), wanted)
         if looks:
             self.pictures.begin(looks)
         same = step.blocks if few and stay and plain and len(self._wrapped) > len(self.devices) else None
@@ -298,9 +299,8 @@ class Model(StoredStates):
         """All blocks, each on its backend: the host's x[T, D], or of several streams [T, S * D] -> x[T, D]."""
         here, host, positions = "cpu", self.backends["cpu"], cache.step.positions
         ops, copies = host, (least := self.copied_from) is not None and len(positions) >= least
-        alone = len(self.devices) if self._last is None else self._last_to_keep + 1  # from here on the last tokens alone matter
         for layer, lives in enumerate(self.devices):
-            if layer == alone:
+            if layer == self._alone and self._last is not None:
                 x, places = last_of(x, self._last), positions if self._turned is None else self._turned
                 if wanted == 0 and self.pager.resident and not copies:
                     break
@@ -342,12 +342,12 @@ class Model(StoredStates):
         host, config = self.backends["cpu"], self.config
         at_pictures = layer in config.cross_layers
         kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
-        if self._last is not None and isinstance(kv, LayerCache) and layer >= self._last_to_keep + (self.block not in families.NARROWING):
+        if self._last is not None and self._narrows[layer] and isinstance(kv, LayerCache):
             kv = replace(kv, last=self._last)
         if ops is not host and not at_pictures and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
-        own = last_of(own, self._last) if own is not None and self._last is not None and layer > self._last_to_keep else own
+        own = last_of(own, self._last) if own is not None and self._last is not None and layer >= self._alone else own
         given = () if own is None else (own if ops is host else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)

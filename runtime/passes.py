@@ -24,15 +24,6 @@ WIDTHS = (8, 4, 2)
 SHORTEST = 4  # tokens of a context in which the middle of a prompt can be dropped
 
 
-KEPT = 24  # tokens of a long pass that go on where only the last are asked for: more than FEW, so that they go to the kernels of all
-
-
-def kept_of(tokens: int, wanted: int | None) -> int | None:
-    """How many of the tokens of a pass go on through layers that keep nothing of the others, where states of the last `wanted` are asked
-    for; None: all."""
-    return None if wanted is None or tokens <= max(KEPT, wanted) else max(KEPT, wanted)
-
-
 def too_long(count: int, n_ctx: int, most: int) -> ContextOverflow:
     """What is said of a prompt of so many tokens that leaves no room in a context of `n_ctx`, where a model has `most`."""
     more = "" if n_ctx >= most else " raise -c,"

@@ -27,8 +27,8 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
-from effllm.runtime.families import FAMILIES, MAKING_VECTORS, NARROWING, RENAMED
-from effllm.runtime.passes import KEPT
+from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
+from effllm.runtime.last_layers import KEPT, attending_alone
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -58,15 +58,6 @@ def opened(folder: Path, **options: object) -> Engine:
     *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=CONTEXT, strict=True, chunk=128, **options))
     assert isinstance(engine, Engine) and engine.n_ctx == CONTEXT
     return engine
-
-
-def narrows(engine: Engine) -> bool:
-    """Do the last layers of a prompt run for its last tokens alone?"""
-    config = engine.config
-    if config.indexed or config.compressed:
-        return False
-    attends = config.last_to_keep in config.attention_layers
-    return config.last_to_keep + 1 < config.num_hidden_layers or attends and engine.model.block in NARROWING
 
 
 # Of each family the first case, and of those that most people run all.
@@ -123,26 +114,22 @@ def test_greedy_tokens(pair: Pair) -> None:
 
 def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layers run for its last tokens alone; not a bit of what comes next depends on that."""
-    engine, ids, widths = pair.engine, pair.ids[: DECODE_FROM[-1]], []
-    run = engine.model.forward
+    engine, length, widths, ends, run = pair.engine, DECODE_FROM[-1], ([], []), [], pair.engine.model.forward
 
-    def forward(*args: object, **options: object) -> np.ndarray:
-        x = run(*args, **options)
-        widths.append(len(x))
+    def forward(*args: object, **rest: object) -> np.ndarray:
+        x = run(*args, **rest | told)
+        widths[len(ends)].append(len(x))
         return x
 
-    monkeypatch.setattr(engine.model, "forward", forward)
-    ends = []
-    for is_whole in (True, False):
+    for told in ({"wanted": None}, {}):
         with monkeypatch.context() as patched:
-            if is_whole:
-                patched.setattr(engine, "_wanted", lambda ends: None)
+            patched.setattr(engine.model, "forward", forward)
             engine.reset()
-            list(engine.prefill(ids))
-        ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in pair.ids[len(ids) :][:3])])
-    assert np.array_equal(*ends)
-    whole, narrow = widths[: len(widths) // 2 - 3], widths[len(widths) // 2 : -3]
-    assert sum(whole) == len(ids) and narrow == [min(KEPT, each) if narrows(engine) else each for each in whole]
+            list(engine.prefill(pair.ids[:length]))
+        ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in pair.ids[length : length + 3])])
+    assert np.array_equal(*ends) and sum(widths[0]) == length
+    alone = attending_alone(engine.config) or engine.config.last_to_keep + 1 < engine.config.num_hidden_layers
+    assert widths[1] == [min(KEPT, each) if alone else each for each in widths[0]]
 
 
 def test_logits_of_single_steps(pair: Pair) -> None:

@@ -24,6 +24,7 @@ from effllm.offload.predict import KindRate, Paged, Prediction
 from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import open_engine
+from effllm.runtime.last_layers import KEPT
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import outcome, roofs
 from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
@@ -76,6 +77,15 @@ def test_every_weight_that_a_token_reads_is_counted() -> None:
     assert 5_760_000 < matrices <= 5_770_496 and [part.kind for part in counted.parts] == ["bf16", "bf16"]
     assert 6 * 2 * 2 * 64 * 2 <= counted.kv_bytes < 1.1 * 6 * 2 * 2 * 64 * 2, "keys and values of six layers, and headers of pages"
     assert counted.attention_width == 2 * 4 * 64 and counted.load == prepared.placement.weights_bytes
+
+
+def test_a_prompt_is_spared_what_its_last_layers_make_of_all_but_the_last_tokens() -> None:
+    config = (prepared := fable()).config
+    (counted,) = {(part.spared, whole.alone, whole.kept) for whole in [forecast(prepared, KNOWN).work] for part in whole.parts
+                  if not part.last_only}
+    wide, ffn, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
+    behind, before = wide * wide + 3 * wide * ffn, wide * wide + 2 * wide * kv
+    assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, KEPT)
 
 
 def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:

@@ -149,6 +149,15 @@ def test_a_prompt_is_read_in_passes() -> None:
     assert prompt(replace(WORK, streamed=20 * GB, chunk=2048), RATES, 1024).seconds == pytest.approx(made.seconds, rel=0.01)
 
 
+def test_the_last_layers_of_a_prompt_run_for_its_last_tokens() -> None:
+    half = replace(WORK, parts=(Part("bf16", 2 * GB, GB, spared=0.5), Part("low", GB // 2, GB)), alone=10, kept=24)
+    spared = prompt(WORK, RATES, 512).seconds - prompt(half, RATES, 512).seconds
+    pairs = 512 * 513 // 2 - 24 * 512
+    assert spared == pytest.approx(0.5 * (512 - 24) / 50 + 10 * pairs * 4096 / (30 * GB))
+    assert prompt(half, RATES, 24).seconds == pytest.approx(prompt(WORK, RATES, 24).seconds, rel=0.01)
+    assert decode(half, RATES) == decode(WORK, RATES)
+
+
 def test_the_head_is_made_once_for_a_prompt() -> None:
     headed = replace(WORK, parts=(*WORK.parts, Part("low", 8 * GB, 8 * GB, last_only=True)))
     assert prompt(headed, RATES, 512).seconds - prompt(WORK, RATES, 512).seconds == pytest.approx(1.0)

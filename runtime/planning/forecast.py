@@ -25,6 +25,7 @@ from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
 from ..families import expert_of
 from ..kv.cache_shape import index_type, page_sizes
+from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
 from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
@@ -104,6 +105,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     head = "head" if "head" in outer else "embed"
     sparsity = load_sparsity(prepared.folder, config.num_hidden_layers) if is_bundled(prepared.container) else None
     active = _usual(prepared) if sparsity is None else sum(sparsity.active) / len(sparsity.active)
+    spared: dict[tuple[str, bool, bool], float] = defaultdict(float)
     for key, roles in tensors.items():
         for role, tensor in roles.items():
             if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
@@ -117,6 +119,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
             if len(tensor.shape) == 2:
                 products[kind] += share * prod(tensor.shape)
                 ends[kind] += share * sum(tensor.shape)
+                spared[kind] += share * prod(tensor.shape) * (key != "outer" and spares(config, key, role))
     if any(prepared.adapted.scales):
         beside = RAW_KIND, False, False
         nbytes[beside] += prepared.adapted.nbytes_of(prepared.adapted.scales)
@@ -124,7 +127,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(
-        parts=tuple(Part(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each])) for each in nbytes),
+        parts=tuple(Part(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
+                         spared[each] / max(1.0, products[each])) for each in nbytes), kept=KEPT, alone=attending_alone(config),
         **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
         streamed=placement.streamed_bytes if paged is None else round(paged.nbytes(1)),
