@@ -28,7 +28,7 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
-from effllm.runtime.last_layers import KEPT, attending_alone
+from effllm.runtime.last_layers import KEPT, attending_alone, first_alone
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -114,22 +114,20 @@ def test_greedy_tokens(pair: Pair) -> None:
 
 def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
     """The last layers run for its last tokens alone; not a bit of what comes next depends on that."""
-    engine, length, widths, ends, run = pair.engine, DECODE_FROM[-1], ([], []), [], pair.engine.model.forward
+    engine, length, run, widths, ends, told = pair.engine, DECODE_FROM[-1], pair.engine.model.forward, ([], []), [], {"wanted": None}
 
     def forward(*args: object, **rest: object) -> np.ndarray:
-        x = run(*args, **rest | told)
-        widths[len(ends)].append(len(x))
+        widths[len(ends)].append(len(x := run(*args, **rest | told)))
         return x
 
-    for told in ({"wanted": None}, {}):
-        with monkeypatch.context() as patched:
-            patched.setattr(engine.model, "forward", forward)
-            engine.reset()
-            list(engine.prefill(pair.ids[:length]))
+    monkeypatch.setattr(engine.model, "forward", forward)
+    for _ in widths:
+        engine.reset()
+        list(engine.prefill(pair.ids[:length]))
         ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in pair.ids[length : length + 3])])
-    assert np.array_equal(*ends) and sum(widths[0]) == length
-    alone = attending_alone(engine.config) or engine.config.last_to_keep + 1 < engine.config.num_hidden_layers
-    assert widths[1] == [min(KEPT, each) if alone else each for each in widths[0]]
+        told.clear()
+    most = KEPT if attending_alone(engine.config) or first_alone(engine.config) < engine.config.num_hidden_layers else length
+    assert np.array_equal(*ends) and sum(widths[0]) == length + 3 and widths[1] == [min(most, each) for each in widths[0]]
 
 
 def test_logits_of_single_steps(pair: Pair) -> None:
