@@ -81,7 +81,7 @@ def pack_token(typingctx, x, count, inverse, steps):
 @intrinsic
 def pack_byte_block(typingctx, x, scale, steps, least):
     """BLOCK float32 of a token as bytes into two steps of a panel, from its own row of `steps` on; what they stand for to `scale`. As
-    `gemm_tiles.pack_block` has it."""
+    `gemm_pack.pack_panel` has it."""
     narrow = ir.VectorType(I8, LANES)
 
     def codegen(context, builder, signature, args):

@@ -39,6 +39,7 @@ from .gemm_groups import (
     narrow_product,
     shifted_group_product,
 )
+from .gemm_pack import narrow_pack_panel, pack_panel, stepped_pack_panel
 from .gemm_steps import stepped_product
 from .gemm_stripes import (
     BLOCK_ROWS,
@@ -66,11 +67,8 @@ from .gemm_tiles import (
     finish,
     finish_adding,
     narrow_outlier_sums,
-    narrow_pack_block,
     outlier_sums,
-    pack_block,
     stepped_outlier_sums,
-    stepped_pack_block,
 )
 from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
@@ -94,7 +92,8 @@ ZERO, ONE = float32(0.0), float32(1.0)
 def gemm_scratch(tokens: int, depth: int) -> int:
     """Bytes of scratch per worker for at most `tokens` tokens of at most `depth` inputs (every kernel here)."""
     exact = 4 * MANY_BLOCK * (DEPTH_BLOCK + align(tokens, TILE_COLUMNS)) + TILE_SCRATCH_NBYTES
-    return align(max(SUMS_AT + 4 * BLOCK_ROWS * align(tokens, TOKENS), 4 * align(depth, SCALED_BLOCK), exact))
+    rows = TOKENS * (4 * align(depth, SCALED_BLOCK) + 4)
+    return align(max(SUMS_AT + 4 * BLOCK_ROWS * align(tokens, TOKENS), rows, exact))
 
 
 def panel_nbytes(tokens: int, depth: int, way: int) -> int:
@@ -144,7 +143,8 @@ def pack_tokens(args, worker, counter):
     way = a[WAY]
     block = _block_of(way)
     padded = (depth + SCALED_BLOCK - 1) // SCALED_BLOCK * SCALED_BLOCK
-    row = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    rows = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    least = rows + 4 * TOKENS * padded
     factor = -SCALED_SHIFT if way == SCALED else 1  # sums of scaled weights begin where the shift is taken back
     block_nbytes = _block_nbytes(way)
     panels = (tokens + TOKENS - 1) // TOKENS
@@ -155,16 +155,18 @@ def pack_tokens(args, worker, counter):
         start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
         for t in range(TOKENS):
             token = panel * TOKENS + t
+            row = rows + 4 * t * padded
             normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM] % ONE_SCALE, a[NORM_WEIGHT],
                        a[NORM_BIAS], eps)
-            least = least_of(row, padded, a[NORM])
-            for index in range(padded // block):
-                if _is_stepped(way):
-                    stepped_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
-                elif _is_narrow(way):
-                    narrow_pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
-                else:
-                    pack_block(row + 4 * index * block, block, start + index * block_nbytes, t, factor, least)
+            u32_at(least)[t] = uint32(least_of(row, padded, a[NORM]))
+        for index in range(padded // block):
+            x, to = rows + 4 * index * block, start + index * block_nbytes
+            if _is_stepped(way):
+                stepped_pack_panel(x, 4 * padded, block, to, factor, least)
+            elif _is_narrow(way):
+                narrow_pack_panel(x, 4 * padded, block, to, factor, least)
+            else:
+                pack_panel(x, 4 * padded, block, to, factor, least)
 
 
 @inlined()

@@ -239,7 +239,7 @@ def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, 
 def block_product(typingctx, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
 
-    The panel's sums are those of `pack_block` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
+    The panel's sums are those of `pack_panel` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
     """
 
     def codegen(context, builder, signature, args):
@@ -302,56 +302,6 @@ def _correction(form: Form):
     return run
 
 
-def _packing(form: Form):
-    @intrinsic
-    def run(typingctx, x, count, header, token, factor, least):
-        """`count` (a multiple of 32) float32 of a token, quantized into the block at `header`: scale, `factor` * sum, sum of a half, steps.
-
-        int8 = rint(x * (127 / largest)), scale = largest / 127, which is at least what `least` is the bits of; zeros where that is no
-        normal number, and a NaN for a scale where a number is not finite.
-        """
-        per = LANES // form.inputs  # words of a vector
-
-        def codegen(context, builder, signature, args):
-            x, count, header, token, factor, least = args
-            vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
-            over = lambda name: function(builder, I32, [WORDS], f"llvm.vector.reduce.{name}.v{LANES}i32")  # noqa: E731
-            loop = Loop(builder, vectors, [splat(builder, builder.trunc(least, I32), WORDS)], "largest")
-            at = lambda: builder.add(x, builder.mul(loop.turn, I64(4 * LANES)))  # noqa: E731
-            magnitude = builder.and_(load(builder, at(), WORDS, 4), constant(WORDS, 0x7FFFFFFF))
-            top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
-            top = builder.call(over("umax"), [top])
-            largest = builder.bitcast(top, F32)
-            scale = builder.fdiv(largest, F32(127.0))
-            scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
-            normal = builder.fcmp_ordered(">=", scale, F32(2.0**-126))
-            inverse = builder.select(normal, builder.fdiv(F32(127.0), largest), F32(0.0))
-            column = builder.add(header, builder.mul(token, I64(4)))
-            store(builder, scale, column, 4)
-            inverse, sums, first = splat(builder, inverse, FLOATS), [], builder.add(column, I64(HEADER))
-            for _ in (0, 1):
-                loop = Loop(builder, builder.lshr(vectors, I64(1)), [constant(WORDS, 0), x, first], "numbers")
-                total, x, first = loop.values
-                rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
-                numbers = builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
-                narrow = builder.trunc(numbers, ir.VectorType(ir.IntType(8 * form.item), LANES))
-                narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
-                words = builder.bitcast(narrow, ir.VectorType(I32, per) if per > 1 else I32)
-                for i in range(per):
-                    word = builder.extract_element(words, I32(i)) if per > 1 else words
-                    store(builder, word, offset(builder, first, 4 * TOKENS * i), 4)
-                following = builder.add(x, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
-                total, x, first = loop.end([builder.add(total, numbers), *following])
-                sums.append(builder.call(over("add"), [total]))
-            store(builder, builder.mul(builder.add(*sums), builder.trunc(factor, I32)), offset(builder, column, 4 * TOKENS), 4)
-            store(builder, sums[0], offset(builder, column, 8 * TOKENS), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
-
-    return run
-
-
 def _finish(add: bool):
     @intrinsic
     def run(typingctx, sums, scales, bias, out, stride, tokens):
@@ -380,8 +330,7 @@ def _finish(add: bool):
     return run
 
 
-outlier_sums, pack_block = _correction(WHOLE), _packing(WHOLE)
+outlier_sums, stepped_outlier_sums = _correction(WHOLE), _correction(STEPPED)
 finish, finish_adding = _finish(False), _finish(True)
-stepped_outlier_sums, stepped_pack_block = _correction(STEPPED), _packing(STEPPED)
-# Of codes of up to four bits. Where that form is the other one as well, so are these.
-narrow_outlier_sums, narrow_pack_block = (_correction(NARROW), _packing(NARROW)) if NARROW.halves else (outlier_sums, pack_block)
+# Of codes of up to four bits. Where that form is the other one as well, so is this.
+narrow_outlier_sums = _correction(NARROW) if NARROW.halves else outlier_sums

@@ -1,0 +1,125 @@
+"""Activations of a panel's tokens as the register tile reads them: int8 with a scale per block, the tokens' steps side by side.
+
+All tokens of a panel are packed at once. One after the other, each waits for the reductions of its block (the largest magnitude, then
+sums), which are chains, and a step's words of one token lie apart from one another: with AVX-512 that was some 1.5 cycles a number, where
+it is now a third of one. Together the reductions are one tree, and what lies side by side is put in order in registers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from llvmlite import ir
+
+from ..deferred import intrinsic, types
+from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form, Loop
+from .int8_ir import FLOATS, LANES, WORDS, constant, load, offset, splat, store
+from .intrinsics import F32, I32, I64
+
+PADDED = 1 << (TOKENS - 1).bit_length()  # tokens of a tree
+EACH, SCALES = ir.VectorType(I32, TOKENS), ir.VectorType(F32, TOKENS)  # a number of each token
+Combine = Callable[[ir.Value, ir.Value], ir.Value]
+
+
+def _shuffled(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, places: list[int]) -> ir.Value:
+    return builder.shuffle_vector(a, b, ir.Constant(ir.VectorType(I32, len(places)), places))
+
+
+def _joined(builder: ir.IRBuilder, parts: list[ir.Value]) -> ir.Value:
+    """Vectors of one length one behind the other; a power of two of them."""
+    while len(parts) > 1:
+        count = parts[0].type.count
+        parts = [_shuffled(builder, a, b, list(range(2 * count))) for a, b in zip(parts[::2], parts[1::2], strict=True)]
+    return parts[0]
+
+
+def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> ir.Value:
+    """What `combine` makes of all lanes of each token's vector, EACH. In every round two vectors become one, whose lanes are half as many
+    of either."""
+    vectors, lanes = vectors + [vectors[-1]] * (PADDED - TOKENS), LANES  # of one token in a vector
+    while lanes > 1 and len(vectors) > 1:
+        lanes //= 2
+        low = [group + lane for group in range(0, 2 * LANES, 2 * lanes) for lane in range(lanes)]
+        high = [place + lanes for place in low]
+        vectors = [combine(_shuffled(builder, a, b, low), _shuffled(builder, a, b, high))
+                   for a, b in zip(vectors[::2], vectors[1::2], strict=True)]
+    joined = _joined(builder, vectors)
+    while lanes > 1:
+        count = joined.type.count
+        joined = combine(*(_shuffled(builder, joined, joined, list(range(first, count, 2))) for first in (0, 1)))
+        lanes //= 2
+    return _shuffled(builder, joined, joined, list(range(TOKENS)))
+
+
+def _packing(form: Form):
+    @intrinsic
+    def run(typingctx, x, stride, count, header, factor, least):
+        """`count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, quantized into the block at `header`: scales,
+        `factor` * sums, sums of a half, steps.
+
+        int8 = rint(x * (127 / largest)), scale = largest / 127, which is at least what the token's of `least`, uint32 [TOKENS], is the bits
+        of; zeros where that is no normal number, and a NaN for a scale where a number is not finite.
+        """
+        per = LANES // form.inputs  # words of a vector
+
+        def codegen(context, builder, signature, args):
+            x, stride, count, header, factor, least = args
+            rows = [x]
+            for _ in range(1, TOKENS):
+                rows.append(builder.add(rows[-1], stride))
+            vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
+            larger = lambda a, b: builder.select(builder.icmp_unsigned(">", a, b), a, b)  # noqa: E731
+            loop = Loop(builder, vectors, [constant(WORDS, 0)] * TOKENS, "largest")
+            at = builder.mul(loop.turn, I64(4 * LANES))
+            magnitudes = [builder.and_(load(builder, builder.add(row, at), WORDS, 4), constant(WORDS, 0x7FFFFFFF)) for row in rows]
+            found = loop.end([larger(*each) for each in zip(magnitudes, loop.values, strict=True)])
+            top = larger(folded(builder, found, larger), load(builder, least, EACH, 4))
+            largest, whole = builder.bitcast(top, SCALES), constant(SCALES, 127.0)
+            scale = builder.fdiv(largest, whole)
+            finite = builder.icmp_unsigned("<", top, constant(EACH, 0x7F800000))
+            scale = builder.select(finite, scale, constant(SCALES, float("nan")))
+            normal = builder.fcmp_ordered(">=", scale, constant(SCALES, 2.0**-126))
+            inverse = builder.select(normal, builder.fdiv(whole, largest), constant(SCALES, 0.0))
+            store(builder, scale, header, 4)
+            inverses = [splat(builder, builder.extract_element(inverse, I32(t)), FLOATS) for t in range(TOKENS)]
+            place, first, sums = I64(0), builder.add(header, I64(HEADER)), []
+            for _ in (0, 1):
+                loop = Loop(builder, builder.lshr(vectors, I64(1)), [place, first, *[constant(WORDS, 0)] * TOKENS], "numbers")
+                place, first, *totals = loop.values
+                words = []
+                for t, row in enumerate(rows):
+                    rounded = builder.fmul(load(builder, builder.add(row, place), FLOATS, 4), inverses[t])
+                    # The low bits of the nearest integer; of the sum what they begin from is taken back below.
+                    bits = builder.bitcast(builder.fadd(rounded, constant(FLOATS, ROUND)), WORDS)
+                    totals[t] = builder.add(totals[t], bits)
+                    narrow = builder.trunc(bits, ir.VectorType(ir.IntType(8 * form.item), LANES))
+                    narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
+                    words.append(builder.bitcast(narrow, ir.VectorType(I32, per)))
+                _put_words(builder, words, per, first)
+                following = builder.add(place, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
+                place, first, *totals = loop.end([*following, *totals])
+                begun = builder.mul(builder.trunc(builder.lshr(count, I64(1)), I32), I32(ROUND_BITS))
+                sums.append(builder.sub(folded(builder, totals, builder.add), splat(builder, begun, EACH)))
+            total = builder.mul(builder.add(*sums), splat(builder, builder.trunc(factor, I32), EACH))
+            store(builder, total, offset(builder, header, 4 * TOKENS), 4)
+            store(builder, sums[0], offset(builder, header, 8 * TOKENS), 4)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 6), codegen
+
+    return run
+
+
+def _put_words(builder: ir.IRBuilder, words: list[ir.Value], per: int, first: ir.Value) -> None:
+    """Words [token][step] of `per` steps, side by side by the step."""
+    joined = _joined(builder, words + [words[-1]] * (PADDED - TOKENS))
+    order = [t * per + step for step in range(per) for t in range(TOKENS)]
+    while order:
+        count = min(LANES, 1 << len(order).bit_length() - 1)
+        store(builder, _shuffled(builder, joined, joined, order[:count]), first, 4)
+        order, first = order[count:], builder.add(first, I64(4 * count))
+
+
+pack_panel, stepped_pack_panel = _packing(WHOLE), _packing(STEPPED)
+# Of codes of up to four bits; where that form is the other one as well, so is this.
+narrow_pack_panel = _packing(NARROW) if NARROW.halves else pack_panel
