@@ -159,10 +159,10 @@ def test_ctrl_c_ends_what_the_draft_model_reads() -> None:
     drafting, run = engine.speculation._model._engine, []
     forward = drafting._forward
 
-    def cancelling(ids: Sequence[int], prompt: bool = False, seal: bool = True) -> np.ndarray:
+    def cancelling(ids: Sequence[int], **options: object) -> np.ndarray:
         run.append(len(ids))
         session.cancel()
-        return forward(ids, prompt, seal)
+        return forward(ids, **options)
 
     drafting._forward = cancelling
     text = (Path(effllm.__path__[0]) / "runtime" / "calibration.txt").read_text()[:2000]
