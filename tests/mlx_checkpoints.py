@@ -83,3 +83,25 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).write_bytes((FABLE / file).read_bytes())
     return meant
+
+
+def switched(folder: Path) -> dict[str, np.ndarray]:
+    """A mixture as MLX has it, the experts of a layer as one; returns what the weights mean by their own names."""
+    tensors, meant, stacks = {}, {}, {}
+    for name, values in weights(folder).items():
+        if values.ndim != 2 or name.endswith(".A_log"):  # a convolution's taps are the last dimension where it is published
+            tensors[name] = torch.from_numpy(values.swapaxes(1, 2).copy() if values.ndim == 3 else values)
+            continue
+        parts, meant[name] = affine(values, 4, 32)
+        before, expert, after = name.partition(".experts.")
+        for ending, part in parts.items():
+            if expert:
+                stacks.setdefault(f"{before}.switch_mlp.{after.split('.')[1]}.{ending}", []).append((int(after.split(".")[0]), part))
+            else:
+                tensors[name.removesuffix("weight") + ending] = part
+    tensors |= {name: torch.stack([part for _, part in sorted(parts, key=lambda each: each[0])]) for name, parts in stacks.items()}
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
+    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"quantization": {"bits": 4, "group_size": 32}}))
+    return meant

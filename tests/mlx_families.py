@@ -23,6 +23,15 @@ SHARPENED = {"rope_parameters": {"rope_type": "yarn", "rope_theta": 10000.0, "fa
                                  "mscale": 1.0, "mscale_all_dim": 0.7}}
 SPACES = {"mamba_n_heads": 8, "mamba_expand": 2, "mamba_d_head": 32, "mamba_n_groups": 1, "mamba_d_state": 32,
           "layer_types": ["mamba", "attention"] * 2, "position_embedding_type": "rope"}
+GROUPS = {**SPACES, "mamba_n_groups": 2}
+LLAMA_3 = {"rope_type": "llama3", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 64, "low_freq_factor": 1.0,
+           "high_freq_factor": 4.0}
+LONG = {"rope_type": "longrope", "rope_theta": 10000.0, "short_factor": [1.0 + i / 8 for i in range(16)],
+        "long_factor": [1.0 + i / 8 for i in range(16)], "original_max_position_embeddings": 256}
+TURNED = {"num_key_value_heads": 4, "q_lora_rank": 64, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "qk_rope_head_dim": 32,
+          "v_head_dim": 32, "rope_parameters": LONG}
+JAMBA = {"attn_layer_offset": 1, "attn_layer_period": 2, "expert_layer_offset": 1, "expert_layer_period": 2, "mamba_d_state": 16,
+         "mamba_dt_rank": 32, "num_experts_per_tok": 2, "use_mamba_kernels": False}
 NEMOTRON = {"mamba_num_heads": 8, "mamba_head_dim": 32, "n_groups": 2, "ssm_state_size": 32, "num_hidden_layers": None}
 # Of each family, or of one of its kinds, what it needs beside SIZES, and what mlx-lm looks for in a config by an older name.
 CASES = {
@@ -40,11 +49,15 @@ CASES = {
     "olmoe": ({"num_experts": 8, "num_experts_per_tok": 2}, {}),
     "qwen2_moe": (SHARED, {"num_experts": 8}),
     "qwen3_moe": ({**MIXTURE, "decoder_sparse_step": 1}, {"num_experts": 8}),
+    "apertus": ({"rope_parameters": LLAMA_3}, {"rope_scaling": LLAMA_3, "mlp_bias": False, "post_norm": False, "qk_norm": True}),
     "afmoe": ({**MIXTURE, "num_shared_experts": 1, "num_dense_layers": 1, "sliding_window": 16}, {}),
     "exaone_moe": ({**MIXTURE, "num_shared_experts": 1, "sliding_window": 16,
                     "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"is_moe_layer": [False, True, True, True]}),
     "mamba": ({"state_size": 32}, {}),
     "mamba2": ({"state_size": 32, "num_heads": 8, "head_dim": 32, "n_groups": 1}, {}),
+    "mamba2, groups": ({"state_size": 32, "num_heads": 8, "head_dim": 32, "n_groups": 2}, {}),
+    "minicpm3": (TURNED | {"tie_word_embeddings": False}, {"rope_scaling": LONG}),
+    "minicpm3, tied": (TURNED | {"tie_word_embeddings": True}, {"rope_scaling": LONG}),
     "phimoe": ({"num_local_experts": 8, "num_experts_per_tok": 2, "lm_head_bias": True, "attention_bias": True},
                {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 16, "long_factor": [1.0] * 16, "short_mscale": 1.0,
                                  "long_mscale": 1.0, "original_max_position_embeddings": 256}}),
@@ -54,6 +67,8 @@ CASES = {
     "dots1": (ROUTED, {"scoring_func": "noaux_tc"}),
     **{family: ({}, {}) for family in ("ernie4_5", "exaone", "helium", "internlm2", "internlm3", "mimo", "minicpm", "nemotron", "phi",
                                        "stablelm")},
+    "ernie4_5_moe": ({"moe_num_experts": 8, "moe_k": 2, "moe_intermediate_size": 64, "moe_num_shared_experts": 2,
+                      "moe_layer_start_index": 1}, {}),
     "exaone4": ({"sliding_window": 16, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]}, {"sliding_window_pattern": "LLLG"}),
     "falcon_h1": ({"mamba_d_ssm": 128, "mamba_n_heads": 4, "mamba_d_head": 32, "mamba_d_state": 32, "mamba_n_groups": 1,
                    "ssm_multipliers": [0.35, 0.25, 0.45, 0.5, 0.7]}, {}),
@@ -71,7 +86,11 @@ CASES = {
                          {"layer_types": ["mamba", "attention"] * 2}),
     "granitemoehybrid, dense": ({**SPACES, "num_local_experts": 0, "num_experts_per_tok": 0, "shared_intermediate_size": 256},
                                 {"layer_types": ["mamba", "attention"] * 2}),
+    "granitemoehybrid, groups": ({**GROUPS, "num_local_experts": 8, "num_experts_per_tok": 2, "shared_intermediate_size": 64},
+                                 {"layer_types": ["mamba", "attention"] * 2}),
     "hunyuan_v1_dense": ({}, {"use_qk_norm": True}),
+    "jamba": ({**JAMBA, "num_experts": 8}, {}),
+    "jamba, dense": ({**JAMBA, "num_experts": 1, "num_experts_per_tok": 1}, {}),
     "lfm2_moe": ({**MIXTURE, "layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1}, {"conv_bias": False}),
     "minimax_m2": ({"num_local_experts": 8, "num_experts_per_tok": 2, "rotary_dim": 16}, {"shared_intermediate_size": 0}),
     "nemotron_h": ({**NEMOTRON, "layers_block_type": ["mamba", "mlp", "attention", "mamba"]}, {}),
@@ -84,7 +103,32 @@ CASES = {
 }
 # By curves of MLX, or halves.
 ROUNDED = {"gemma": 1e-3, "gemma3_text": 1e-3, "gpt_oss": 1e-3, "granite": 3e-3, "granitemoe": 1e-3, "granitemoehybrid": 1e-3,
-           "qwen3_5_moe_text": 1e-3, "qwen3_next": 1e-3, "starcoder2": 1e-3}
+           "jamba": 1e-3, "qwen3_5_moe_text": 1e-3, "qwen3_next": 1e-3, "starcoder2": 1e-3}
+# What mlx-lm computes otherwise than who published a family, put right before it runs, so that all else can be compared.
+BY_GROUPS = """
+import mlx.core as mx
+from mlx_lm.models import granitemoehybrid, mamba2, nemotron_h
+def normed(self, values, gate=None):
+    values = nemotron_h.swiglu(gate, values) if gate is not None else values
+    return self.weight * mx.fast.rms_norm(mx.unflatten(values, -1, (2, -1)), weight=None, eps=self.eps).flatten(-2)
+mamba2.MambaRMSNormGated.__call__ = granitemoehybrid.GraniteMoeHybridRMSNormGated.__call__ = normed
+"""
+MENDED = {
+    "granitemoehybrid, groups": BY_GROUPS, "mamba2, groups": BY_GROUPS,
+    "jamba": """
+import mlx.core as mx
+from mlx_lm.models import jamba
+def mixed(self, x):
+    shares = mx.softmax(self.router(x), axis=-1)
+    chosen = mx.argpartition(-shares, kth=self.num_experts_per_tok - 1, axis=-1)[..., : self.num_experts_per_tok]
+    return (self.switch_mlp(x, chosen) * mx.take_along_axis(shares, chosen, axis=-1)[..., None]).sum(axis=-2)
+jamba.JambaSparseMoeBlock.__call__ = mixed
+""",
+    "minicpm3, tied": """
+from mlx_lm.models import minicpm3
+whole = minicpm3.Model.__call__
+minicpm3.Model.__call__ = lambda self, *given: whole(self, *given) / (self.args.hidden_size / self.args.dim_model_base)
+"""}
 
 
 def random_folder(folder: Path, case: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
+from safetensors.numpy import load_file, save_file
 
 from effllm import EffllmError, ModelNotFound
 from effllm.offload.header import CheckpointError
@@ -114,6 +114,20 @@ def test_how_many_experts_a_token_visits_must_be_said(tmp_path: Path, family: st
     write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, without)
     with pytest.raises(CheckpointError, match="lacks key .*expert_used_count"):
         read_config(tmp_path / "m.gguf")
+
+
+def test_scores_that_a_file_does_not_correct_are_not_corrected(tmp_path: Path) -> None:
+    arch, case = MIXTURES["ernie4_5_moe"]
+    saved(case, tmp_path / "source")
+    write_model(tmp_path / "source", tmp_path / "whole.gguf", "F32", arch, counts(case))
+    assert read_config(tmp_path / "whole.gguf", strict=True).mixture.corrected
+    tensors = load_file(tmp_path / "source" / "model.safetensors")
+    kept = {name: values for name, values in tensors.items() if not name.endswith("e_score_correction_bias")}
+    assert len(kept) < len(tensors)
+    save_file(kept, tmp_path / "source" / "model.safetensors")
+    write_model(tmp_path / "source", tmp_path / "m.gguf", "F32", arch, counts(case))
+    assert not read_config(tmp_path / "m.gguf", strict=True).mixture.corrected
+    assert np.isfinite(logits(tmp_path / "m.gguf", list(range(40)))).all()
 
 
 def test_shared_experts_of_another_width_are_refused(tmp_path: Path) -> None:

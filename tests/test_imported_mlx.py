@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from family_models import written as random_model
-from gguf_samples import FABLE, weights
-from mlx_checkpoints import CASES, CODES, affine, stream, written
+from gguf_samples import FABLE
+from mlx_checkpoints import CASES, CODES, affine, stream, switched, written
 from test_paged_arrivals import QWEN, SLOTS
 from test_paged_models import paged, resident
 
@@ -125,28 +125,6 @@ def test_a_plan_expects_what_the_files_hold(checkpoint: tuple[str, Path, dict[st
             if len(rule.shape) == 2:
                 assert expected.nbytes(rule.shape) == store.tensors[rule.name].nbytes
                 assert (rule.name in container.tensors if container else False) == (not expected.is_raw)
-
-
-def switched(folder: Path) -> dict[str, np.ndarray]:
-    """A mixture as MLX has it, the experts of a layer as one; returns what the weights mean by their own names."""
-    tensors, meant, stacks = {}, {}, {}
-    for name, values in weights(folder).items():
-        if values.ndim != 2:  # a convolution's taps are the last dimension where it is published
-            tensors[name] = torch.from_numpy(values.swapaxes(1, 2).copy() if values.ndim == 3 else values)
-            continue
-        parts, meant[name] = affine(values, 4, 32)
-        before, expert, after = name.partition(".experts.")
-        for ending, part in parts.items():
-            if expert:
-                stacks.setdefault(f"{before}.switch_mlp.{after.split('.')[1]}.{ending}", []).append((int(after.split(".")[0]), part))
-            else:
-                tensors[name.removesuffix("weight") + ending] = part
-    tensors |= {name: torch.stack([part for _, part in sorted(parts, key=lambda each: each[0])]) for name, parts in stacks.items()}
-    save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
-    (folder / "model.safetensors.index.json").unlink(missing_ok=True)
-    raw = json.loads((folder / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(raw | {"quantization": {"bits": 4, "group_size": 32}}))
-    return meant
 
 
 def test_experts_that_lie_as_one_and_routers(tmp_path: Path) -> None:
@@ -319,5 +297,5 @@ def test_a_section_that_says_something_else_is_refused(change: dict[str, object]
 def test_a_family_that_was_not_compared_is_refused() -> None:
     raw = json.loads((FABLE / "config.json").read_text()) | {"quantization": {"bits": 4, "group_size": 64}}
     parse_config(raw)
-    with pytest.raises(ConfigError, match="MLX quantized are not read of apertus models"):
-        parse_config(raw | {"model_type": "apertus", "architectures": ["ApertusForCausalLM"], "hidden_act": "xielu"})
+    with pytest.raises(ConfigError, match="MLX quantized are not read of arcee models"):
+        parse_config(raw | {"model_type": "arcee", "architectures": ["ArceeForCausalLM"], "hidden_act": "relu2"})

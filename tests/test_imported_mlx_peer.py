@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from mlx_families import CASES, ROUNDED, random_folder
+from mlx_families import CASES, MENDED, ROUNDED, random_folder
 
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.stores.import_config import MLX_FAMILIES
@@ -36,7 +36,8 @@ np.save(made + ".npy", np.array(model(mx.array([json.loads(ids)])).astype(mx.flo
 def compared(tmp_path: Path, case: str, mode: str, bits: int, group: int) -> float:
     """How far apart the logits are, by their largest."""
     random_folder(tmp_path / "source", case)
-    found = subprocess.run([sys.executable, "-c", THEIRS, str(tmp_path / "source"), str(tmp_path / "mlx"), mode, str(bits), str(group),
+    program = MENDED.get(case, "") + THEIRS
+    found = subprocess.run([sys.executable, "-c", program, str(tmp_path / "source"), str(tmp_path / "mlx"), mode, str(bits), str(group),
                             json.dumps(IDS)], capture_output=True, text=True, env=os.environ, timeout=300)
     assert found.returncode == 0, found.stderr[-2000:]
     theirs = np.load(tmp_path / "mlx.npy")

@@ -16,12 +16,12 @@ from .qwen3_moe import NAMES
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
-                       "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok", "num_local_experts",
+                       "moe_num_experts", "moe_num_shared_experts", "moe_use_aux_free", "num_experts_per_tok", "num_local_experts",
                        "num_nextn_predict_layers"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
-                                        "moe_norm_min": 1e-12, "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
+                                        "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:
@@ -33,8 +33,8 @@ def config(keys: Keys) -> ModelConfig:
     sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
     # The number of a token's experts goes by a name of its own.
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
-    own = mixture(keys, 64, per_token, width, True, sparse, "moe_num_experts", corrected=True,
-                  shared_width=width * shared if shared else None)
+    own = mixture(keys, 64, per_token, width, True, sparse, "moe_num_experts",
+                  corrected=keys.flag("moe_use_aux_free", True), shared_width=width * shared if shared else None)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
     return replace(ernie_config(keys, base), mixture=own, mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))

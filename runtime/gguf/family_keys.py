@@ -104,6 +104,7 @@ def _gemma3n(of: Given, raw: Raw) -> None:
 
 def _ernie_moe(of: Given, raw: Raw) -> None:
     raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", USUAL_THETA)}
+    raw["moe_use_aux_free"] = any(name.endswith(".exp_probs_b.bias") for name in of.header.tensors)
     _shared(of.header, raw, "moe_num_shared_experts")
 
 

@@ -23,17 +23,21 @@ ORIGINAL = "take the original 16-bit checkpoint"
 MLX = "mlx"  # whose section names no method
 FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
 # Families of which the folders that mlx-lm makes were compared with what mlx-lm computes from them.
-MLX_FAMILIES = ("afmoe", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "exaone", "exaone4", "exaone_moe",
-                "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_oss",
-                "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm2", "internlm3", "lfm2", "lfm2_moe",
-                "llama", "mamba", "mamba2", "mimo", "minicpm", "minimax_m2", "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h",
-                "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text",
-                "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2")
+MLX_FAMILIES = ("afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone",
+                "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",
+                "glm4_moe_lite", "gpt_oss", "granite", "granitemoe", "granitemoehybrid", "helium", "hunyuan_v1_dense", "internlm2",
+                "internlm3", "jamba", "lfm2", "lfm2_moe", "llama", "mamba", "mamba2", "mimo", "minicpm", "minicpm3", "minimax_m2",
+                "ministral3", "mistral", "mixtral", "nemotron", "nemotron_h", "olmo2", "olmo3", "olmoe", "phi", "phi3", "phimoe", "qwen2",
+                "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
+                "stablelm", "starcoder2")
 # What is in the weights of those folders, whatever their configs go on saying.
 MLX_FOLDED = {"falcon_h1": {
     "mlp_multipliers": [1.0, 1.0], "ssm_multipliers": [1.0] * 5,
     **dict.fromkeys(("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
-                     "ssm_in_multiplier", "ssm_out_multiplier"), 1.0)}}
+                     "ssm_in_multiplier", "ssm_out_multiplier"), 1.0)}, "ernie4_5_moe": {"moe_use_aux_free": False}}
+# What is not, of those families.
+MLX_LEAVES_OUT = {"ernie4_5_moe": "mlx-lm left out what corrects the scores of this model's routers: it chooses some experts that the "
+                                  "published model does not"}
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
 # Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
 ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",

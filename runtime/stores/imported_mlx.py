@@ -29,7 +29,7 @@ from ...quant.pack import put_factors, put_rows
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from .container import Container, StoredTensor
-from .import_config import FLOATS, ORIGINAL
+from .import_config import FLOATS, MLX_LEAVES_OUT, ORIGINAL
 from .made_store import MadeStore, scratch_nbytes, steps
 from .parted_rows import Rows
 
@@ -81,7 +81,7 @@ class MlxStore(MadeStore):
         super().__init__(store.folder, tensors, store.take_files())
         self.made = self._parts.keys() | self._norms
         self.container = self._described(stored) if stored else None
-        self.notices = tuple(self._said(stored))
+        self.notices = tuple(self._said(stored, MLX_LEAVES_OUT.get(family)))
 
     @staticmethod
     def _found(tensors: Mapping[str, TensorInfo], rule: families.TensorRule) -> tuple[TensorInfo, TensorInfo, TensorInfo | None] | None:
@@ -129,7 +129,7 @@ class MlxStore(MadeStore):
         spec = ", ".join(sorted({str(each.spec) for each in stored.values()}))
         return Container(f"mlx, {spec}", 8 * nbytes / weights, stored, {"model": self.folder.name}, {"name": "mlx"}, {"name": "mlx"}, {})
 
-    def _said(self, stored: Collection[str]) -> Iterator[str]:
+    def _said(self, stored: Collection[str], missing: str | None) -> Iterator[str]:
         for ours in (True, False):
             if names := [name for name in self._parts if (name in stored) == ours]:
                 bits = ", ".join(map(str, sorted({self._forms[name].bits for name in names})))
@@ -138,6 +138,8 @@ class MlxStore(MadeStore):
                 said = (f"{len(names)} MLX weights of {bits} bits {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file")
                 yield said if ours else Fallback(said)
+        if missing:
+            yield Fallback(missing)
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:
         """As of any store."""

@@ -1,7 +1,8 @@
 """What MLX calls, joins or turns, under the names and in the shapes of who published the model.
 
 A few tensors lie otherwise in its folders: convolutions by their last dimension, the experts of a layer as one, what latent attention makes
-of its keys' latent by heads, and the names of some families. None of that moves a value within a row.
+of its keys' latent by heads, the numbers of an activation without a dimension, and the names of some families. None of that moves a value
+within a row.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ ENDINGS = "weight|scales|biases|bias"
 SWITCH = re.compile(rf"(.+\.)(?:switch_mlp|experts)\.(gate_proj|up_proj|down_proj|fc1|fc2)\.({ENDINGS})")
 EXPERT_ROLES = {"gate_proj": "gate", "up_proj": "up", "down_proj": "down", "fc1": "up", "fc2": "down"}
 CONVOLUTIONS = (".conv1d.weight", ".conv.weight")
+NUMBERS = (".act_fn.alpha_p", ".act_fn.alpha_n")
 BY_HEADS = re.compile(r".+\.(?:embed_q|unembed_out)\.(?:weight|scales|biases)")  # `mlx_latent.py`
 GRANITE = {".block_sparse_moe.router.layer.": ".block_sparse_moe.gate."}
 DENSE = {f".feed_forward.{theirs}.": f".feed_forward.{own}." for theirs, own in
@@ -36,6 +38,8 @@ def _as_published(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[Te
     for name, info in tensors.items():
         if name.endswith(CONVOLUTIONS) and len(info.shape) == 3 and info.shape[2] == 1:
             yield replace(info, shape=(info.shape[0], 1, info.shape[1]))
+        elif name.endswith(NUMBERS) and info.shape == ():
+            yield replace(info, shape=(1,))
         elif BY_HEADS.fullmatch(name) and len(info.shape) == 3:
             yield replace(info, shape=(info.shape[0] * info.shape[1], info.shape[2]))
         elif found := SWITCH.fullmatch(name):
