@@ -44,7 +44,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
            mmproj: Sees = False, force: Force = False, json: Json = False) -> None:
     """Write a model for other programs, with its tokenizer and chat template."""
     from ..offload.size import format_size
-    from ..runtime.conversion.compressed import CompressedFolder, export_compressed
+    from ..runtime.conversion.compressed_tensors import CompressedFolder, export_compressed
     from ..runtime.gguf.export import Exported, export_gguf
 
     screen = Screen(context.obj)

@@ -16,7 +16,7 @@ from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.catalog import resolve
 from effllm.runtime.conversion import on_load
-from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.convert import ConvertOptions, convert
 from effllm.runtime.events import Progress

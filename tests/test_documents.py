@@ -25,7 +25,7 @@ from effllm.cli.doctor import show_roofs
 from effllm.cli.environment import Environment
 from effllm.cli.errors import INTERRUPTED
 from effllm.cli.screen import Screen
-from effllm.runtime.conversion import compressed
+from effllm.runtime.conversion import compressed_tensors
 from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
 from effllm.runtime.gguf import config_out
 from effllm.runtime.gguf.architectures import BY_FAMILY
@@ -127,7 +127,8 @@ def test_the_readme_counts_the_families_that_hear() -> None:
     assert ("seven", "eight", "nine", "ten", "eleven", "twelve").index(count) + 7 == len(rows)
 
 
-@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_out.NOT_WRITTEN), ("compressed-tensors", compressed.NOT_WRITTEN)])
+@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_out.NOT_WRITTEN),
+                                                      ("compressed-tensors", compressed_tensors.NOT_WRITTEN)])
 def test_the_models_that_are_not_exported_are_named(format_: str, not_written: dict[str, str]) -> None:
     """By how the names of their rows begin."""
     (said,) = re.findall(rf"^\| {format_} \| ([^;]+);", (ROOT / "docs" / "models.md").read_text(encoding="utf-8"), re.M)

@@ -24,7 +24,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.predict import KindRate, Rates, decode, prompt
 from effllm.runtime.config import read_config
-from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.engine import Engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.kv.states import TAIL

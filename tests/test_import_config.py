@@ -17,7 +17,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime import families
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import block_of

@@ -25,7 +25,7 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.imports import mxfp4
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime.config import read_config
-from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice

@@ -110,6 +110,17 @@ def test_what_does_not_run_is_counted_and_with_all_said_why(shelf: Hub, person: 
     assert nothing.code == 0 and not nothing.out and "none of the 1 models that were found by 'odd' runs here" in nothing.err
 
 
+@pytest.mark.parametrize(("kind", "reads"), [("qwen3", True), ("gemma3", True), ("kimi_k25", True), ("glm4v", True), ("internvl", True),
+                                             ("qwen3_5_moe", True), ("arcee", False), ("phi4mm", False), ("llama4", False)])
+def test_families_of_which_mlx_is_not_read_are_said(hub: Hub, person: Person, kind: str, reads: bool) -> None:
+    section = {"bits": 4, "group_size": 64}
+    hub.add("org/tale-mlx", files={"config.json": config(model_type=kind, quantization=section, quantization_config=section),
+                                   "model.safetensors": header("U32", 10**6)})
+    (found,) = person.types("search", "tale-mlx", "--all", "--json").json["found"]
+    assert found["why_not"] == (None if reads else f"weights that MLX quantized are not read of {kind} models")
+    assert found["format"] == "mlx"
+
+
 def test_as_many_as_are_wanted(shelf: Hub, person: Person) -> None:
     found = person.types("search", "tale", "--limit", "2", "--json").json["found"]
     assert [each["repo"] for each in found] == ["org/tale-1b", "org/tale-14b"]

@@ -15,7 +15,7 @@ from saved_models import saved
 from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 from effllm.runtime import convert as convert_module
-from effllm.runtime.conversion.compressed import export_compressed
+from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library.verify import Verified, verify

@@ -18,7 +18,7 @@ from ..encoders import ENCODERS, FILES
 from ..families import COMPOSITE, FAMILIES, RENAMED, makes_vectors
 from ..gguf.architectures import ARCHITECTURES
 from ..hub import is_repo
-from ..stores.import_config import METHODS, MLX
+from ..stores.import_config import METHODS, MLX, MLX_FAMILIES
 from .client import Client, NoSuchRepository
 from .repository import stated_licence
 
@@ -129,4 +129,6 @@ def _why_not(kind: str, form: str, method: str) -> str:
     known: Sequence[Mapping[str, object]] = (ARCHITECTURES, FILES) if form == GGUF else (FAMILIES, COMPOSITE, RENAMED, ENCODERS)
     if not any(kind in each for each in known):
         return f"type {kind} is not supported"
+    if method == MLX and not {RENAMED.get(each, each) for each in COMPOSITE.get(kind, (kind,))} & {*MLX_FAMILIES}:
+        return f"weights that MLX quantized are not read of {kind} models"
     return f"quantized by {method}, which is not read" if method and method not in READ else ""

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.imports.compressed_tensors import quantize_groups
-from effllm.runtime.conversion.compressed import export_compressed, reader
+from effllm.runtime.conversion.compressed_tensors import export_compressed, reader
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED

@@ -19,7 +19,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import JOURNAL, partial_folder
 from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
 from effllm.quant.weight import to_f32
-from effllm.runtime.conversion.compressed import CompressedFolder, export_compressed
+from effllm.runtime.conversion.compressed_tensors import CompressedFolder, export_compressed
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.gguf.export import export_gguf
