@@ -30,6 +30,20 @@ def as_mxfp4(values: np.ndarray, name: str = "weight_scale_inv"):
     return parts, levels[codes] * np.repeat(np.exp2(powers), 32, axis=1)
 
 
+def as_mxfp4_packed(values: np.ndarray, name: str = "weight_packed"):
+    """The same in unsigned bytes, exponents too, as compressed-tensors and ModelOpt have it."""
+    parts, meant = as_mxfp4(values, "scales")
+    return {name: parts["weight"].view(np.uint8), "weight_scale": parts["scales"].view(torch.uint8)}, meant
+
+
+def as_mxfp8(values: np.ndarray):
+    """Floats of eight bits under exponents for 32 inputs."""
+    powers = np.ceil(np.log2(np.maximum(np.abs(values.reshape(len(values), -1, 32)).max(-1), 2.0**-100) / 448)).astype(np.float32)
+    spread = np.repeat(np.exp2(powers), 32, axis=1)
+    codes = torch.from_numpy(values / spread).to(torch.float8_e4m3fn)
+    return {"weight": codes, "weight_scale": (powers + 127).astype(np.uint8)}, codes.float().numpy() * spread
+
+
 def as_nvfp4(values: np.ndarray, names: tuple[str, str], divides: bool):
     """Levels of E2M1 under floats of eight bits for 16 inputs, and one scale, by which compressed-tensors divides."""
     grouped = values.reshape(len(values), -1, 16)

@@ -21,7 +21,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
-from float_checkpoints import as_fp8, as_mxfp4, as_nvfp4
+from float_checkpoints import as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4
 from gguf_samples import FABLE, weights
 from level_checkpoints import as_bytes_by_row, as_levels
 
@@ -149,6 +149,8 @@ CASES = {
     "fp8 blocks, powers of two": ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"},
                                   lambda v: as_fp8(v, "blocks", powers=True)),
     "mxfp4 beside fp8": ({"quant_method": "fp8", "weight_block_size": [128, 128], "scale_fmt": "ue8m0"}, as_mxfp4),
+    "mxfp4": (plain("mxfp4-pack-quantized", num_bits=4, type="float", strategy="group", group_size=32), as_mxfp4_packed),
+    "mxfp8": (plain("mxfp8-quantized", num_bits=8, type="float", strategy="group", group_size=32), as_mxfp8),
     "fp8 rows": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "rows")),
     "nvfp4": (plain("nvfp4-pack-quantized", num_bits=4, type="float", strategy="tensor_group", group_size=16),
               lambda v: as_nvfp4(v, ("weight_packed", "weight_global_scale"), True)),
@@ -205,7 +207,7 @@ def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[s
 CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8",
          "int8, a scale per row", "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits",
          "bytes, whole blocks", "float-quantized", "float-quantized blocks", "fp8 blocks", "fp8 blocks, powers of two", "fp8 rows",
-         "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8", "bytes by row")
+         "mxfp4", "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8", "bytes by row")
 
 ROUNDED = ("nf4",)  # its codes run under levels and scales that are whole numbers; `test_imported_bitsandbytes.py` says how near
 

@@ -1,7 +1,6 @@
 """Folders whose config says one thing of some weights and another of others: compressed-tensors, ModelOpt, AutoRound."""
 
 import json
-import re
 import subprocess
 import sys
 from collections.abc import Callable, Mapping
@@ -17,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
-from float_checkpoints import as_fp8, as_nvfp4
+from float_checkpoints import as_fp8, as_mxfp4_packed, as_mxfp8, as_nvfp4
 from gguf_samples import weights
 from saved_models import saved
 from test_imported import as_awq, as_bytes, as_compressed, as_gptq
@@ -34,7 +33,6 @@ from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import check_method, is_quantized
 from effllm.runtime.stores.import_decoder import decoders_of
-from effllm.runtime.stores.name_patterns import matches
 
 IDS = [3, 17, 5, 90, 4, 11]
 Quantize = Callable[[np.ndarray], tuple[Mapping[str, object], np.ndarray]]
@@ -105,6 +103,24 @@ CASES: dict[str, tuple[dict[str, object], dict[str, Quantize | None], set[str]]]
     "AutoRound, zero points as they are": (auto_round("auto_round", extra_config={"lm_head": {"bits": 4, "data_type": "int"}}), {
         "": lambda v: without_order(as_gptq(v, 4, plus_one=False))}, {"offset4:64"}),
     "AutoRound, as AWQ": (auto_round("auto_round:auto_awq"), {"": as_awq}, {"offset4:64"}),
+    "AutoRound, MXFP4 and MXFP8": (auto_round("auto_round:llm_compressor", data_type="mx_fp", group_size=32, sym=True, act_bits=4,
+                                              extra_config={r".*o_proj": {"bits": 8}}), {
+        "o_proj": as_mxfp8, "": as_mxfp4_packed}, {"mxfp4:32"}),
+    "AutoRound, NVFP4": (auto_round("auto_round:llm_compressor", data_type="nv_fp", group_size=16, sym=True, act_bits=4), {
+        "": lambda v: as_nvfp4(v, ("weight_packed", "weight_global_scale"), True)}, {"nvfp4:16"}),
+    "AutoRound, FP8 in blocks": (auto_round(None, data_type="fp", bits=8, group_size=[128, 128], sym=True, fmt="e4m3"), {
+        "": lambda v: as_fp8(v, "blocks")}, {"float8:128"}),
+    "AutoRound, FP8 by row": (auto_round("auto_round:fp8_static", data_type="fp", bits=8, group_size=-1, sym=True, act_bits=8), {
+        "": lambda v: as_fp8(v, "rows")}, {"float8:128"}),
+    "modelopt, powers of two beside others": (algorithms(self_attn="MXFP8", mlp__gate_proj="W4A8_MXFP4_FP8", mlp__up_proj="W4A8_NVFP4_FP8",
+                                                         mlp__down_proj="FP8"), {
+        "gate_proj": lambda v: as_mxfp4_packed(v, "weight"), "up_proj": lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False),
+        "down_proj": lambda v: as_fp8(v, "rows"), "": as_mxfp8}, {"mxfp4:32", "nvfp4:16", "float8:128"}),
+    "compressed-tensors, two of four bits": ({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
+        "a": group("re:.*self_attn.*", written="mxfp4-pack-quantized", num_bits=4, type="float", group_size=32),
+        "b": group("Linear", written="nvfp4-pack-quantized", num_bits=4, type="float", group_size=16)}}, {
+            **{f"{role}_proj": as_mxfp4_packed for role in "qkvo"},
+            "": lambda v: as_nvfp4(v, ("weight_packed", "weight_global_scale"), True)}, {"mxfp4:32", "nvfp4:16"}),
     "AutoRound of 5 bits": (auto_round(None, bits=5), {"": lambda v: without_order(as_gptq(v, 5))}, set()),
 }
 
@@ -150,7 +166,7 @@ def test_each_weight_means_what_its_format_says(checkpoint: tuple[str, Path, dic
             blob = store.read(store.tensors[tensor])
             np.testing.assert_array_equal(Weight.low_bit(stored.spec, stored.shape, blob).to_f32(), meant[tensor], err_msg=tensor)
         assert {str(stored.spec) for stored in found.values()} == CASES[name][2]
-        widened = {tensor for tensor, info in store.tensors.items() if info.dtype == "F16"}
+        widened = {tensor for tensor, info in store.tensors.items() if info.dtype in ("F16", "BF16")}
     assert is_low_bit(folder) == bool(CASES[name][2])
     config, formats = read_config(folder), expected_formats(CASES[name][0])
     seen = 0
@@ -252,11 +268,15 @@ def test_a_group_that_ends_in_part_is_widened(tmp_path: Path) -> None:
     (auto_round("auto_round:auto_awq", bits=8), "bits 8"), (auto_round(data_type="nv_fp"), "'nv_fp'"),
     (auto_round(act_bits=8), "act_bits 8"),
     (auto_round(extra_config={"a": {"bits": "8"}}), "bits '8'"), (auto_round(extra_config={"a": {"data_type": "mx_fp"}}), "'mx_fp'"),
-    (algorithms(mlp="W4A8_AWQ", self_attn="FP8"), "'W4A8_AWQ'"), (algorithms(mlp="MXFP8"), "'MXFP8'"),
+    (algorithms(mlp="W4A8_AWQ", self_attn="FP8"), "'W4A8_AWQ'"), (algorithms(mlp="MXFP6"), "'MXFP6'"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": []}, "no quantized_layers"),
     ({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
-        "a": group("Linear", written="mxfp4-pack-quantized", num_bits=4, type="float"),
-        "b": group("re:.*o_proj", written="float-quantized", num_bits=8, type="float")}}, "'mxfp4-pack-quantized'"),
+        "a": group("Linear", written="mxfp6-pack-quantized", num_bits=6, type="float"),
+        "b": group("re:.*o_proj", written="float-quantized", num_bits=8, type="float")}}, "'mxfp6-pack-quantized'"),
+    (auto_round("auto_round:llm_compressor"), "'auto_round:llm_compressor'"),
+    (auto_round("auto_round:llm_compressor", data_type="mx_fp", bits=6, sym=True), "'mx_fp' and bits 6"),
+    (auto_round("auto_round:llm_compressor", data_type="mx_fp", sym=True, rotation_config={"block_size": 32}), "rotation_config"),
+    (auto_round("auto_round:fp8", data_type="fp", bits=8, fmt="e5m2", sym=True), "'fp' and bits 8"),
     ({"quant_method": "compressed-tensors", "format": "mixed-precision", "config_groups": {
         "a": group("Linear", num_bits=8, type="float")}}, "'mixed-precision'")])
 def test_what_is_not_read_of_them_is_named(section: dict[str, object], named: str) -> None:
@@ -268,7 +288,8 @@ def test_what_is_not_read_of_them_is_named(section: dict[str, object], named: st
 # ---- sections that say anything
 
 WORDS = st.sampled_from(["FP8", "NVFP4", "fp8_pb_wo", "float-quantized", "pack-quantized", "nvfp4-pack-quantized", "int-quantized", "int",
-                         "float", "Linear", "re:.*", "re:(", "model.layers.0.mlp.up_proj", "", "lm_head", "auto_round:auto_awq"])
+                         "mxfp4-pack-quantized", "mx_fp", "fp", "auto_round:llm_compressor", "float", "Linear", "re:.*", "re:(",
+                         "model.layers.0.mlp.up_proj", "", "lm_head", "auto_round:auto_awq"])
 LEAF = st.one_of(WORDS, st.integers(-3, 20), st.none(), st.booleans(), st.sampled_from([4, 8, 16, 128]), st.floats())
 VALUE = st.recursive(LEAF, lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(WORDS, inner, max_size=3)), max_leaves=6)
 GROUPS = st.dictionaries(st.sampled_from("abc"), st.fixed_dictionaries(
@@ -298,29 +319,6 @@ def test_whatever_a_section_says_there_is_a_plan_or_one_line(section: dict[str, 
         found = formats(role, families.TensorRule(name, (256, 128)))
         assert found is None or found.bits in (4, 8, 16)
     assert decoders_of(section) and is_quantized(section) in (True, False)
-
-
-# ---- patterns of names
-
-
-PIECES = st.sampled_from([r"\.", ".*", ".", "a", "b", "ab", r"\d+", "[ab]", "[^a]", "(a|b)", "(?:ab|.b)*", "a?", "b+", "(a|)", "^", "$",
-                          r"\w", "[a-c]", "(a.*|b)+", "1"])
-
-
-@given(st.lists(PIECES, max_size=8).map("".join), st.text("ab.1c", max_size=12))
-def test_patterns_fit_as_a_library_says(pattern: str, name: str) -> None:
-    assert matches(pattern, name) == (re.match(pattern, name) is not None)
-    assert matches(pattern, name, anywhere=True) == (re.search(pattern, name) is not None)
-
-
-@pytest.mark.parametrize("pattern", ["(", ")", "a{2}", "(?i)a", "(?=a)", r"\1", "[", "*", "a**", "\\", "[b-a]", "[]", "(" * 500 + ")" * 500,
-                                     "a" * 5000])
-def test_what_is_not_understood_fits_nothing(pattern: str) -> None:
-    assert not matches(pattern, "a" * 20) and not matches(pattern, "", anywhere=True)
-
-
-def test_a_pattern_that_a_library_never_finishes_is_answered() -> None:
-    assert not matches("((a*)*)*" * 20 + "b", "a" * 200, anywhere=True) and matches("(a|aa)+$", "a" * 200)
 
 
 # Writes a folder as the package does, each group in its own format, and keeps what the package makes of it again.

@@ -11,11 +11,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..codes import Codes
-from ..levels import E4M3
 from ..spec import GROUPS as HELD
 from ..spec import QuantSpec
 from ..weight import from_f32
-from . import fp8, mxfp4, nvfp4
+from . import mxfp4, mxfp8, nvfp4
 
 BITS, GROUPS = (2, 3, 4, 5, 6, 8), (32, 64, 128)  # of affine ones
 FLOATS = {(4, 32): "mxfp4", (8, 32): "mxfp8", (4, 16): "nvfp4"}  # (bits, group) -> mode
@@ -68,10 +67,7 @@ def dequantize(form: Form, packed: np.ndarray, scales: np.ndarray, biases: np.nd
     if form.mode == "affine":
         _check_finite(scales, biases)
         return np.repeat(scales, form.group, axis=1) * codes + np.repeat(biases, form.group, axis=1)
-    mxfp4.check_scales(scales)
-    if form.mode == "mxfp4":
-        return mxfp4.dequantize(codes, scales)
-    return np.repeat(fp8.powers_of_two(scales), form.group, axis=1) * E4M3[codes]
+    return (mxfp4 if form.mode == "mxfp4" else mxfp8).dequantize(codes, scales)
 
 
 def factors(form: Form, scales: np.ndarray, biases: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -16,6 +16,7 @@ from .import_config import (
     LEVELS,
     LINEARS,
     MLX,
+    MXFP4,
     NVFP4,
     PAIRS,
     bits_of,
@@ -68,6 +69,8 @@ def _of_one_kind(section: Mapping[str, object]) -> Formats:
             return mxfp4.SPEC if depth % mxfp4.GROUP == 0 else WIDENED
         if layout == "bitnet":
             return ternary.spec_of(depth)
+        if not rule.part_of and layout in MXFP4:
+            return mxfp4.SPEC if depth % mxfp4.GROUP == 0 else WIDENED
         if not rule.part_of and layout in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else WIDENED
         high, wide = stated

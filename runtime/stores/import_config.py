@@ -1,9 +1,9 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8 and NVFP4, BitNet, bitsandbytes, and of compressed-tensors integers in words
-(pack-quantized), integers in bytes (int-quantized), floats of eight bits (float-quantized) and NVFP4 (nvfp4-pack-quantized);
-naive-quantized is one of those in bytes. A section that says several things is taken apart first (`mixed_config.py`). All of it is input
-from elsewhere: nothing is taken for granted.
+GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8, NVFP4, MXFP4 and MXFP8, BitNet, bitsandbytes, and of compressed-tensors integers
+in words (pack-quantized), integers in bytes (int-quantized), floats of eight bits (float-quantized), NVFP4 (nvfp4-pack-quantized), MXFP4
+(mxfp4-pack-quantized) and MXFP8 (mxfp8-quantized); naive-quantized is one of those in bytes. A section that says several things is taken
+apart first (`mixed_config.py`). All of it is input from elsewhere: nothing is taken for granted.
 """
 
 from __future__ import annotations
@@ -41,12 +41,15 @@ MLX_LEAVES_OUT = {"ernie4_5_moe": "mlx-lm left out what corrects the scores of t
 METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
 # Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
 ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",
-              "W4A16_NVFP4": "nvfp4 in bytes"}
+              "W4A16_NVFP4": "nvfp4 in bytes", "W4A8_NVFP4_FP8": "nvfp4 in bytes", "W4A8_MXFP4_FP8": "mxfp4 in unsigned bytes",
+              "MXFP8": "mxfp8"}
 BY_BLOCKS, BLOCKS = "FP8_PB_WO", [128, 128]
 LEVELS, BYTES = "levels beside codes", "bytes by row"  # layouts of bitsandbytes: NF4 and FP4, LLM.int8
 STATES = tuple(f"weight.quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))  # parts, of which a weight has one
 NVFP4 = ("nvfp4", "nvfp4 in bytes")  # layouts
+FOUR_BITS = {"nvfp4-pack-quantized": "nvfp4", "mxfp4-pack-quantized": "mxfp4"}  # of floats of compressed-tensors
 PAIRS = "mxfp4 in bytes"  # of some weights beside FP8: whole numbers in the types of a file, which hold two levels of E2M1 each
+MXFP4, MXFP8 = (PAIRS, "mxfp4 in unsigned bytes", "mxfp4"), "mxfp8"  # layouts of which 32 inputs share a power of two
 # Of quant_method bitnet, whose weights `imported_ternary.py` reads. A norm of its own before each matrix is none of a family's here.
 TERNARY_KEYS = {"linear_class": ("autobitlinear", "bitlinear"), "quantization_mode": ("offline", "online"), "use_rms_norm": (False,)}
 FLOATS, INTEGERS = ("F32", "F16", "BF16"), ("I32", "I64")
@@ -68,6 +71,7 @@ WORDS, GROUP_SCALES, SCALES = PartKind(("I32",), (2,)), PartKind(FLOATS, (2,)), 
 EXPONENTS = "F8_E8M0"  # scales that are powers of two
 FP8_SCALES = PartKind((*FLOATS, EXPONENTS), (0, 1, 2, 4), needed=False)  # of 4: of blocks, each dimension with one of 1 behind it
 POWERS = PartKind((EXPONENTS,), (2,), needed=False)
+BYTE_POWERS = PartKind(("U8", EXPONENTS), (2,))
 SMALL_SCALES, MATRIX_SCALE = PartKind(("F8_E4M3",), (2,)), PartKind(("F32",), (0, 1))
 ORDER = PartKind(INTEGERS, (1, 2), needed=False)
 LEVEL_LIST, STATE = PartKind(("F32",), (1,)), PartKind(("U8",), (1,), needed=False)
@@ -82,6 +86,9 @@ ENDINGS = {
                             "weight_g_idx": ORDER}),
     "fp8": ("weight", {"weight_scale_inv": FP8_SCALES, "weight_scale": FP8_SCALES}),
     PAIRS: ("weight", {"weight_scale_inv": POWERS, "weight_scale": POWERS}),
+    "mxfp4 in unsigned bytes": ("weight", {"weight_scale": BYTE_POWERS}),
+    "mxfp4": ("weight_packed", {"weight_scale": BYTE_POWERS}),
+    MXFP8: ("weight", {"weight_scale": BYTE_POWERS}),
     "nvfp4": ("weight_packed", {"weight_scale": SMALL_SCALES, "weight_global_scale": MATRIX_SCALE}),
     "nvfp4 in bytes": ("weight", {"weight_scale": SMALL_SCALES, "weight_scale_2": MATRIX_SCALE}),
     LEVELS: ("weight", {"weight.absmax": PartKind(("F32", "U8"), (1,)), "weight.quant_map": LEVEL_LIST,
@@ -97,7 +104,8 @@ CUTS = {
     "integers": {"weight": (0, False)},
     "fp8": {"weight": (0, False)},
     PAIRS: {"weight": (0, False), "weight_scale_inv": (0, False), "weight_scale": (0, False)},
-    "nvfp4": {"weight_packed": (0, False), "weight_scale": (0, False)},
+    **dict.fromkeys(("mxfp4 in unsigned bytes", MXFP8), {"weight": (0, False), "weight_scale": (0, False)}),
+    **dict.fromkeys(("mxfp4", "nvfp4"), {"weight_packed": (0, False), "weight_scale": (0, False)}),
     "nvfp4 in bytes": {"weight": (0, False), "weight_scale": (0, False)},
     LEVELS: {},  # cut by values: rows and blocks begin apart
     BYTES: {"weight": (0, False), "SCB": (0, False)},
@@ -106,8 +114,9 @@ CUTS = {
 IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
            "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 # The type of codes that bear a weight's name; what has another type is a plain weight.
-CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "nvfp4 in bytes": "U8", BYTES: "I8"}
-TYPES = {**CODES, "nvfp4": "U8"}  # of codes that are no words
+CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "mxfp4 in unsigned bytes": "U8", MXFP8: "F8_E4M3", "nvfp4 in bytes": "U8",
+         BYTES: "I8"}
+TYPES = {**CODES, "mxfp4": "U8", "nvfp4": "U8"}  # of codes that are no words
 IN_BLOCKS = ("integers", "fp8")  # layouts in which several outputs may have one scale
 
 
@@ -161,8 +170,8 @@ def check_method(section: Mapping[str, object]) -> None:
         raise refused(f"quant_method {show(method)} and neither load_in_4bit nor load_in_8bit", "4 bits (NF4, FP4) and LLM.int8")
     if method == "compressed-tensors" and layout_of(section) is None:
         raise refused(f"format {show(section.get('format'))} and weights of {_kinds_shown(section)}",
-                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized weights of 8, "
-                      "nvfp4-pack-quantized ones of 4")
+                      "pack-quantized integers of 4 or 8 bits, int-quantized ones of 2 to 8, float-quantized and mxfp8-quantized weights "
+                      "of 8, nvfp4-pack-quantized and mxfp4-pack-quantized ones of 4")
 
 
 def _check_beside(section: Mapping[str, object], refused: Callable[[str, str], ConfigError]) -> None:
@@ -246,8 +255,10 @@ def layout_of(section: Mapping[str, object]) -> str | None:
         return "packed" if kinds[0] in (("int", 4), ("int", 8)) and kinds.count(kinds[0]) == len(kinds) else None
     if written in ("int-quantized", "naive-quantized") and all(kind == "int" and 2 <= bits <= 8 for kind, bits in kinds):
         return "integers"
-    if written == "nvfp4-pack-quantized" and all(kind == ("float", 4) for kind in kinds):
-        return "nvfp4"
+    if written in FOUR_BITS and all(kind == ("float", 4) for kind in kinds):
+        return FOUR_BITS[written]
+    if written == "mxfp8-quantized" and all(kind == ("float", 8) for kind in kinds):
+        return MXFP8
     return "fp8" if written in ("float-quantized", "naive-quantized") and all(kind == ("float", 8) for kind in kinds) else None
 
 
@@ -291,7 +302,7 @@ def from_codes(section: Mapping[str, object]) -> bool:
         form = mlx_form(section)
         return form is not None and form.spec is not None
     of_words = ("awq", "packed", *(("gptq",) if section.get("bits") in groups.BITS else ()))
-    return layout in (*of_words, "integers", "fp8", "bitnet", LEVELS, BYTES, *NVFP4)
+    return layout in (*of_words, "integers", "fp8", "bitnet", LEVELS, BYTES, *MXFP4, *NVFP4)
 
 
 def mlx_form(section: Mapping[str, object]) -> mlx.Form | None:

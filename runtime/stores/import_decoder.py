@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...quant.imports import awq, bitsandbytes, compressed_tensors, fp8, gptq, groups, mxfp4, nvfp4
-from .import_config import BYTES, LEVELS, NVFP4, PAIRS, STATES, bits_of, block_of, layouts_of, order_of
+from ...quant.imports import awq, bitsandbytes, compressed_tensors, fp8, gptq, groups, mxfp4, mxfp8, nvfp4
+from .import_config import BYTES, LEVELS, MXFP4, MXFP8, NVFP4, STATES, bits_of, block_of, layouts_of, order_of
 from .mixed_config import plain_sections
 
 OF_WIDTHS = ("gptq", "packed")  # layouts of which words tell how many bits a code has
@@ -33,10 +33,12 @@ class Decoder:
             return nvfp4.dequantize(*self.small(array))
         if self.layout == LEVELS:
             return bitsandbytes.dequantize(*self.leveled(array), shape)
-        if self.layout not in ("fp8", PAIRS):
-            return self.integers(array, shape).values()
-        if self.layout == PAIRS:
+        if self.layout in MXFP4:
             return mxfp4.dequantize(*self.pairs(array))
+        if self.layout == MXFP8:
+            return mxfp8.dequantize(array("weight"), array("weight_scale"))
+        if self.layout != "fp8":
+            return self.integers(array, shape).values()
         inverse = array("weight_scale_inv")
         return fp8.dequantize(array("weight"), array("weight_scale") if inverse is None else inverse, self.block)
 
@@ -47,8 +49,13 @@ class Decoder:
 
     def pairs(self, array: Array) -> tuple[np.ndarray, np.ndarray]:
         """Of MXFP4 codes [N, K] and exponents."""
-        inverse = array("weight_scale_inv")
-        return mxfp4.unpack_pairs(array("weight").view(np.uint8)), array("weight_scale") if inverse is None else inverse
+        packed, scales = self.packed_pairs(array)
+        return mxfp4.unpack_pairs(packed), scales
+
+    def packed_pairs(self, array: Array) -> tuple[np.ndarray, np.ndarray]:
+        """The same as it lies, two codes in a byte."""
+        packed, inverse = array("weight_packed" if self.layout == "mxfp4" else "weight"), array("weight_scale_inv")
+        return packed.view(np.uint8), array("weight_scale") if inverse is None else inverse
 
     def small(self, array: Array) -> tuple[np.ndarray, np.ndarray, np.float32]:
         """Of NVFP4 codes, two in a byte, their scales, and what all is multiplied by."""

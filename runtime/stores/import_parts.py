@@ -16,7 +16,22 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, damaged, shown
 from ...quant.imports import fp8
 from ...quant.weight import RAW_NUMPY, to_f32
-from .import_config import BYTES, CODES, ENDINGS, EXPONENTS, FLOATS, IGNORED, IN_BLOCKS, LEVELS, NVFP4, ORIGINAL, PAIRS, TYPES
+from .import_config import (
+    BYTES,
+    CODES,
+    ENDINGS,
+    EXPONENTS,
+    FLOATS,
+    IGNORED,
+    IN_BLOCKS,
+    LEVELS,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ORIGINAL,
+    PAIRS,
+    TYPES,
+)
 from .import_decoder import Decoder
 
 WHOLE = {"I8": np.int8, "U8": np.uint8, "I32": np.int32, "I64": np.int64, "F8_E4M3": np.uint8, "F8_E8M0": np.uint8}
@@ -43,6 +58,8 @@ def found_in(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths:
         fitting = [decoder for decoder in decoders if decoder.layout == layout]
         for info, parts in _weights(store, layout, layouts):
             weight = f"{info.name.rpartition('.')[0]}.weight"
+            if weight in made.parts:
+                continue
             if (layout == LEVELS or len(fitting) > 1 and layout == "packed") and weight not in depths:
                 continue
             decoder = _decoder(info, parts, fitting, depths.get(weight, 0))
@@ -63,16 +80,22 @@ def found_in(store: TensorStore, decoders: Sequence[Decoder], wide: str, depths:
 def _weights(store: TensorStore, layout: str, layouts: Sequence[str]) -> Iterator[tuple[TensorInfo, dict[str, TensorInfo]]]:
     """The codes of each weight in one of the `layouts` of a checkpoint, and its parts by their endings."""
     codes, others = ENDINGS[layout]
-    alike = {TYPES.get(other, "I32") for other in layouts if other != layout and ENDINGS[other][0] == codes}
+    beside = [TYPES.get(other, "I32") for other in layouts if other != layout and ENDINGS[other][0] == codes]
+    own = TYPES.get(layout, "I32")
+    alike, told_by_parts = {*beside} - {own}, own in beside  # of other layouts, and whether one has the same
     for name, info in store.tensors.items():
         base, _, ending = name.rpartition(".")
         if ending != codes or info.dtype != CODES.get(layout, info.dtype) or info.dtype in alike:
             continue
         if layout == LEVELS and info.dtype != "U8" and f"{base}.weight.absmax" not in store.tensors:  # codes may bear any type
             continue
+        held = {other: store.tensors.get(f"{base}.{other}") for other in others}
+        if told_by_parts and not all(not kind.needed if held[other] is None else kind.fits(held[other].dtype, held[other].shape)
+                                     for other, kind in others.items()):
+            continue
         parts = {codes: info}
         for other, kind in others.items():
-            part = store.tensors.get(f"{base}.{other}")
+            part = held[other]
             if part is None:
                 if kind.needed:
                     damaged(info.file, f"holds {shown(name)} without {shown(f'{base}.{other}')}")
@@ -119,9 +142,9 @@ def _shape(info: TensorInfo, decoder: Decoder, depth: int) -> tuple[int, int]:
     if len(info.shape) != 2 or 0 in info.shape or info.dtype != TYPES.get(layout, "I32") or layout == LEVELS:
         raise unfit(info, f"{info.name.rpartition('.')[0]}.weight", f"{info.name} is {info.dtype} {list(info.shape)}")
     rows, columns = info.shape
-    if layout in (PAIRS, *NVFP4):
+    if layout in (*MXFP4, *NVFP4):
         return rows, 2 * columns
-    if layout in (*IN_BLOCKS, BYTES):
+    if layout in (*IN_BLOCKS, BYTES, MXFP8):
         return rows, columns
     if layout == "gptq":
         return columns, rows * 32 // decoder.bits
@@ -129,18 +152,18 @@ def _shape(info: TensorInfo, decoder: Decoder, depth: int) -> tuple[int, int]:
 
 
 def wide_of(layout: str, wide: str) -> str:
-    """What weights in a layout are widened to where others become `wide`: bfloat16 holds what MXFP4 can be, a half does not."""
-    return "bf16" if layout == PAIRS and wide == "f16" else wide
+    """What weights in a layout are widened to where others become `wide`: bfloat16 holds what MXFP4 and MXFP8 can be, a half does not."""
+    return "bf16" if layout in (*MXFP4, MXFP8) and wide == "f16" else wide
 
 
 def typed(info: TensorInfo, raw: np.ndarray, layout: str) -> np.ndarray:
-    """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's, and codes as they are, of
-    four bits beside levels whatever type they bear."""
+    """Bytes of a part: words as int32, scales as float32, also those that are powers of two but for MXFP4's and MXFP8's, and codes as they
+    are, of four bits beside levels whatever type they bear."""
     if layout == LEVELS and info.name.endswith(".weight"):
         return raw
     if info.dtype in FLOATS:
         return to_f32(raw.view(RAW_NUMPY[info.dtype.lower()]), info.dtype.lower()).reshape(info.shape)
-    if info.dtype == EXPONENTS and layout != PAIRS:
+    if info.dtype == EXPONENTS and layout not in (*MXFP4, MXFP8):
         if (raw == fp8.NO_POWER).any():
             damaged(info.file, f"has tensor {shown(info.name)} with a scale of NaN")
         return fp8.powers_of_two(raw).reshape(info.shape)

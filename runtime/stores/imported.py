@@ -34,7 +34,7 @@ from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
-from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, NVFP4, PAIRS, from_codes
+from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, MXFP4, NVFP4, PAIRS, from_codes
 from .import_decoder import BLOCK, OPENED, Array, Decoder, decoders_of
 from .import_parts import MADE, found_in, scales_of, typed, unfit, wide_of
 from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
@@ -75,8 +75,8 @@ class ImportedStore(TensorStore):
         """That in which kernels multiply a weight's own codes; None where there is none."""
         parts, decoder, depth = self._parts[name], self._decoders[name], shape[1]
         layout, wide = decoder.layout, decoder.block[1]
-        if layout == PAIRS:
-            return mxfp4.SPEC
+        if layout in MXFP4:
+            return mxfp4.SPEC if depth % mxfp4.GROUP == 0 else None
         if layout == LEVELS:
             return bitsandbytes.spec_of(shape, parts["weight.absmax"].shape[0])
         if layout in NVFP4:
@@ -121,7 +121,7 @@ class ImportedStore(TensorStore):
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
                 ordered = not ours and any("g_idx" in each for name in names for each in self._parts[name])
-                method = "MXFP4" if layout == PAIRS else self._method
+                method = "MXFP4" if layout in MXFP4 else self._method
                 said = (f"{len(names)} {method} weights {what}{rounded} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
                 yield said if ours else Fallback(said)
@@ -176,7 +176,7 @@ class ImportedStore(TensorStore):
         codes = next(iter(self._parts[info.name].values()))
         others = sum(part.nbytes for part in self._parts[info.name].values()) - codes.nbytes
         rows, depth = self._shape_of(info)
-        if self._decoders[info.name].layout == PAIRS and info.name in self._specs:
+        if self._decoders[info.name].layout in MXFP4 and info.name in self._specs:
             return ARRANGED_NBYTES
         if self._is_floats(info):  # scales are spread over row blocks
             return ARRANGED_NBYTES + 4 * others + 3 * (info.nbytes - self._specs[info.name].sections((rows, depth)).scales)
@@ -229,7 +229,7 @@ class ImportedStore(TensorStore):
 
     def _is_floats(self, info: TensorInfo) -> bool:
         """Does it stay floats, of eight bits or of four?"""
-        return self._decoders[info.name].layout in ("fp8", PAIRS, *NVFP4) and info.name in self._specs
+        return self._decoders[info.name].layout in ("fp8", *MXFP4, *NVFP4) and info.name in self._specs
 
     def _in_halves(self, info: TensorInfo) -> bool:
         """Are its floats of eight bits widened to half precision?"""
@@ -327,8 +327,8 @@ class ImportedStore(TensorStore):
         inverse, spec = array("weight_scale_inv"), self._specs.get(info.name)
         scales = array("weight_scale") if inverse is None else inverse
         try:
-            if self._decoders[info.name].layout == PAIRS:
-                if not put_pairs(out, self._shapes[info.name], 0, array("weight").view(np.uint8), scales):
+            if self._decoders[info.name].layout in MXFP4:
+                if not put_pairs(out, self._shapes[info.name], 0, *self._decoder(info).packed_pairs(array)):
                     raise unfit(info, info.name, "a scale is NaN")
             elif self._decoders[info.name].layout in NVFP4:
                 put_small(out, *self._decoder(info).small(array))

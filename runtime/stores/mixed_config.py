@@ -2,7 +2,7 @@
 
 compressed-tensors has groups with targets, ModelOpt's MIXED_PRECISION a list of modules, AutoRound what differs for some. How a weight
 lies its tensors say (`import_parts.py`); names tell what a plan may expect of it. The words of AutoRound's sections become those of GPTQ
-and AWQ, as which its codes lie.
+and AWQ, and of FP8 and compressed-tensors where weights are floats, as which its codes lie.
 """
 
 from __future__ import annotations
@@ -20,6 +20,10 @@ PATTERN, EVERY = "re:", "Linear"
 PACKINGS = {**dict.fromkeys(("auto_round:auto_gptq", "auto_round:gptq"), ("gptq", "gptq")),
             **dict.fromkeys(("auto_round", "auto_round:gptqmodel", "auto_round:auto_gptqmodel"), ("gptq", "gptq_v2")),
             **dict.fromkeys(("auto_round:auto_awq", "auto_round:awq"), ("awq", "gemm"))}
+# Of floats, whose tensors lie alike however it calls that; and how they lie, by how the data type begins and by bits.
+FLOAT_PACKINGS = ("auto_round:llm_compressor", "auto_round:fp8_static", "auto_round:fp8")
+FLOATS = {("mx_fp", 4): "mxfp4-pack-quantized", ("mx_fp", 8): "mxfp8-quantized", ("nv_fp", 4): "nvfp4-pack-quantized", ("fp", 8): "fp8"}
+TURNED = ("rotation_config", "transform_config", "hadamard_config")  # of activations in every pass
 PACKED_BITS = {"gptq": (2, 3, 4, 5, 6, 7, 8), "awq": (4,)}
 WIDE = 16  # bits from which a weight is not quantized
 
@@ -43,17 +47,38 @@ def trouble(section: Section) -> tuple[str, str] | None:
         return f"quant_algo {show(MIXED)} and no quantized_layers", "hf_quant_config.json may list them: put them into config.json"
     if section.get("quant_method") != AUTO_ROUND:
         return None
+    if turned := next((key for key in TURNED if section.get(key)), None):
+        return f"{turned} {show(section[turned])}", "weights without a rotation for every pass"
     packing = section.get("packing_format", "auto_round:gptq")
-    if not isinstance(packing, str) or packing not in PACKINGS:
-        return f"packing_format {show(packing)}", f"of AutoRound: {', '.join(PACKINGS)}"
-    known = PACKED_BITS[PACKINGS[packing][0]]
-    for own in (section, *({**section, **rule} for rule in _rules(section).values())):
-        bits, kind, activations = own.get("bits"), own.get("data_type") or "int", own.get("act_bits")
-        if type(bits) is not int or bits < WIDE and bits not in known:
-            return f"bits {show(bits)} and packing_format {show(packing)}", f"{', '.join(map(str, known))} bits"
-        if bits < WIDE and (kind != "int" or type(activations) is int and activations < WIDE):
-            return f"data_type {show(kind)} and act_bits {show(activations)}", "integers beside activations of 16 bits"
+    if not isinstance(packing, str) or packing not in (*PACKINGS, *FLOAT_PACKINGS):
+        return f"packing_format {show(packing)}", f"of AutoRound: {', '.join((*PACKINGS, *FLOAT_PACKINGS))}"
+    each = (section, *({**section, **rule} for rule in _rules(section).values()))
+    return next(filter(None, (_odd(own, packing) for own in each)), None)
+
+
+def _odd(own: Section, packing: str) -> tuple[str, str] | None:
+    """`trouble` of what AutoRound says of some weights."""
+    bits, kind, activations = own.get("bits"), own.get("data_type") or "int", own.get("act_bits")
+    if type(bits) is int and bits >= WIDE:
+        return None
+    if kind != "int":
+        known = ", ".join(f"{name} of {width} bits" for name, width in FLOATS)
+        if _form(kind, bits) is None or own.get("fmt") not in (None, "e4m3") or own.get("sym") is False:
+            return f"data_type {show(kind)} and bits {show(bits)}", f"symmetric {known}, of E4M3 or E2M1, and integers"
+        if own.get("packing_format") not in (None, *FLOAT_PACKINGS):
+            return f"data_type {show(kind)} and packing_format {show(packing)}", f"of floats {', '.join(FLOAT_PACKINGS)}"
+        return None
+    known = PACKED_BITS[PACKINGS[packing][0]] if packing in PACKINGS else ()
+    if bits not in known or type(bits) is not int:
+        return f"bits {show(bits)} and packing_format {show(packing)}", f"{', '.join(map(str, known)) or 'no'} bits of integers"
+    if type(activations) is int and activations < WIDE:
+        return f"data_type {show(kind)} and act_bits {show(activations)}", "integers beside activations of 16 bits"
     return None
+
+
+def _form(kind: object, bits: object) -> str | None:
+    """How floats of AutoRound lie, as FLOATS says; None for what is no such data type."""
+    return next((form for (begin, width), form in FLOATS.items() if str(kind).startswith(begin) and width == bits), None)
 
 
 class Kinds:
@@ -104,7 +129,12 @@ def _plain(section: Section, kind: object) -> Section:
     beside = {key: section[key] for key in ("ignore", "modules_to_not_convert") if key in section}
     if section.get("quant_method") == "modelopt":
         return {**beside, "quant_method": "modelopt", "quant_algo": kind}
-    bits, group = kind
+    bits, group, form = kind
+    if form == "fp8":
+        return {**beside, "quant_method": "fp8", "weight_block_size": list(group) if isinstance(group, tuple) else None}
+    if form is not None:
+        weights = {"type": "float", "num_bits": bits, "group_size": group}
+        return {**beside, "quant_method": "compressed-tensors", "format": form, "config_groups": {form: {"weights": weights}}}
     method, order = PACKINGS.get(str(section.get("packing_format", "auto_round:gptq")), ("gptq", "gptq"))
     return {**beside, "quant_method": method, "bits": bits, "group_size": group, "checkpoint_format": order}
 
@@ -133,8 +163,10 @@ def _rules(section: Section) -> dict[str, Section]:
     return {name: rule for name, rule in found.items() if isinstance(rule, dict)} if isinstance(found, dict) else {}
 
 
-def _packed(section: Section, rule: Section) -> tuple[object, object] | None:
-    """Bits and size of a group under a rule of AutoRound; None where they are those of weights that are not quantized."""
-    bits, group = (rule.get(key, section.get(key)) for key in ("bits", "group_size"))
-    return None if type(bits) is int and bits >= WIDE else (show(bits) if isinstance(bits, (list, dict)) else bits,
-                                                            group if type(group) is int else None)
+def _packed(section: Section, rule: Section) -> tuple[object, object, str | None] | None:
+    """Bits, size of a group and form of floats under a rule of AutoRound; None where they are those of weights that are not quantized."""
+    bits, group, kind = (rule.get(key, section.get(key)) for key in ("bits", "group_size", "data_type"))
+    if type(bits) is int and bits >= WIDE:
+        return None
+    block = tuple(group) if isinstance(group, list) and all(type(size) is int for size in group) else None
+    return show(bits) if isinstance(bits, (list, dict)) else bits, group if type(group) is int else block, _form(kind, bits)
