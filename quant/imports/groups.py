@@ -11,7 +11,7 @@ from ..spec import GROUPS, QuantSpec
 from ..weight import from_f32
 
 BITS = (8, 4)  # that kernels multiply with such scales
-SCALES = ("F16", "BF16")
+SCALES = ("F16", "BF16", "F32")  # the last rounded to half precision, which moves a weight as little as widening it to that would
 TOP = 15  # binary exponent of the largest scale of a row, in half precision
 
 
@@ -30,8 +30,8 @@ class Groups:
 
 
 def spec_of(bits: int, dtype: str, depth: int, groups: int) -> QuantSpec | None:
-    """The format that holds such a weight exactly if its groups lie in order, None where there is none. A group longer than the
-    longest is several with one scale."""
+    """The format that holds such a weight if its groups lie in order, exactly but for scales of 32 bits, None where there is none. A group
+    longer than the longest is several with one scale."""
     if bits not in BITS or dtype not in SCALES or groups < 1 or depth % groups:
         return None
     fitting = [group for group in GROUPS["offset"] if depth // groups % group == 0]

@@ -31,7 +31,7 @@ class Form:
 
     @property
     def spec(self) -> QuantSpec | None:
-        """The format in which kernels multiply it, nothing rounded; None where there is none."""
+        """The format in which kernels multiply it, nothing rounded but scales of 32 bits, to halves; None where there is none."""
         if self.mode == "affine":
             return QuantSpec(self.bits, min(self.group, max(HELD["minimum"])), "minimum")
         return {"mxfp4": mxfp4.SPEC, "nvfp4": nvfp4.SPEC}.get(self.mode)

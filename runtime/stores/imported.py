@@ -117,6 +117,8 @@ class ImportedStore(TensorStore):
         for layout, ours in product(dict.fromkeys(decoder.layout for decoder in self._decoders.values()), (True, False)):
             what = f"are {'put in the order of the kernels' if ours else f'widened to {wide_of(layout, self._wide)}'}"
             rounded = ", their levels and scales rounded to whole numbers," if ours and layout == LEVELS else ""
+            if ours and any(self._scales_rounded(name) for name, own in self._decoders.items() if own.layout == layout):
+                rounded = ", their scales rounded to half precision,"
             if names := [name for name, own in self._decoders.items() if own.layout == layout and (name in self._specs) == ours]:
                 held = [part for name in names for part in self._parts[name].values()]
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(part.nbytes for part in held))
@@ -125,6 +127,12 @@ class ImportedStore(TensorStore):
                 said = (f"{len(names)} {method} weights {what}{rounded} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
                 yield said if ours else Fallback(said)
+
+    def _scales_rounded(self, name: str) -> bool:
+        """Does a weight stay codes, of integers under scales of 32 bits?"""
+        parts = self._parts[name]
+        scales = parts.get("scales", parts.get("weight_scale"))
+        return name in self._specs and self._specs[name].scheme == "offset" and scales is not None and scales.dtype == "F32"
 
     def place(self, info: TensorInfo) -> int | None:
         return None if self._weight(info) else info.offset

@@ -35,7 +35,6 @@ from .parted_rows import Rows
 
 ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # norms of these lie with the 1 added
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
-HALVES = ("F16", "BF16")  # types of scales and biases that stay what they are
 WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie in
 
 
@@ -67,8 +66,7 @@ class MlxStore(MadeStore):
             self._parts[name], self._forms[name], self._shapes[name] = (words, scales, *([biases] if biases else [])), form, shape
             for part in self._parts[name]:
                 tensors.pop(part.name, None)
-            exact = form.mode != "affine" or {scales.dtype, biases.dtype} <= {*HALVES}
-            if name in codes and form.spec is not None and exact and kept(name):
+            if name in codes and form.spec is not None and kept(name):
                 stored[name] = StoredTensor(name, form.spec, shape, 0)
                 tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), words.file, words.offset, stored[name].nbytes)
             else:
@@ -134,6 +132,8 @@ class MlxStore(MadeStore):
             if names := [name for name in self._parts if (name in stored) == ours]:
                 bits = ", ".join(map(str, sorted({self._forms[name].bits for name in names})))
                 what = "are put in the order of the kernels" if ours else f"are widened to {self._wide}"
+                if ours and any(part.dtype == "F32" for name in names for part in self._parts[name]):
+                    what += ", their scales rounded to half precision,"
                 sizes = sum(self.tensors[name].nbytes for name in names), sum(self.stored_nbytes(self.tensors[name]) for name in names)
                 said = (f"{len(names)} MLX weights of {bits} bits {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file")
