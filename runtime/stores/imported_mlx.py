@@ -35,6 +35,7 @@ from .parted_rows import Rows
 
 ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # norms of these lie with the 1 added
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
+POWERS = ("mxfp4", "mxfp8")  # modes whose scales are powers of two
 WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie in
 
 
@@ -70,7 +71,8 @@ class MlxStore(MadeStore):
                 stored[name] = StoredTensor(name, form.spec, shape, 0)
                 tensors[name] = TensorInfo(name, "U8", (stored[name].nbytes,), words.file, words.offset, stored[name].nbytes)
             else:
-                tensors[name] = TensorInfo(name, wide.upper(), shape, words.file, words.offset, prod(shape) * (4 if wide == "f32" else 2))
+                own = self._wide_of(name)
+                tensors[name] = TensorInfo(name, own.upper(), shape, words.file, words.offset, prod(shape) * (4 if own == "f32" else 2))
         for name in self._norms:
             tensors[name] = self._norm(store.tensors[name])
         if not self._parts:
@@ -80,6 +82,10 @@ class MlxStore(MadeStore):
         self.made = self._parts.keys() | self._norms
         self.container = self._described(stored) if stored else None
         self.notices = tuple(self._said(stored, MLX_LEAVES_OUT.get(family)))
+
+    def _wide_of(self, name: str) -> str:
+        """What a weight is widened to: bfloat16 holds all that is under powers of two, a half does not."""
+        return "bf16" if self._wide == "f16" and self._forms[name].mode in POWERS else self._wide
 
     @staticmethod
     def _found(tensors: Mapping[str, TensorInfo], rule: families.TensorRule) -> tuple[TensorInfo, TensorInfo, TensorInfo | None] | None:
@@ -128,10 +134,11 @@ class MlxStore(MadeStore):
         return Container(f"mlx, {spec}", 8 * nbytes / weights, stored, {"model": self.folder.name}, {"name": "mlx"}, {"name": "mlx"}, {})
 
     def _said(self, stored: Collection[str], missing: str | None) -> Iterator[str]:
-        for ours in (True, False):
-            if names := [name for name in self._parts if (name in stored) == ours]:
+        for wide in (None, "f16", "bf16", "f32"):
+            ours = wide is None
+            if names := [name for name in self._parts if (None if name in stored else self._wide_of(name)) == wide]:
                 bits = ", ".join(map(str, sorted({self._forms[name].bits for name in names})))
-                what = "are put in the order of the kernels" if ours else f"are widened to {self._wide}"
+                what = "are put in the order of the kernels" if ours else f"are widened to {wide}"
                 if ours and any(part.dtype == "F32" for name in names for part in self._parts[name]):
                     what += ", their scales rounded to half precision,"
                 sizes = sum(self.tensors[name].nbytes for name in names), sum(self.stored_nbytes(self.tensors[name]) for name in names)
@@ -226,7 +233,7 @@ class MlxStore(MadeStore):
             values = mlx.dequantize(self._forms[info.name], *self._arrays(info.name, raws, end - begin))
         except ValueError as error:
             raise _unfit(info, info.name, str(error)) from error
-        return np.ascontiguousarray(from_f32(values, self._wide)).reshape(-1).view(np.uint8)
+        return np.ascontiguousarray(from_f32(values, self._wide_of(info.name))).reshape(-1).view(np.uint8)
 
     def _put_codes(self, info: TensorInfo, raws: Sequence[np.ndarray], blob: np.ndarray) -> None:
         form, shape = self._forms[info.name], self._shapes[info.name]
