@@ -20,7 +20,7 @@ from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_ke
 from .images import taken_too
 from .model_config import ModelConfig
 from .speculation.draft_types import refuse_alone
-from .stores.composite import INNER, text_alone, unknown_outside
+from .stores.composite import INNER, OUTER_CLASSES, text_alone, unknown_outside
 
 ACTS = {"silu": "silu", "swish": "silu", "gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh", "relu": "relu",
         "relu2": "relu2"}
@@ -91,7 +91,8 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     sees_both_ways = made.get("is_causal") is False and made.get("model_type") in BOTH_WAYS
     vectors = sees_both_ways or raw.get("use_bidirectional_attention") is True or families.makes_vectors(made)
     ranks_lists = architectures == [LISTWISE] and made.get("model_type") == "qwen3"
-    first = (GENERATOR,) if raw.get("model_type") in INNER else ()  # as their own code called them
+    kind = str(raw.get("model_type"))
+    first = OUTER_CLASSES.get(kind, (GENERATOR,) if kind in INNER else ())  # as their own code called them
     endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()), *first)
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")

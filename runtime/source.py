@@ -13,7 +13,7 @@ from ..offload.header import is_gguf, shown
 from .config_reader import read_json
 from .families import BY_PREFIX
 from .hub import stated_licence
-from .stores.composite import text_alone
+from .stores.composite import SETS_APART, text_alone
 from .stores.container import FILE, Container, made_here, read_container
 from .stores.double_store import DoubleStore, has_doubles
 from .stores.stored_names import cut_groups, give_names, give_text_names
@@ -64,6 +64,10 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
         from .stores.turned_experts import turned
 
         store = turned(store, raw, TURNED[outer["model_type"]])
+    if outer.get("model_type") in SETS_APART:
+        from .stores.word_experts import words_alone
+
+        store = words_alone(store, raw)
     if raw.get("model_type") in BY_ROWS:
         from .stores.expert_rows import experts_of_rows
 

@@ -319,6 +319,8 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
         ours, = (abs(each.inv_freq) for each in tables.values())  # below zero where the model turns the other way round
         learned = getattr(rotary, "alpha", torch.zeros(1))
+        if hasattr(rotary, "recomposition_frequencies"):  # in the order in which the axes of a picture take them up
+            ours = ours[np.argsort(np.argsort(-rotary.inv_freq.numpy()))]
         assert np.allclose((rotary.inv_freq * learned.exp()).numpy(), ours, rtol=1e-6, atol=0)
         learned.zero_()
         rotary.inv_freq = torch.from_numpy(ours.copy())

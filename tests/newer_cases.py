@@ -54,9 +54,12 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "molmo2": {**SIGHT, "num_key_value_heads": 2, "head_dim": 16, "image_size": [32, 32]},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
           "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
+          "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8},
+          "nemotron_h_omni": {**SIGHT, "video_temporal_patch_size": 2},
           "step3p7": {**SIGHT, "patch_size": 14, "image_size": 28}}
 BESIDE = {"molmo2": {"adapter_config": {"vision_feature_layer": [-1, 0], "hidden_size": 32, "num_attention_heads": 2,
                                          "num_key_value_heads": 2, "head_dim": 16, "intermediate_size": 16, "text_hidden_size": 64}},
+          "nemotron_h_omni": {"vision_hidden_size": 32, "projector_hidden_size": 16, "audio_config": None},
           "muse_glimmer": {"out_hidden_size": 128, "projector_hidden_size": 32}}  # what a config says beside its parts
 
 

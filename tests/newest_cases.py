@@ -1,6 +1,6 @@
 """Tiny random models of the families that came after those of `newer_cases.py`."""
 
-from family_sizes import CONTEXT, LATENT, ONE_GROUP, Case, rope
+from family_sizes import CONTEXT, LATENT, NEMOTRON, NEMOTRON_EXPERTS, ONE_GROUP, Case, rope
 
 LARGE_4 = {**{key: value for key, value in {**LATENT, **ONE_GROUP}.items() if key != "q_lora_rank"},
            "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8,
@@ -11,6 +11,8 @@ GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_
               "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
 ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_hidden_size": 24, "intermediate_size": None,
         "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
+WORDS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 2,
+         **rope("default", mrope_section=[3, 3, 2])}
 NEWEST = {
     "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
     "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
@@ -23,7 +25,7 @@ NEWEST = {
     "glm5_next, no bound, other layers, a choice that is shared, bfloat16": Case("glm5_next_text", {
         **GLM_5_NEXT, "layer_types": ["indexed_attention", "indexed_attention", "linear_attention", "linear_attention"],
         "indexer_types": ["full", "shared", "full", "full"], "linear_lower_bound": None, "hc_mult": 3, "hc_sinkhorn_iters": 3,
-        "mlp_layer_types": ["sparse", "dense"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
+        "mlp_layer_types": ["dense", "sparse"] * 2, "n_group": 4, "topk_group": 2, "index_kpool": 4, "index_topk": 100,
         "norm_topk_prob": False}, dtype="bfloat16", inside="glm5_next"),
     "diffllama": Case("diffllama", {"head_dim": 32, "vocab_size": 301}),
     "diffllama, biases, as many keys, tied, bfloat16": Case("diffllama", {
@@ -37,4 +39,11 @@ NEWEST = {
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
+    "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", {**WORDS, "vocab_size": 301}, inside="ernie4_5_vl_moe"),
+    "ernie4_5_vl_moe, other layers, nothing shared, own head, bfloat16": Case("ernie4_5_vl_moe_text", {
+        **WORDS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2, "moe_num_shared_experts": 0,
+        "tie_word_embeddings": False}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
+    "nemotron_h_omni, bfloat16": Case("nemotron_h", {
+        **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"]}, dtype="bfloat16",
+        inside="nemotron_h_omni"),
 }

@@ -88,6 +88,33 @@ def as_kimi(folder: Path) -> None:
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
+def as_ernie_vl(folder: Path) -> None:
+    """config.json of ERNIE 4.5 VL as it is published: all of the text part in the outer object, and two numbers for two sets of experts."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    inner = raw.pop("text_config")
+    rope, kinds = inner.pop("rope_parameters"), inner.pop("mlp_layer_types")
+    sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
+    every = sparse[1] - sparse[0]
+    inner |= {"moe_num_experts": [inner["moe_num_experts"]] * 2, "moe_layer_start_index": [sparse[0]] * 2, "moe_layer_interval": every,
+              "moe_layer_end_index": [len(kinds) + 1, sparse[-1]], "moe_gate": "topk", "moe_use_aux_free": True, "rope_3d": True,
+              "rope_theta": rope["rope_theta"], "rope_scaling": {"type": "default", "mrope_section": rope["mrope_section"]}}
+    path.write_text(json.dumps({**inner, **raw} | {
+        "model_type": "ernie4_5_moe_vl", "auto_map": {"AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig"}}))
+
+
+def as_nemotron_omni(folder: Path) -> None:
+    """config.json of a Nemotron that sees as it is published, with other words for its parts."""
+    path = folder / "config.json"
+    raw = json.loads(path.read_text())
+    names = {"text_config": "llm_config", "audio_config": "sound_config", "image_token_id": "img_context_token_id",
+             "vision_hidden_size": "vit_hidden_size"}
+    raw = {names.get(key, key): value for key, value in raw.items()}
+    path.write_text(json.dumps(raw | {
+        "model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "ps_version": "v2",
+        "auto_map": {"AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"}}))
+
+
 def as_qianfan(folder: Path) -> None:
     """As of `as_kimi`, of Qianfan-OCR."""
     _rename(folder, {r"language_model\.model\.encoder\.layers\.": "language_model.model.layers."})
@@ -135,6 +162,8 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": kind, "architectures": [architecture], **(more or {})}))
 
 
-RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2,
+RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "ernie4_5_vl_moe": as_ernie_vl, "exaone": as_exaone,
+                                                "internlm2": as_internlm2,
                                                 "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan, "mimo": as_mimo, "minicpm": as_minicpm,
-                                                "minimax_text_01": as_minimax_text_01, "phi4mm": as_phi4mm}
+                                                "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni,
+                                                "phi4mm": as_phi4mm}

@@ -97,9 +97,12 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open",
             "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
+# Nemotron models that see, as their own code calls them and as transformers does.
+NEMOTRON_SEEING = ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "nemotron_h_omni")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),
+    "ernie4_5_moe_vl": ("ernie4_5_vl_moe_text",), "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text",),
     "exaone4_5": ("exaone4", "exaone4_5_text"), "fast_vlm": ("qwen2",), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
     "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
@@ -113,7 +116,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "llava_onevision": ("qwen2",), "llava_qwen2": ("qwen2",), "minicpmv4_6": ("qwen3_5_text",), "minicpmv4_7": ("qwen3_5_text",),
     "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"),
     "mistral_large4": ("mistral_large4_text",), "mllama": ("mllama_text_model",), "molmo2": ("molmo2_text",),
-    "muse_glimmer": ("muse_glimmer_text",), "ovis2": ("qwen2",), "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
+    "muse_glimmer": ("muse_glimmer_text",), **dict.fromkeys(NEMOTRON_SEEING, ("nemotron_h",)), "ovis2": ("qwen2",),
+    "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
     "qianfan_ocr": ("qwen3",), "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_asr": ("qwen3", "qwen3_asr_text"),
@@ -121,19 +125,20 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "qwen4_exp": ("qwen4_exp_text",),
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
-BY_PREFIX = ("audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "exaone4_5", "fast_vlm", "glm46v",
-             "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech",
-             "hunyuan_vl", "idefics2", "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava",
-             "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl",
-             "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl",
-             "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7",
-             "unlimited_ocr", "voxtral")
+BY_PREFIX = (*NEMOTRON_SEEING, "audioflamingo3", "aya_vision", "cohere2_vision", "cohere_compass", "deepseek_ocr2", "ernie4_5_moe_vl",
+             "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "got_ocr2",
+             "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "kimi_k25",
+             "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr",
+             "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl",
+             "paligemma", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe",
+             "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
 NAMED_ALONE = ("llava_qwen2",)  # whose architectures are called as those of text
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "AXK1": "axk1",
-    "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text", "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
+    "ernie4_5_vl_moe_text": "ernie4_5_moe", "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
+    "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "granite4_vision_text": "granite", "granite_docling_text": "granite",
     "glm_ocr_text": "glm4", "hunyuan_vl_text": "hunyuan_v1_dense",
     "kimi_k2": "deepseek_v3", "llama_bidirec": "llama", "minimax_m1": "minimax", "minimax_text_01": "minimax",

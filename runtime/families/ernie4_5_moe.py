@@ -1,4 +1,7 @@
-"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share."""
+"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share.
+
+The text part of ERNIE 4.5 VL is one too, with the experts that words visit (`stores/word_experts.py`).
+"""
 
 from __future__ import annotations
 
@@ -9,6 +12,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule
 from .ernie4_5 import ernie_config
+from .glm4_moe_lite import sparse_of
 from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
@@ -16,11 +20,13 @@ from .qwen3_moe import NAMES
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
-                       "moe_num_experts", "moe_num_shared_experts", "moe_use_aux_free", "num_experts_per_tok", "num_local_experts",
+                       "mlp_layer_types", "moe_num_experts", "moe_num_shared_experts", "moe_use_aux_free", "num_experts_per_tok",
+                       "num_local_experts",
                        "num_nextn_predict_layers"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
+                                        "moe_gate_act": "softmax", "moe_norm_gate_logits": True,
                                         "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}
 
 
@@ -31,9 +37,10 @@ def config(keys: Keys) -> ModelConfig:
     width = keys.integer("moe_intermediate_size", 1536, high=2**22)
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
     sparse = [layer for layer in range(layers) if (layer + 1) % every == 0 and first <= layer <= (layers - 1 if last == -1 else last)]
+    kinds = keys.words("mlp_layer_types", layers)
     # The number of a token's experts goes by a name of its own.
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
-    own = mixture(keys, 64, per_token, width, True, sparse, "moe_num_experts",
+    own = mixture(keys, 64, per_token, width, True, sparse if kinds is None else sparse_of(kinds), "moe_num_experts",
                   corrected=keys.flag("moe_use_aux_free", True), shared_width=width * shared if shared else None)
     sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, bos=1, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
+from operator import itemgetter
 
 from .. import families
 from ..config_reader import ConfigError, Keys, show
@@ -43,10 +44,27 @@ UNTIED = ("deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", 
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
-             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral")
-KNOWN_CODE = ("llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr")  # whose checkpoints bring code that became part of transformers
+             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.NEMOTRON_SEEING)
+# Whose checkpoints bring code that became part of transformers.
+KNOWN_CODE = ("ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr", *families.NEMOTRON_SEEING)
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
+    **dict.fromkeys(families.NEMOTRON_SEEING, frozenset({
+        "force_image_size", "image_tag_type", "img_context_token", "img_context_token_id", "img_end_token", "img_start_token", "llm_config",
+        "max_num_tiles", "norm_mean", "norm_std", "ps_version", "sound_config", "sound_context_token", "sound_context_token_id", "template",
+        "video_context_token", "video_context_token_id", "video_pruning_rate", "video_temporal_patch_size", "vision_hidden_size",
+        "vit_hidden_size"})),
+    "ernie4_5_moe_vl": frozenset({  # most of it of training
+        "add_tail_layers", "disable_ffn_model_parallel", "freq_allocation", "fuse_gate_detach_matmul", "fuse_ln", "fuse_rms_norm",
+        "fuse_rope", "fuse_softmax_mask", "fuse_swiglu", "hidden_dropout_prob", "im_patch_id", "mm_vocab_size", "modality_detach",
+        "moe_all_to_all_dropout", "moe_aux_loss_lambda", "moe_dense_experts_token_type_id", "moe_dropout_prob", "moe_fuse_experts",
+        "moe_gate", "moe_group", "moe_group_experts", "moe_group_orthogonal_loss", "moe_layer_feed_fake_token",
+        "moe_multimodal_dispatch_use_allgather", "moe_orthogonal_loss_lambda", "moe_reverse_token_drop", "moe_use_hard_gate",
+        "moe_use_size_all2all", "moe_use_token_type_bias", "moe_z_loss_lambda", "multi_token_pred_lambda", "num_acc_steps",
+        "pixel_hidden_size", "pp_seg_method", "resampler_fuse_rms_norm", "rope_3d", "sinkhorn_2gate", "sinkhorn_temp",
+        "spatial_conv_size", "temporal_conv_size", "token_balance_loss", "token_balance_seqlen", "use_bias_correction",
+        "use_fused_head_and_loss_fn", "use_mem_eff_attn", "use_recompute_moe", "use_rmsnorm", "use_sparse_flash_attn",
+        "use_sparse_head_and_loss_fn", "use_temporal_conv", "use_var_len_flash_attn"}),
     "llava_qwen2": frozenset({
         "freeze_mm_mlp_adapter", "image_aspect_ratio", "mm_hidden_size", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type",
         "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
@@ -59,9 +77,15 @@ OF_ALL: Mapping[str, frozenset[str]] = {
     "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
-INNER = {"unlimited_ocr": "language_config"}  # what the text part's object was called in first configs
+# What the text part's object was called in first configs; and what the outer class was called where that says no task.
+INNER = {"unlimited_ocr": "language_config", **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
+OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2"))}
 # Which may say of the text part all in the outer object.
-FLAT = ("glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
+# Whose experts are those of words and others (`word_experts.py`), and what of two numbers is said of those of words.
+SETS_APART = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
+OF_WORDS: Mapping[str, Callable[[list[int]], int]] = {
+    "moe_num_experts": itemgetter(0), "moe_intermediate_size": itemgetter(0), "moe_layer_start_index": min, "moe_layer_end_index": max}
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",
@@ -120,11 +144,15 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     """What is said of the text part, its rotary positions as those of text."""
     kind = raw["model_type"]
     inner = Keys(Keys(raw).section(THINKER) or raw).section("text_config")
-    if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:  # whose window the outer object says
-        inner = {"sliding_window": raw.get("sliding_window"), **older, "model_type": families.COMPOSITE[kind][0]}
+    if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:
+        inner = dict(older)
+        if kind not in families.NEMOTRON_SEEING:  # whose window the outer object says, and whose own type is another model's
+            inner = {"sliding_window": raw.get("sliding_window"), **inner, "model_type": families.COMPOSITE[kind][0]}
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
+    if kind in SETS_APART:
+        inner |= {key: of_both(inner[key]) for key, of_both in OF_WORDS.items() if _is_pair(inner.get(key))}
     if kind in families.PREFIXED:  # that of prompts with pictures
         inner.pop("use_bidirectional_attention", None)
     if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
@@ -138,3 +166,7 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
             if placed in said:
                 inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": meant}
     return inner
+
+
+def _is_pair(value: object) -> bool:
+    return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)

@@ -79,7 +79,7 @@ def alone(name: str) -> str:
     if before is None:
         return own if own.startswith((*(BASE + each for each in INSIDE), HEAD)) else name
     rest = own.removeprefix(before)
-    return rest if rest.startswith(HEAD) else BASE + rest
+    return rest if rest.startswith(HEAD) else BASE + rest.removeprefix(OLDER_BASE)
 
 
 def give_names(store: TensorStore, model_type: object) -> None:
