@@ -36,7 +36,8 @@ class Dims:
     which a table says which experts a token visits. `seen`: pages of keys that pictures which a token sees have at most. `mix_rank`: the
     numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
     the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
-    before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads.
+    before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads. `gated_norms`:
+    what norms give has gates, and queries and gates of what is attended to are made of a latent normed and as it is.
     """
 
     hidden: int
@@ -78,6 +79,7 @@ class Dims:
     mixes: bool = False
     between: int = 0
     differs: bool = False
+    gated_norms: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:
@@ -107,7 +109,8 @@ class Dims:
             wide = self.streams * self.hidden if self.grouped or self.mix_rank else 0
             return max(self.attended, wide, self.grouped, self.mix_rank, 0 if self.ngrams is None else self.ngrams.rows)
         wide = self.streams * self.hidden if self.mixes else 0
-        return max(wide, self.heads * self.latent.value, self.latent.query_rank or 0, 0 if self.state is None else self.state.values)
+        queries = (self.latent.query_rank or 0) * (1 + self.gated_norms)
+        return max(wide, self.heads * self.latent.value, queries, 0 if self.state is None else self.state.values)
 
 
 def address(array: np.ndarray | None) -> int:

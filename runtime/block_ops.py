@@ -184,6 +184,12 @@ class BlockOps(Protocol):
     def rescaled(self, x: object, branch: object | None, own: Rescale) -> object:
         """x and a branch [T, D], if there is one, each channel times its own number and moved by one, added, in the place of x."""
 
+    def gated_rows(self, y: object, gates: LowRank) -> object:
+        """y times the sigmoid of gates.out(silu(gates.into(y))), channel by channel, in place."""
+
+    def normed_beside(self, y: object, norm: Norm) -> object:
+        """[T, 2 * N]: norm(y) [T, N] and behind it y, in an array of its own; y becomes norm(y)."""
+
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 

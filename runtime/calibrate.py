@@ -48,9 +48,11 @@ READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "st
          "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",), "receptance_in": ("state_r",),
          "key_in": ("state_k",), "value_in": ("state_v",), "ngrams_in": ("ngram_key", "ngram_value")}  # tap -> roles
+DOUBLED_READS = {"doubled_in": ("q_b", "attn_gate")}  # where both are made of a latent, normed and as it is
 SHIFTED_READS = {"shifted_in": ("up",)}  # where an MLP reads each token on its way to the one before
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
+GATED = {"block_in": 0, "mlp_in": 1}  # and those that come behind norm and gates, where a layer has such gates
 WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind
 SMALL = 1 << 30  # multiplications of a product that one thread makes
 FEW = 4  # how costs are measured: a quarter of the tokens apart
@@ -261,7 +263,9 @@ class Calibration:
             self._demand_finite()
             found = {name: each.stats() for name, each in gathered.items()}
             reads = [*READS.items(), *(SHARED_READS.items() if weights.shared is not None else ()),
-                     *((tap, roles) for tap, roles in SHIFTED_READS.items() if tap in found)]
+                     *((tap, roles) for tap, roles in {**SHIFTED_READS, **DOUBLED_READS}.items() if tap in found)]
+            if "doubled_in" in found:
+                reads.remove(("q_in", READS["q_in"]))
             entered = "mlp_in", "mlp_in", "mlp_hidden"
             if weights.apart is not None:
                 entered = "experts_in", "experts_in", "experts_hidden"
@@ -331,9 +335,10 @@ class Calibration:
                 name, value = "mlp_hidden", value.hidden
             if keeps and name in ("k", "v"):
                 self._kept.setdefault((layer, number), {})[name] = np.array(value)
-            if name in READS or name in SHIFTED_READS:
+            if name in READS or name in SHIFTED_READS or name in DOUBLED_READS:
                 before = WIDE if name in WIDE and weights.wide is not None else NORMS
-                inputs = normalised(value, attrgetter(before[name])(weights)) if name in NORMS else value
+                is_read = name not in NORMS or name in GATED and weights.norm_gates[GATED[name]] is not None  # as it is told
+                inputs = value if is_read else normalised(value, attrgetter(before[name])(weights))
                 gather(name, inputs)
                 entered = inputs if name == "mlp_in" and apart is None else entered
             if name == "mlp_in" and apart is not None:

@@ -69,7 +69,9 @@ class ModelConfig:
     added to what is divided by; what leaves them is their mean. `router_rank`: how many numbers a router begins with, which goes through a
     small network and adds those of the layer before, 0 where it is one matrix. `differs`: attention is the difference of that of two halves
     of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made. `keys_marked`: every
-    key adds a number of its own to scores, and heads are wider in attention by a channel for it, as with slopes.
+    key adds a number of its own to scores, and heads are wider in attention by a channel for it, as with slopes. `norms_gated`: what norms
+    give says by way of so many numbers how much of each channel is read, 0 where it does not; queries of latent attention, and gates of
+    what is attended to, are then made of their latent twice, normed and as it is.
     """
 
     family: str
@@ -174,6 +176,7 @@ class ModelConfig:
     router_rank: int = 0
     differs: bool = False
     keys_marked: bool = False
+    norms_gated: int = 0
     warnings: tuple[str, ...] = ()
 
     @property

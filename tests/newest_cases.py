@@ -13,6 +13,7 @@ ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_h
         "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
 WORDS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 2,
          **rope("default", mrope_section=[3, 3, 2])}
+AXK_2 = {**LATENT, "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8, "gated_norm_rank": 12, "initializer_range": 0.15}
 NEWEST = {
     "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
     "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
@@ -43,6 +44,10 @@ NEWEST = {
     "ernie4_5_vl_moe, other layers, nothing shared, own head, bfloat16": Case("ernie4_5_vl_moe_text", {
         **WORDS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2, "moe_num_shared_experts": 0,
         "tie_word_embeddings": False}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
+    "axk2": Case("axk2", {**AXK_2, "vocab_size": 301}),
+    "axk2, groups, other layers, tied, bfloat16": Case("axk2", {
+        **AXK_2, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1, "gated_norm_rank":
+        7, "tie_word_embeddings": True, "norm_topk_prob": False, "index_topk": CONTEXT}, dtype="bfloat16"),
     "nemotron_h_omni, bfloat16": Case("nemotron_h", {
         **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"]}, dtype="bfloat16",
         inside="nemotron_h_omni"),

@@ -211,7 +211,8 @@ def test_what_chooses_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_pat
     plan.store.close()
     kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
     assert kept == ({"router", "index_q", "index_k"} if plan.config.latent is None else
-                    {"router", "index_q", "index_k", "index_weights", "kv_b"})
+                    {"router", "index_q", "index_k", "index_weights", "kv_b", *(
+                        f"{norm}_{end}" for norm in ("input_norm", "post_norm") for end in ("in", "out") if plan.config.norms_gated)})
     engine = opened(tmp_path / "4bit")
     read(engine, IDS[:300])
     assert np.isfinite(engine.forward_logits([3])).all() and engine.cache.chosen is not None

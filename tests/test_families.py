@@ -212,6 +212,8 @@ PECULIAR = {
                 {"gate_bounds": ((None, 0.5), (None, 0.5), (0.4, 0.3), (0.7, None), (0.4, None))},
                 {"gate_bounds": ((None, None), (None, None), (0.4, 0.4), (0.7, None), (None, None))}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"shared_width": None})],
+    "axk2": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"factor": 1.0}, {"shared_width": None})] + [
+        {"norm_eps": 1e-1}, {"ropes": {"neighbours": False}}, {"attn_scale": 1 / 4}],
     "axk1": [{"mixture": each} for each in ({"sigmoid": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [
         {"norm_eps": 1e-5}, {"ropes": {"neighbours": False}}, {"attn_scale": 1 / 4}],
     "bloom": [{"slopes": (0.25,) * 4}, {"norm_eps": 1e-1}, {"norm_kind": "rms"}, {"hidden_act": "silu"}],
@@ -354,7 +356,8 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
                                   "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
-                                  "deepseek_ocr2_text", "rwkv7", "diffllama", "doge"])
+                                  "deepseek_ocr2_text", "rwkv7", "diffllama", "doge",
+                                  "axk2, groups, other layers, tied, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

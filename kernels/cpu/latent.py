@@ -29,6 +29,9 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
         return {}
     planned = {"y1": chunk * max(own.key, own.query_rank or 0), "latents": chunk * own.key, "queries": chunk * dims.heads * own.key,
                "values": chunk * dims.heads * own.value, "y2": chunk * dims.heads * dims.gates_apart}
+    if dims.gated_norms:  # what norms give, both forms of the latent of queries, and gates where that was
+        planned |= {"normed": chunk * dims.hidden, "doubled": 2 * chunk * own.query_rank,
+                    "y1": max(planned["y1"], chunk * dims.heads * own.value), "y2": 0}
     return {name: max(floats, beside.get(name, 0)) for name, floats in planned.items() if floats}
 
 

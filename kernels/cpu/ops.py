@@ -188,6 +188,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
                                                                  rows.gate_heads)
     grown_heads, normed_apart = rows.grown_heads, rows.normed_apart
     rescaled, routed_by, paired_heads = rescaling.rescaled, rescaling.routed_by, widths.paired_heads
+    gated_rows, normed_beside = rescaling.gated_rows, rescaling.normed_beside
     marked_heads = widths.marked_heads
     widened_heads, narrowed_heads, renormed, bundled_mlp = widths.widened_heads, widths.narrowed_heads, widths.renormed, bundled.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values

@@ -1,5 +1,5 @@
 """Residuals whose channels are each multiplied and moved on both sides of a sum, and routers that go through a small network and hand what
-they began with to the next layer's (ZAYA1)."""
+they began with to the next layer's (ZAYA1); gates of what norms give, and rows beside what a norm makes of them (A.X K2)."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ..compile import kernel
 from ..registry import Call
 from ..workspace import address
 from .intrinsics import f32_at, fetch_add, i64_at
-from .rows import SHARE_FROM
+from .rows import SHARE_FROM, norm_rows
 
 if TYPE_CHECKING:
-    from ...quant.weight import Norm, Rescale, RouterPath
+    from ...quant.weight import LowRank, Norm, Rescale, RouterPath
     from .ops import CpuOps
 
 # Slots of `rescale_rows`: X = SCALES * X + BRANCH_SCALES * BRANCH + OFFSETS, all [TOKENS, WIDTH] or [WIDTH]; BRANCH 0: without it.
@@ -74,6 +74,21 @@ def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterPath, streams:
     (said,) = ops.norm_linear(inner, None, [path.second])
     ops.gate(said, None, "gelu")
     return said
+
+
+def gated_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
+    """See `BlockOps`."""
+    (opened,) = ops.norm_linear(ops.gated_hidden(y, None, None, gates.into, "silu"), None, [gates.out])
+    return ops.gate_heads(y, opened, 1, y.shape[1])
+
+
+def normed_beside(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
+    """See `BlockOps`."""
+    width = y.shape[1]
+    out, put = ops.workspace.take("doubled", len(y), 2 * width), ops.registry.select(Call("carry")).candidate.run
+    put(ops, y, out, width, None)
+    put(ops, norm_rows(ops, y, norm), out, 0, None)
+    return out
 
 
 def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> None:

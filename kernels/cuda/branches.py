@@ -34,10 +34,12 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
 def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
                   act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
                   shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
-    """See `BlockOps`. Raises ValueError with a shared expert, or a router that reads something else, which no model has on a card."""
-    if shared is not None or said is not None:
-        raise ValueError("a branch of experts on torch has no shared one, and its router reads what goes into it")
+    """See `BlockOps`. Raises ValueError with a router that reads something else, which no model has on a card."""
+    if said is not None:
+        raise ValueError("the router of a branch of experts on torch reads what goes into it")
+    n = ops.stages.normalise(x, norm)
+    beside = None if shared is None else ops._inside(n, shared, shared.act or act)
     chosen, shares = routed(ops._linear(ops.stages.normalise(x, apart.router_norm), router), routing, correction)
     total = torch.zeros_like(x)
-    ops._visited(total, ops.stages.normalise(x, norm), chosen, shares * apart.scales[chosen], experts, act, see, handed=routing.handed)
-    return total
+    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.handed)
+    return total if beside is None else ops.linear_add(beside, shared.down, total, None, shared.factor)

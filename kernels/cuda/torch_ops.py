@@ -33,7 +33,7 @@ from .stages import Stages, activated
 from .states import TorchSlots, state_layer
 
 if TYPE_CHECKING:  # records of the layer above; this backend reads their fields and never builds one
-    from ...quant.weight import Bundles, Curve, Expert, Inputs, Linear, Norm, SharedExpert, Weight
+    from ...quant.weight import Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, SharedExpert, Weight
     from ...runtime.rope import RopeTable
     from ..state_shape import StateShape
 
@@ -216,6 +216,17 @@ class TorchOps(lora.Scales):
     def normed_apart(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
         """See `BlockOps`."""
         return self.stages.normalise(x, norm)
+
+    def gated_rows(self, y: torch.Tensor, gates: LowRank) -> torch.Tensor:
+        """See `BlockOps`."""
+        inner = torch.nn.functional.silu(self._linear(y, gates.into))
+        return y.mul_(torch.sigmoid(self._linear(inner, gates.out)))
+
+    def normed_beside(self, y: torch.Tensor, norm: Norm) -> torch.Tensor:
+        """See `BlockOps`."""
+        out = torch.cat([self.stages.normalise(y, norm), y], 1)
+        y.copy_(out[:, : y.shape[1]])
+        return out
 
     def grown_heads(self, y: torch.Tensor, heads: int, head_dim: int, positions: np.ndarray, places: RopeTable,
                     growth: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:

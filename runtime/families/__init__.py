@@ -37,7 +37,8 @@ channels are multiplied have entry_scale and entry_offset in the first layer, at
 attn_branch_offset, and the same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second
 before them. Queries and keys that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to
 pictures have attn_share and mlp_share, numbers that say how much of both they add. Differential attention has lambda_q1, lambda_k1,
-lambda_q2 and lambda_k2, which say how much is taken away. Keys that add a number to scores have mark and mark_rate.
+lambda_q2 and lambda_k2, which say how much is taken away. Keys that add a number to scores have mark and mark_rate. What norms give is
+gated by way of a few numbers by input_norm_in, input_norm_out and the same of post_norm.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -81,8 +82,8 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
-FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen", "cohere",
-            "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
+FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
+            "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe", "exaone",
             "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
             "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt2",
@@ -92,10 +93,9 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "bailing_hybrid", "bailing_moe_
             "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm", "minicpm3", "minimax",
             "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4", "mistral_large4_text", "mixtral",
             "mllama_text_model", "modernbert_decoder", "molmo2_text", "mpt", "muse_glimmer_text", "nanochat", "nemotron", "nemotron_h",
-            "olmo", "olmo2",
-            "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3",
-            "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open",
-            "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
+            "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2",
+            "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss",
+            "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 # Nemotron models that see, as their own code calls them and as transformers does.
 NEMOTRON_SEEING = ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "nemotron_h_omni")
@@ -223,7 +223,8 @@ class LayerWeights:
     what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place. `entered`: what enters the
     first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
     router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
-    the number of a key of its value, and a rate for each head.
+    the number of a key of its value, and a rate for each head. `norm_gates`: what says, of what input_norm and what post_norm gives,
+    how much of each channel is read; None for one that has no such gates.
     """
 
     input_norm: Norm
@@ -272,6 +273,7 @@ class LayerWeights:
     path: RouterPath | None = None
     difference: float = 0.0
     mark: tuple[Linear, object] | None = None
+    norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -28,7 +28,7 @@ from ..config import ModelConfig
 from .made_store import MadeStore
 
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
-IN_ONE = ("bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
+IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 # And those that hold parts of one apart.
 JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")

@@ -24,7 +24,7 @@ PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "model.t
 # Of families whose first checkpoints are of the model without its head.
 WITHOUT_BEFORE = {"bloom": ("h.", "word_embeddings", "ln_f."), "gpt2": ("h.", "wte.", "wpe.", "ln_f.")}
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "embedding_projection.", "norm.", "ple.")
-EXPERTS = {**dict.fromkeys(("afmoe", "axk1", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
+EXPERTS = {**dict.fromkeys(("afmoe", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "cohere2_moe", "deepseek_v2", "deepseek_v3",
                             "deepseek_v32", "dots1", "ernie4_5_moe", "exaone_moe", "flex_olmo", "flint", "glm4_moe", "glm4_moe_lite",
                             "glm5_next", "glm5_next_text", "glm_moe_dsa", "hunyuan_v1_moe", "hy_v3", "kolibri1", "laguna", "mellum",
                             "mimo_v2_flash", "minimax_m3_vl", "minimax_m3_vl_text", "mistral4", "mistral_large4", "mistral_large4_text",

@@ -104,10 +104,14 @@ def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorSto
 
 def stages_of(roles: Collection[str]) -> tuple[tuple[str, ...], ...]:
     """STAGES of a layer. Where attention and MLP read side by side, o comes last (`families/cohere.py`); a state beside
-    attention reads behind it, and both are added then (`families/falcon_h1.py`)."""
+    attention reads behind it, and both are added then (`families/falcon_h1.py`). Where what norms give is gated, gates of what is
+    attended to are made of what queries are (`families/axk2.py`)."""
     if "state_in" in roles and "q" in roles:
         first = ("q", "k", "v"), *STAGES[:3], ("o",)
         return (*first, *(stage for stage in STAGES if "q" not in stage and stage not in first))
+    if "input_norm_in" in roles:
+        return tuple(("q_b", "attn_gate") if stage == ("q_b",) else tuple(role for role in stage if role != "attn_gate")
+                     for stage in STAGES)
     if not is_side_by_side(roles):
         return STAGES
     return (*(stage for stage in STAGES if stage != ("o",)), ("o",))

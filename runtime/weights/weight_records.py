@@ -167,14 +167,15 @@ class WeightRecords:
         if config.mixture is not None and config.mixture.apart and router is not None and "router_scale" not in roles:
             made, handed = config.mixture.experts, config.mixture.handed
             scales = np.repeat(np.float32([1, not config.mixture.idle]), [made, handed])
-            apart = Apart(post_norm, post_norm, None, None, ops.put(scales, "f32"))
+            read = Norm("none") if config.norms_gated else post_norm  # of what is normed and gated beforehand
+            apart = Apart(read, read, None, None, ops.put(scales, "f32"))
         elif config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)
             apart = Apart(ones(config.hidden_size, as_float32(roles["router_scale"], raw) * root), norm("expert_norm"),
                           norm("experts_after"), norm("mlp_after"), vector("expert_scales"))
         if router is not None and self.paging is not None and ops is self.host:
             experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), apart.router_norm if apart else post_norm,
-                                        None if config.router_rank else router,
+                                        None if config.router_rank or config.norms_gated else router,
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
@@ -207,6 +208,8 @@ class WeightRecords:
                             lent=lent(config, key, linear, self.blocks(ops)) if LENT_OUT in roles else None,
                             fronts=self._fronts(ops) if config.slopes or config.keys_marked else None,
                             mark=(linear("mark"), vector("mark_rate")) if "mark" in roles else None,
+                            norm_gates=tuple(LowRank(linear(f"{role}_in"), linear(f"{role}_out")) if f"{role}_in" in roles else None
+                                             for role in ("input_norm", "post_norm")),
                             entry_norm=norm("entry_norm") or entered, middle_norm=norm("middle_norm"),
                             wide=wide_weights(config, key, linear, vector, lambda values: ops.put(values, "f32")),
                             around=residual_weights.residuals_around(config, roles, linear, vector)

@@ -1,0 +1,116 @@
+"""A.X K2 (SK Telecom's, Light and larger): DeepSeek V3.2's attention to chosen tokens behind norms whose results have gates.
+
+What a norm gives is multiplied, channel by channel, by a sigmoid of what it says by way of a few numbers; before attention in every layer,
+before an MLP where that is a mixture. Queries, and gates of what is attended to, are made of the latent of queries twice, normed and as it
+is. Checkpoints hold both in one matrix, head by head (`parted_rows.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from ..weights.index_weights import choose
+from . import LayerWeights, TensorRule, deepseek_v32
+from .deepseek_v32 import NAMES, indexed_config, outer_tensors
+from .glm4_moe import corrected
+from .llama import feed_forward
+
+if TYPE_CHECKING:
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = deepseek_v32.KEYS_USED | {"gated_norm_rank"}
+KEYS_HARMLESS, REFUSED_UNLESS = deepseek_v32.KEYS_HARMLESS, deepseek_v32.REFUSED_UNLESS
+SIZES = {"vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 32}
+WIDTHS = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
+QUERY_RANK = 384
+
+
+def config(keys: Keys) -> ModelConfig:
+    base = Defaults(max_position_embeddings=131_072, sizes=SIZES, bos=163_691, eos=(163_691,))
+    groups, kept = keys.raw.get("n_group"), keys.raw.get("topk_group")
+    if (groups is None) != (kept is None):
+        raise ConfigError(f"config.json: n_group is {show(groups)} and topk_group {show(kept)}", "models state both, or neither")
+    own = corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True, 2.5, 512)
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, own=replace(own, apart=True))
+    if made.o_bias:
+        raise ConfigError("config.json: attention_bias = true is not supported for axk2 models",
+                          "this family runs only with attention_bias = false")
+    rank = keys.integer("gated_norm_rank", 16, high=made.hidden_size)
+    return replace(made, gates_apart=True, norms_gated=rank)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, prefix, own = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}.", config.latent
+    twice = 2 * own.query_rank
+    for role, name, each in (("q_b", "q_proj", own.query), ("attn_gate", "g_proj", own.value)):
+        rules[role] = TensorRule(f"{prefix}self_attn.{name}.weight", (config.num_attention_heads * each, twice))
+    for role, name in {"input_norm": "input_layernorm", "post_norm": "post_attention_layernorm"}.items():
+        if role == "post_norm" and layer not in config.mixture.layers:
+            continue
+        rules[role] = TensorRule(f"{prefix}{name}.norm.weight", (config.hidden_size,))
+        narrow, wide = (config.norms_gated, config.hidden_size), (config.hidden_size, config.norms_gated)
+        for end, published, called, shape in (("in", "W_down", "mlp.fc1", narrow), ("out", "W_up", "mlp.fc2", wide)):
+            also = (f"{prefix}{name}.{called}.weight",)
+            rules[f"{role}_{end}"] = TensorRule(f"{prefix}{name}.{published}.weight", shape, also, plain=True)
+    return rules
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """What makes queries and what makes gates -> as in `parted_rows`: of every head a query's rows and then those of its gate."""
+    own, prefix = config.latent, f"model.layers.{layer}.self_attn."
+    rows = np.arange(config.num_attention_heads * (own.query + own.value)).reshape(config.num_attention_heads, -1)
+    return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : own.query].reshape(-1)),
+            f"{prefix}g_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, own.query :].reshape(-1))}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `deepseek_v3.block`. Taps see block_in, and mlp_in of a mixture, once they have been through norm and gates, and in the place of
+    q_in doubled_in, what queries and gates of what is attended to are made of."""
+    before, between = w.norm_gates
+    y = ops.gated_rows(ops.normed_apart(x, w.input_norm), before)
+    x = ops.linear_add(attended_to(ops, w, y, kv, positions, rope, config, layer, tap), w.o, x)
+    if not w.experts:
+        return feed_forward(ops, w, x, config, layer, tap)
+    y = ops.gated_rows(ops.normed_apart(x, w.post_norm), between)
+    tap("mlp_in", layer, y)
+    branch = ops.expert_branch(y, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
+                               partial(tap, "visits", layer), w.correction, w.shared)
+    x = ops.added(x, branch, 1.0)
+    tap("block_out", layer, x)
+    return x
+
+
+def attended_to(ops: BlockOps, w: LayerWeights, y: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
+                config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """What o reads, [T, H * value]."""
+    tap("block_in", layer, y)
+    own, shape, heads = w.latent, config.latent, config.num_attention_heads
+    beside = () if w.index is None else (w.index.k, w.index.weights)
+    latent, low, *said = ops.norm_linear(y, None, [own.kv_down, own.q_down, *beside])
+    k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
+    both = ops.normed_beside(low, own.q_norm)  # [T, 2 * rank], and the first half in the place of low
+    tap("doubled_in", layer, both)
+    if w.index is not None:  # before the layer's own queries take the place of its
+        (chosen_by,) = ops.norm_linear(low, None, [w.index.q])
+        choose(ops, w.index, chosen_by, *said, kv, positions, rope, config.indexed.shape)
+    q, gates = ops.norm_linear(both, None, [own.q, w.attn_gate])
+    q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
+    tap("q", layer, q)
+    tap("k", layer, k)
+    tap("v", layer, k)
+    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)
+    attended = ops.gate_heads(attended, gates, heads, shape.value)
+    tap("attn_out", layer, attended)
+    return attended
