@@ -6,8 +6,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 if TYPE_CHECKING:
     from ..kernels.reference_moe import Routing
+    from .images.album import Shown
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Mixture:
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
     experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near`, `of_logits` and `roots` as in
     `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits. `handed`: so many more
-    are chosen among that have no matrices and hand on what they are given, or with `idle` nothing."""
+    are chosen among that have no matrices and hand on what they are given, or with `idle` nothing. `seen_width`: inside one of as many
+    experts that rows of pictures, and `seen_words` of the vocabulary, visit in the place of the others; None where there are none."""
 
     experts: int
     per_token: int
@@ -41,6 +45,13 @@ class Mixture:
     picked: frozenset[int] = frozenset()
     handed: int = 0
     idle: bool = False
+    seen_width: int | None = None
+    seen_words: frozenset[int] = frozenset()
+
+    @property
+    def widest(self) -> int:
+        """The width inside the widest expert of which a token visits some."""
+        return max(self.width, self.seen_width or 0)
 
     @property
     def visited(self) -> float:
@@ -54,3 +65,13 @@ class Mixture:
 
         return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
                        self.near, self.of_logits, self.roots, self.handed)
+
+
+def by_sort(own: Mixture | None, ids: np.ndarray, shown: Shown | None) -> dict[int, tuple[bool, ...]] | None:
+    """By layer with two sorts of experts, of each token of a pass whether it visits those of pictures; None where none does."""
+    if own is None or not own.seen_words:
+        return None
+    seen = np.isin(ids, [*own.seen_words])
+    if shown is not None:
+        seen[shown.places] = True
+    return dict.fromkeys(own.layers, tuple(seen.tolist())) if seen.any() else None

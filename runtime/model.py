@@ -24,12 +24,13 @@ from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
-from .families import LayerWeights, expert_of, last_of
+from .families import SEEN, LayerWeights, expert_of, last_of
 from .images.album import Shown
 from .kv.both_ways import ends_of
 from .kv.layer_cache import LayerCache
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .last_layers import first_alone, kept_of, narrows
+from .mixture import by_sort
 from .ngrams import away_nbytes, held, is_table
 from .rope import learned, rope_tables
 from .sparse.predictors import FEW, Predictors
@@ -102,10 +103,11 @@ class Model(StoredStates):
 
     @property
     def bytes_per_pass(self) -> int:
-        """Bytes of weights that one token reads: without a table that is no head, what the model drafts by, and experts not visited."""
+        """Bytes of weights that one word reads: without a table that is no head, what the model drafts by, and experts not visited."""
         outer, own = self.tensors["outer"], self.config.mixture
         nbytes = self.nbytes - sum(outer[role].nbytes for role in TABLES if role in outer and (role != "embed" or "head" in outer))
         nbytes -= sum(tensor.nbytes for role, tensor in outer.items() if role.startswith(MTP) or is_table(role))
+        nbytes -= sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if role.startswith(SEEN))
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
         chosen = own.experts + own.handed if own else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
@@ -248,7 +250,8 @@ class Model(StoredStates):
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
-        plain = tap is no_tap and cache.ends is None and shown is None and turned is None and not looks
+        self._given = by_sort(self.config.mixture, ids, shown)
+        plain = tap is no_tap and cache.ends is self._given is shown is turned is None and not looks
         self._shown, self._turned, self._seen = shown, turned, (looks, scales)
         apart = tap is not no_tap or looks or self.between or (shown is not None and shown.deep is not None)
         self._last = None if apart else kept_of(len(ids), wanted)
@@ -262,7 +265,7 @@ class Model(StoredStates):
         with self._within_memory("the GPU ran out of memory during a pass"), host.together():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
-                listed = same is not None and _is_job(outer) and not self.config.streams
+                listed = same is not None and outer.is_job and not self.config.streams
                 x = None if listed else self._embed(ids, outer, step.positions)
                 if shown is not None:
                     shown.put(host, x)
@@ -348,7 +351,7 @@ class Model(StoredStates):
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)
         own = last_of(own, self._last) if own is not None and self._last is not None and layer >= self._alone else own
-        given = () if own is None else (own if ops is host else ops.from_host(own),)
+        given = () if own is None else (own if ops is host or isinstance(own, tuple) else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
         return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)
 
@@ -383,11 +386,6 @@ class Model(StoredStates):
             host.flush()
         with self._within_memory("the GPU ran out of memory for logits"):
             return self.card_head.logits(x)
-
-
-def _is_job(outer: OuterWeights) -> bool:
-    """Is the lookup of embeddings a kernel, which reads its ids when it runs? Then a recorded pass may hold it."""
-    return not outer.embed.spec.is_raw and outer.embed.fetch is None and outer.positions is None and outer.inputs is None
 
 
 def _after_flush(host: object, tap: Tap) -> Tap:

@@ -277,7 +277,7 @@ class ModelConfig:
     def widest(self) -> int:
         """The width inside the widest MLP, or between the last norm and the head."""
         own = self.mixture
-        return max(self.intermediate_size, self.hidden_size if self.head_act else 0, own.width if own else 0,
+        return max(self.intermediate_size, self.hidden_size if self.head_act else 0, own.widest if own else 0,
                    own.shared_width or 0 if own else 0, self.input_width, self.router_rank, *self.layer_ffn)
 
     @property

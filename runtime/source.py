@@ -13,7 +13,7 @@ from ..offload.header import is_gguf, shown
 from .config_reader import read_json
 from .families import BY_PREFIX
 from .hub import stated_licence
-from .stores.composite import SETS_APART, text_alone
+from .stores.composite import text_alone
 from .stores.container import FILE, Container, made_here, read_container
 from .stores.double_store import DoubleStore, has_doubles
 from .stores.stored_names import cut_groups, give_names, give_text_names
@@ -64,20 +64,16 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
         from .stores.turned_experts import turned
 
         store = turned(store, raw, TURNED[outer["model_type"]])
-    if outer.get("model_type") in SETS_APART:
-        from .stores.word_experts import words_alone
-
-        store = words_alone(store, raw)
     if raw.get("model_type") in BY_ROWS:
         from .stores.expert_rows import experts_of_rows
 
         store = experts_of_rows(store, raw)
-    from .stores.parted_rows import IN_ONE, JOINED, STACKED, parted
+    from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, parted
     from .stores.whole_numbers import with_numbers
 
     store = with_numbers(_in_own_form(store, raw, wide, low_bit, kept, whole))
 
-    if raw.get("model_type") not in (*IN_ONE, *JOINED, *STACKED):
+    if raw.get("model_type") not in (*IN_ONE, *JOINED, *ROUTERS_TURNED, *STACKED):
         return store
     from .config import read_config
 
@@ -242,10 +238,10 @@ def _imports_codes(path: Path) -> bool:
 
 def _is_rearranged(path: Path) -> bool:
     from .config import read_config
-    from .stores.parted_rows import IN_ONE, JOINED, STACKED, stacks
+    from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, stacks
 
     kind = read_json(path / "config.json").get("model_type")
-    made = ("gpt_oss", *IN_ONE, *JOINED, *TURNED, *BY_ROWS)
+    made = ("gpt_oss", *IN_ONE, *JOINED, *ROUTERS_TURNED, *TURNED, *BY_ROWS)
     if quantization_of(path) is not None or kind in made or kind in STACKED and stacks(read_config(path)):
         return True
     with TensorStore.open(path) as store:

@@ -12,7 +12,7 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
     """The widths that size a workspace. `mtp`: of a run that drafts by the model's own layer; `lora`: the widest within an adapter;
     `between`: layers before which drafts read states."""
     own, queries = config.mixture, max(config.layer_queries, default=config.num_attention_heads)
-    mixture = (own.experts + own.handed, own.per_token, own.width) if own and own.layers else (0, 0, 0)
+    mixture = (own.experts + own.handed, own.per_token, own.widest) if own and own.layers else (0, 0, 0)
     return Dims(config.hidden_size, queries, config.num_key_value_heads, config.head_dim, config.widest,
                 config.vocab_size, min(chunk, ctx), ctx, rows, *mixture, packed_kv, bundled, spilled_kv, config.state, config.gated_queries,
                 config.widest_latent, tuple(sorted({*config.cache_heads} - {(config.num_key_value_heads, config.head_dim)})),

@@ -318,6 +318,9 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
     rotary, tables = rotary_of(model), {id(each): each for each in engine.model.ropes if each is not None}
     if rotary is not None and hasattr(rotary, "inv_freq") and len(tables) == 1:
         ours, = (abs(each.inv_freq) for each in tables.values())  # below zero where the model turns the other way round
+        if model.config.model_type == "ernie4_5_vl_moe":  # those of rows before those of columns
+            placed = sum(rotary.mrope_section[:2])
+            ours = ours[[*range(0, placed, 2), *range(1, placed, 2), *range(placed, len(ours))]]
         learned = getattr(rotary, "alpha", torch.zeros(1))
         if hasattr(rotary, "recomposition_frequencies"):  # in the order in which the axes of a picture take them up
             ours = ours[np.argsort(np.argsort(-rotary.inv_freq.numpy()))]

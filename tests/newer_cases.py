@@ -37,6 +37,7 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           **dict.fromkeys(("glm4v", "glm4v_moe", "glm46v"), {
               "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64,
               "image_size": 32}),
+          "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8},
           "deepseek_ocr2": {"sam_config": {"hidden_size": 16, "mlp_dim": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
                                            "image_size": 32, "patch_size": 8, "output_channels": 8, "downsample_channels": [8, 32]},
                             "encoder_config": {key: value for key, value in SIGHT.items() if key not in ("image_size", "patch_size")}},
@@ -54,7 +55,6 @@ SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_head
           "molmo2": {**SIGHT, "num_key_value_heads": 2, "head_dim": 16, "image_size": [32, 32]},
           "internvl": {**SIGHT, "image_size": [32, 32], "patch_size": [8, 8]},
           "muse_glimmer": {**{key: value for key, value in SIGHT.items() if key != "image_size"}, "pos_emb_height": 4, "pos_emb_width": 4},
-          "ernie4_5_vl_moe": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8},
           "nemotron_h_omni": {**SIGHT, "video_temporal_patch_size": 2},
           "step3p7": {**SIGHT, "patch_size": 14, "image_size": 28}}
 BESIDE = {"molmo2": {"adapter_config": {"vision_feature_layer": [-1, 0], "hidden_size": 32, "num_attention_heads": 2,

@@ -11,10 +11,14 @@ GLM_5_NEXT = {**{key: value for key, value in LATENT.items() if key not in ("qk_
               "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "hc_mult": 2, "rope_parameters": None}
 ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_hidden_size": 24, "intermediate_size": None,
         "initializer_range": 0.15, "bos_token_id": 1, "eos_token_id": 7}
-WORDS = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "moe_num_shared_experts": 2,
-         **rope("default", mrope_section=[3, 3, 2])}
 AXK_2 = {**LATENT, "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8, "gated_norm_rank": 12, "initializer_range": 0.15}
+ERNIE = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 7,
+         **rope("default", mrope_section=[3, 3, 2])}
 NEWEST = {
+    "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", ERNIE, inside="ernie4_5_vl_moe"),
+    "ernie4_5_vl_moe, nothing shared, other layers, bfloat16": Case("ernie4_5_vl_moe_text", {
+        **ERNIE, "moe_num_shared_experts": 0, "mlp_layer_types": ["sparse", "dense", "sparse"], "moe_intermediate_size": [24, 40],
+        "num_key_value_heads": 1}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
     "mistral_large4": Case("mistral_large4_text", {**LARGE_4, "indexer_types": ["full", "shared", "shared"]}, inside="mistral_large4"),
     "mistral_large4, latents and choices that are shared, bfloat16": Case("mistral_large4_text", {
         **LARGE_4, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4], "indexer_types": [
@@ -40,10 +44,6 @@ NEWEST = {
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
-    "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", {**WORDS, "vocab_size": 301}, inside="ernie4_5_vl_moe"),
-    "ernie4_5_vl_moe, other layers, nothing shared, own head, bfloat16": Case("ernie4_5_vl_moe_text", {
-        **WORDS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2, "moe_num_shared_experts": 0,
-        "tie_word_embeddings": False}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
     "axk2": Case("axk2", {**AXK_2, "vocab_size": 301}),
     "axk2, groups, other layers, tied, bfloat16": Case("axk2", {
         **AXK_2, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1, "gated_norm_rank":

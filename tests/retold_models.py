@@ -88,21 +88,6 @@ def as_kimi(folder: Path) -> None:
     _rename(folder, {r"language_model\.model\.blocks\.": "language_model.model.layers."})
 
 
-def as_ernie_vl(folder: Path) -> None:
-    """config.json of ERNIE 4.5 VL as it is published: all of the text part in the outer object, and two numbers for two sets of experts."""
-    path = folder / "config.json"
-    raw = json.loads(path.read_text())
-    inner = raw.pop("text_config")
-    rope, kinds = inner.pop("rope_parameters"), inner.pop("mlp_layer_types")
-    sparse = [layer for layer, kind in enumerate(kinds) if kind == "sparse"]
-    every = sparse[1] - sparse[0]
-    inner |= {"moe_num_experts": [inner["moe_num_experts"]] * 2, "moe_layer_start_index": [sparse[0]] * 2, "moe_layer_interval": every,
-              "moe_layer_end_index": [len(kinds) + 1, sparse[-1]], "moe_gate": "topk", "moe_use_aux_free": True, "rope_3d": True,
-              "rope_theta": rope["rope_theta"], "rope_scaling": {"type": "default", "mrope_section": rope["mrope_section"]}}
-    path.write_text(json.dumps({**inner, **raw} | {
-        "model_type": "ernie4_5_moe_vl", "auto_map": {"AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig"}}))
-
-
 def as_nemotron_omni(folder: Path) -> None:
     """config.json of a Nemotron that sees as it is published, with other words for its parts."""
     path = folder / "config.json"
@@ -162,8 +147,6 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
     (folder / "config.json").write_text(json.dumps(raw | {"model_type": kind, "architectures": [architecture], **(more or {})}))
 
 
-RETOLD: Mapping[str, Callable[[Path], None]] = {"bailing_moe_v2": as_bailing, "ernie4_5_vl_moe": as_ernie_vl, "exaone": as_exaone,
-                                                "internlm2": as_internlm2,
-                                                "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan, "mimo": as_mimo, "minicpm": as_minicpm,
-                                                "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni,
-                                                "phi4mm": as_phi4mm}
+RETOLD: Mapping[str, Callable[[Path], None]] = {
+    "bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2, "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan,
+    "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni, "phi4mm": as_phi4mm}

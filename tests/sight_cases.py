@@ -4,6 +4,7 @@ from fastvit_torch import ARGS
 from sight_models import FIRST, TOWER, Cohere2Ready, KimiReady, Lfm2Ready, MiniCpmOcrReady, MolmoReady, UnifiedReady, UnlimitedOcrReady
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
@@ -48,6 +49,13 @@ CASES = {
                        "encoder_config": {"hidden_size": 24, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2,
                                           "image_size": 32, "patch_size": 8}}, ["<image>"], {"image_token_id": FIRST},
                       UnlimitedOcrReady(size={"height": 64, "width": 64}, tile_size=48, max_patches=6)),
+    "ernie4_5_vl_moe": ({"head_dim": 24, "num_hidden_layers": 3, "moe_intermediate_size": [40, 24], "moe_num_experts": 5, "moe_k": 2,
+                         "pad_token_id": 0, "rope_parameters": {**ROPE, "mrope_section": [5, 5, 2]}},
+                        {"depth": 3, "hidden_size": 48, "intermediate_size": 72, "num_heads": 3, "patch_size": 8},
+                        ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>", "<|IMAGE_END|>"],
+                        {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2,
+                         "video_token_id": 4190, "video_start_token_id": 4191, "video_end_token_id": 4192, "tie_word_embeddings": True},
+                        Ernie4_5_VLMoeImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
     "fast_vlm": ({"model_type": "qwen2"},
                  {"model_type": "timm_wrapper", "architecture": "fastvit_mci3", "hidden_size": 128, "model_args": ARGS}, ["<image>"],
                  {"image_token_index": FIRST},

@@ -262,6 +262,8 @@ PECULIAR = {
     "granitemoehybrid, state spaces": [{"residual_multiplier": 1.0}, {"ropes": (None,) * 4}, {"norm_eps": 1e-1}],
     "granitemoehybrid, experts, bfloat16": [{"mixture": {"factor": 1.0}}, {"residual_multiplier": 1.0}],
     "granitemoehybrid": [{"attn_scale": None}, {"residual_multiplier": 1.0}, {"ropes": (None,) * 3}],
+    "ernie4_5_vl_moe": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"shared_width": None})] + [
+        {"ropes": {"neighbours": False}}],
     "ernie4_5_moe": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"shared_width": None})],
     "qwen2_moe": [{"mixture": {"renormalise": True}}, {"mixture": {"shared_scaled": False}}, {"mixture": {"shared_width": None}}],
     "glm4_moe": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"corrected": False},
@@ -356,7 +358,7 @@ def test_every_peculiarity_of_a_family_shows(name: str, tmp_path: Path) -> None:
                                   "axk1", "bloom", "dbrx", "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash",
                                   "codegen", "gpt_bigcode", "gpt_neo", "gptj", "persimmon",
-                                  "deepseek_ocr2_text", "rwkv7", "diffllama", "doge",
+                                  "deepseek_ocr2_text", "ernie4_5_vl_moe", "rwkv7", "diffllama", "doge",
                                   "axk2, groups, other layers, tied, bfloat16"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""

@@ -22,7 +22,7 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-SEVERAL = ("glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7",
+SEVERAL = ("ernie4_5_vl_moe", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7",
            "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
 
 
@@ -40,7 +40,8 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
         engine.album = album_of(tmp_path, engine.config)
         pictures = [engine.album.take(each) for each in points]
         prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
-        prompt = "Once " + "and ".join(f"{mark(each.digest)} was a fox in the wood " for each in pictures) + "."
+        around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of pictures too
+        prompt = "Once " + "and ".join(f"{mark(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
         list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
@@ -62,9 +63,11 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
         cut = np.stack(squares).reshape(len(squares), 4, 8, 4, 8, 3).swapaxes(2, 3).reshape(len(squares), 16, -1)
         ready["pixel_values"] = torch.from_numpy(cut)  # of which bytes are one more or less now and then
         ready["mm_token_type_ids"] = torch.tensor([[token >= 1 << 40 for token in ids]]).int()
+    if family == "ernie4_5_vl_moe":
+        ready["moe_mm_token_type_ids"] = torch.isin(told, torch.tensor([FIRST, FIRST + 1, FIRST + 2])).int()
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("qwen", "glm", "gemma4", "hunyuan", "minicpmv4_7", "paddle")):
+    elif family.startswith(("ernie", "qwen", "glm", "gemma4", "hunyuan", "minicpmv4_7", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     if family == "gemma4_unified":  # by the masks of its generation: without them a pass sees behind itself in layers without a window too
         ready["attention_mask"] = model.create_masks_for_generate(

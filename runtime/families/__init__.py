@@ -8,6 +8,7 @@ post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn
 before the first layer, or, with middle_norm, in the place of what it norms; sinks are logits of attention, one a query head, and
 attn_gate makes gates of what is attended to. In a mixture router and `experts.<number>.<role>` take the place of gate, up and down, and
 `shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
+Where rows of pictures have a router, experts and a correction of their own, these are `seen.<role>`.
 Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
 them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
 leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
@@ -84,9 +85,10 @@ if TYPE_CHECKING:
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
             "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
-            "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe", "exaone",
-            "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma", "gemma2", "gemma3_text",
-            "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "gpt2",
+            "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe",
+            "ernie4_5_vl_moe_text", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint",
+            "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text",
+            "glm_moe_dsa", "gpt2",
             "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe", "granitemoe_swa",
             "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hyperclovax", "internlm2",
             "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2", "lfm2_moe", "lfm3", "llama",
@@ -102,7 +104,7 @@ NEMOTRON_SEEING = ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),
-    "ernie4_5_moe_vl": ("ernie4_5_vl_moe_text",), "ernie4_5_vl_moe": ("ernie4_5_vl_moe_text",),
+    **dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"), ("ernie4_5_vl_moe_text",)),
     "exaone4_5": ("exaone4", "exaone4_5_text"), "fast_vlm": ("qwen2",), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
     "unlimited_ocr": ("unlimited_ocr_text",),
     "gemma3n": ("gemma3n_text",), "gemma4": ("gemma4_text",), "gemma4_unified": ("gemma4_unified_text",),
@@ -137,7 +139,7 @@ PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways
 # A `model_type` -> the family that it is, and what its configs say by saying nothing.
 RENAMED: Mapping[str, str] = {
     "AXK1": "axk1",
-    "ernie4_5_vl_moe_text": "ernie4_5_moe", "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
+    "exaone4_5_text": "exaone4", "gemma4_unified_text": "gemma4_text",
     "glm4v_moe_text": "glm4_moe", "glm4v_text": "glm4",
     "granite4_vision_text": "granite", "granite_docling_text": "granite",
     "glm_ocr_text": "glm4", "hunyuan_vl_text": "hunyuan_v1_dense",
@@ -171,6 +173,7 @@ PREFIXES = ("language_model.model.", "model.language_model.", "language_model.")
 HEADS = ("language_model.lm_head.weight",)
 EXPERT = ("gate", "up", "down")  # roles of a gated MLP
 SHARED = ("shared.gate", "shared.up", "shared.down", "shared.scale")  # roles, of which the last may be absent
+SEEN = "seen."  # before roles of a router, its experts and its correction, of rows of pictures, where words have others
 
 
 @dataclass(frozen=True)
@@ -224,7 +227,8 @@ class LayerWeights:
     first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
     router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
     the number of a key of its value, and a rate for each head. `norm_gates`: what says, of what input_norm and what post_norm gives,
-    how much of each channel is read; None for one that has no such gates.
+    how much of each channel is read; None for one that has no such gates. `seen`: router, experts and correction of rows of pictures, where
+    words have others.
     """
 
     input_norm: Norm
@@ -274,6 +278,7 @@ class LayerWeights:
     difference: float = 0.0
     mark: tuple[Linear, object] | None = None
     norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
+    seen: tuple[Linear, tuple[Expert, ...], object | None] | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

@@ -1,7 +1,4 @@
-"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share.
-
-The text part of ERNIE 4.5 VL is one too, with the experts that words visit (`stores/word_experts.py`).
-"""
+"""ERNIE 4.5 mixtures (21B-A3B, 300B-A47B): the ERNIE block, with experts chosen by corrected scores beside those that all tokens share."""
 
 from __future__ import annotations
 

@@ -43,10 +43,11 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version writes no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "diffllama",
-                                "doge", "gpt_bigcode", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3", "longcat_flash", "mellum",
-                                "mimo_v2_flash", "minimax", "molmo2_text", "mpt", "olmo_hybrid", "persimmon", "phi4_multimodal", "rwkv7",
-                                "unlimited_ocr_text", "vaultgemma", "youtu", "zaya"), UNTRIED),
+NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
+                                "diffllama", "doge", "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2",
+                                "kimi_linear", "lfm3", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "molmo2_text", "mpt",
+                                "olmo_hybrid", "persimmon", "phi4_multimodal", "rwkv7", "unlimited_ocr_text", "vaultgemma", "youtu",
+                                "zaya"), UNTRIED),
                **dict.fromkeys(("codegen", "flex_olmo", "flint", "gpt_neo", "gptj", "modernbert_decoder", "nanochat", "zamba2"),
                                ": llama.cpp does not run them"),
                "ministral": ": llama.cpp runs them as if no layer had a window",

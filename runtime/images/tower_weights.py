@@ -24,7 +24,7 @@ from .tower_parts import Matrix, Norm, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
-         "vision_embedder.", "projector.", "merger.",
+         "vision_embedder.", "projector.", "merger.", "resampler_model.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
          "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding")
 # What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2; and HunyuanOCR's, with what its parts are

@@ -25,11 +25,14 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 # Model type -> channel pairs of each of the three where the config does not say them, and whether they take turns.
-SECTIONS = {"glm46v": ((8, 12, 12), False), "glm4v": ((8, 12, 12), False), "glm4v_moe": ((8, 12, 12), False),
-            "glm_ocr": ((8, 12, 12), False), "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False),
-            "qwen2_5_vl": ((16, 24, 24), False), "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True),
-            "qwen3_vl": ((24, 20, 20), True), "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True),
-            "qwen3_5_moe": ((11, 11, 10), True), "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
+SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 22, 20), False), "glm46v": ((8, 12, 12), False),
+            "glm4v": ((8, 12, 12), False), "glm4v_moe": ((8, 12, 12), False), "glm_ocr": ((8, 12, 12), False),
+            "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False), "qwen2_5_vl": ((16, 24, 24), False),
+            "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True), "qwen3_vl": ((24, 20, 20), True),
+            "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True),
+            "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
+# Of whose sections the first two, for rows and columns, take turns, and the last is for time.
+IN_PAIRS = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
 IN_ORDER = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
 ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
 NAMED = ("mrope_section", "xdrope_section")  # what sections are stated by
@@ -76,6 +79,11 @@ def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np
                          "fetch the model's files again; text alone works")
     if kind in IN_ORDER:  # of three there is none for their order
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
+    if kind in IN_PAIRS:
+        if stated[0] != stated[1]:
+            raise UsageError(f"{where} is {stated!r:.60}, where rows and columns have not as many pairs of channels",
+                             "fetch the model's files again; text alone works")
+        return np.concatenate([np.tile([1, 2], stated[0]), np.zeros(stated[2], np.int64)])
     if not in_turns:
         return np.repeat(np.arange(3), stated)
     axes = np.zeros(pairs, np.int64)

@@ -23,7 +23,7 @@ from ...offload.size import asked_mib, format_size, parse_size
 from ...quant.kv import codec
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
-from ..families import expert_of
+from ..families import SEEN, expert_of
 from ..kv.cache_shape import index_type, page_sizes
 from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
@@ -110,6 +110,8 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
         for role, tensor in roles.items():
             if key == "outer" and (role.startswith(MTP) or is_table(role) or role in ("positions", *TABLES) and role != head):
                 continue  # what drafts are made by, or a token's row
+            if role.startswith(SEEN):
+                continue  # which rows of pictures alone read
             routed = expert_of(role) is not None
             lent = role.startswith(BLOCKS)
             kind = kind_of_weight(tensor.spec, options.exact), key == "outer" and not lent, routed

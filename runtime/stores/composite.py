@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from operator import itemgetter
+from collections.abc import Collection, Mapping
 
 from .. import families
 from ..config_reader import ConfigError, Keys, show
@@ -55,16 +54,17 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "video_context_token", "video_context_token_id", "video_pruning_rate", "video_temporal_patch_size", "vision_hidden_size",
         "vit_hidden_size"})),
     "ernie4_5_moe_vl": frozenset({  # most of it of training
-        "add_tail_layers", "disable_ffn_model_parallel", "freq_allocation", "fuse_gate_detach_matmul", "fuse_ln", "fuse_rms_norm",
-        "fuse_rope", "fuse_softmax_mask", "fuse_swiglu", "hidden_dropout_prob", "im_patch_id", "mm_vocab_size", "modality_detach",
-        "moe_all_to_all_dropout", "moe_aux_loss_lambda", "moe_dense_experts_token_type_id", "moe_dropout_prob", "moe_fuse_experts",
-        "moe_gate", "moe_group", "moe_group_experts", "moe_group_orthogonal_loss", "moe_layer_feed_fake_token",
-        "moe_multimodal_dispatch_use_allgather", "moe_orthogonal_loss_lambda", "moe_reverse_token_drop", "moe_use_hard_gate",
-        "moe_use_size_all2all", "moe_use_token_type_bias", "moe_z_loss_lambda", "multi_token_pred_lambda", "num_acc_steps",
-        "pixel_hidden_size", "pp_seg_method", "resampler_fuse_rms_norm", "rope_3d", "sinkhorn_2gate", "sinkhorn_temp",
-        "spatial_conv_size", "temporal_conv_size", "token_balance_loss", "token_balance_seqlen", "use_bias_correction",
-        "use_fused_head_and_loss_fn", "use_mem_eff_attn", "use_recompute_moe", "use_rmsnorm", "use_sparse_flash_attn",
-        "use_sparse_head_and_loss_fn", "use_temporal_conv", "use_var_len_flash_attn"}),
+        "add_tail_layers", "disable_ffn_model_parallel", "freq_allocation", "fuse_attn_ffn", "fuse_gate_detach_matmul", "fuse_ln",
+        "fuse_rms_norm", "fuse_rope", "fuse_softmax_mask", "fuse_swiglu", "hidden_dropout_prob", "im_patch_id", "max_text_id",
+        "mm_vocab_size", "modality_detach", "moe_all_to_all_dropout", "moe_aux_loss_lambda", "moe_dense_experts_token_type_id",
+        "moe_dropout_prob", "moe_fuse_experts", "moe_gate", "moe_group", "moe_group_experts", "moe_group_orthogonal_loss",
+        "moe_layer_feed_fake_token", "moe_multimodal_dispatch_use_allgather", "moe_num_attn_experts", "moe_orthogonal_loss_lambda",
+        "moe_reverse_token_drop", "moe_use_hard_gate", "moe_use_size_all2all", "moe_use_token_type_bias", "moe_z_loss_lambda",
+        "multi_token_pred_lambda", "num_acc_steps", "pixel_hidden_size", "pp_seg_method", "resampler_fuse_rms_norm", "rope_3d",
+        "sinkhorn_2gate", "sinkhorn_temp", "spatial_conv_size", "temporal_conv_size", "tensor_parallel_degree", "token_balance_loss",
+        "token_balance_seqlen", "use_bias_correction", "use_cache", "use_fused_head_and_loss_fn", "use_mem_eff_attn", "use_recompute_moe",
+        "use_recompute_resampler", "use_rmsnorm", "use_sparse_flash_attn", "use_sparse_head_and_loss_fn", "use_temporal_conv",
+        "use_var_len_flash_attn", "using_precision_check"}),
     "llava_qwen2": frozenset({
         "freeze_mm_mlp_adapter", "image_aspect_ratio", "mm_hidden_size", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type",
         "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
@@ -75,6 +75,9 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "low_res_image_start_token_id", "use_frame_special_tokens", "vit_config"}),
     "ovis2": frozenset({"hidden_size", "visual_indicator_token_ids", "vocab_size"}),
     "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
+# What families of text parts are told of the outer object: words around pictures, which visit experts of their own.
+TOLD = dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
+                     ("image_start_token_id", "image_end_token_id", "video_start_token_id", "video_end_token_id"))
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
@@ -82,10 +85,6 @@ INNER = {"unlimited_ocr": "language_config", **dict.fromkeys(families.NEMOTRON_S
 OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2"))}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
-# Whose experts are those of words and others (`word_experts.py`), and what of two numbers is said of those of words.
-SETS_APART = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
-OF_WORDS: Mapping[str, Callable[[list[int]], int]] = {
-    "moe_num_experts": itemgetter(0), "moe_intermediate_size": itemgetter(0), "moe_layer_start_index": min, "moe_layer_end_index": max}
 # What text parts of some models say of images.
 OF_IMAGES = frozenset({"_flash_attn_2_enabled", "is_composition", "is_llama_config", "num_image_tokens",
                        "perceiver_config", "pixel_shuffle_factor",
@@ -104,7 +103,7 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
 # Rotary positions of several numbers, of which those of a token of text are one -> what they are then.
-BY_PLACE = {"mrope": "default", "xdrope": "dynamic"}
+BY_PLACE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
 
 
 def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
@@ -123,7 +122,7 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     if "classify_num" in (Keys(raw).section(THINKER) or {}):  # classes, in place of the words of a head
         raise ConfigError("config.json describes a model that labels the tokens of a text (a forced aligner) and writes none",
                           "take the model that writes, of the same family")
-    stated = {key: value for key, value in raw.items() if key in OUTER_SHARED and value is not None}
+    stated = {key: value for key, value in raw.items() if key in (*OUTER_SHARED, *TOLD.get(kind, ())) and value is not None}
     if kind in KNOWN_CODE:
         stated, inner = ({key: value for key, value in each.items() if key != "auto_map"} for each in (stated, inner))
     stated.setdefault("tie_word_embeddings", kind not in (*UNTIED, *AS_INSIDE))
@@ -151,8 +150,6 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}
     inner = {key: value for key, value in (inner or {}).items() if key not in OF_IMAGES or kind not in families.BY_PREFIX}
-    if kind in SETS_APART:
-        inner |= {key: of_both(inner[key]) for key, of_both in OF_WORDS.items() if _is_pair(inner.get(key))}
     if kind in families.PREFIXED:  # that of prompts with pictures
         inner.pop("use_bidirectional_attention", None)
     if kind in ONE_BIAS and (biased := inner.pop(ONE_BIAS[kind], None)) is not None:
@@ -166,7 +163,3 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
             if placed in said:
                 inner[name] = {**{key: value for key, value in section.items() if key != "type"}, "rope_type": meant}
     return inner
-
-
-def _is_pair(value: object) -> bool:
-    return isinstance(value, list) and len(value) == 2 and all(type(each) is int for each in value)

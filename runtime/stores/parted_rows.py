@@ -3,7 +3,7 @@
 Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
 asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
 heads lie the other way, one by one, and are stacked, and queries, keys and values of OLMo Hybrid's and Kimi Linear's linear attention are
-joined, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices lie inputs before outputs.
+joined, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices lie inputs before outputs, and so do routers of ERNIE 4.5 VL.
 `turned_experts.py` has another reason for such a store.
 """
 
@@ -34,6 +34,7 @@ STACKED = ("stablelm",)  # and those that may hold rows of one apart
 JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
+ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that choose experts
 
 
 class Part(Protocol):
@@ -131,7 +132,7 @@ class Columns:
 def columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
     """Name of a matrix -> that of the one that it lies in turned over, and its first column there."""
     family = families.get(config.family)
-    return {} if config.family not in TURNED_OVER else {
+    return {} if config.family not in (*TURNED_OVER, *ROUTERS_TURNED) else {
         own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
 
 
@@ -209,9 +210,8 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
 
 def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
     """The shape of a layer's tensor as the family says it."""
-    rules = families.get(config.family).layer_tensors(config, 0)
-    end = name.split(".", 3)[3]
-    return next(rule.shape for rule in rules.values() if rule.name.endswith(f".{end}"))
+    rules = families.get(config.family).layer_tensors(config, int(name.split(".", 3)[2]))
+    return next(rule.shape for rule in rules.values() if rule.name == name)
 
 
 class PartedStore(MadeStore):

@@ -16,7 +16,7 @@ from ...offload.neurons import ResidentBundles
 from ...quant.weight import Apart, Bundles, Curve, Expert, Inputs, Linear, LowRank, Norm, RouterPath, SharedExpert, Streams, Weight
 from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted
-from ..families import SHARED, LayerWeights, expert_roles
+from ..families import SEEN, SHARED, LayerWeights, expert_roles
 from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
 from ..ngrams import role_of
@@ -89,6 +89,11 @@ class OuterWeights:
     picks: Mapping[int, np.ndarray] = field(default_factory=dict)
     before: BeforeHead | None = None
     ngrams: Mapping[int, Weight] = field(default_factory=dict)
+
+    @property
+    def is_job(self) -> bool:
+        """Is the lookup of embeddings a kernel, which reads its ids when it runs? Then a recorded pass may hold it."""
+        return not self.embed.spec.is_raw and self.embed.fetch is None and self.positions is None and self.inputs is None
 
 
 def curve_of(config: ModelConfig, key: int, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray]) -> Curve | None:
@@ -179,6 +184,10 @@ class WeightRecords:
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
+        seen = None
+        if f"{SEEN}router" in roles:
+            own = tuple(Expert(*(linear(SEEN + role) for role in expert_roles(e))) for e in range(config.mixture.experts))
+            seen = linear(f"{SEEN}router"), own, vector(f"{SEEN}correction")
         curve = curve_of(config, key, roles, raw)
         unit = ones(config.heads_of(key)[1]) if config.qk_norm_unit and (config.ropes[key] or config.qk_norm_still) else None
         entered = ones(config.hidden_size) if config.embedding_normed and key == 0 else None
@@ -188,7 +197,7 @@ class WeightRecords:
                             q_norm=norm("q_norm") or unit, k_norm=norm("k_norm") or unit, post_norm=post_norm, gate=linear("gate"),
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
-                            correction=correction, shared=shared,
+                            correction=correction, shared=shared, seen=seen,
                             state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
                             latent=latent_weights(config, roles, linear, vector), index=index_weights(config, roles, linear, vector),
                             grows=growth(roles, vector), entered=rescale(roles, "entry", vector, ops),

@@ -1,4 +1,4 @@
-"""Text parts of ERNIE 4.5 VL and of Nemotron models that see: configs as their makers and transformers write them, and of what is stored
+"""Text parts of Nemotron models that see: configs as their makers and transformers write them, and of what is stored
 that a text has no use for nothing is read, or said to be missed."""
 
 import json
@@ -26,17 +26,6 @@ from export_models import SIZES
 from family_models import CASES
 from saved_models import saved
 
-ERNIE = {**SMALL, "model_type": "ernie4_5_moe_vl", "architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "auto_map": {
-    "AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig", "AutoModel": "modeling_ernie4_5_vl.Ernie4_5_VLMoeForCausalLM"},
-    "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0, "freq_allocation": 20, "hidden_act": "silu", "im_patch_id": 295,
-    "image_start_token_id": 290, "image_end_token_id": 291, "max_position_embeddings": 131072, "moe_capacity": [128, 128, 128],
-    "moe_gate": "topk", "moe_gate_act": "softmax", "moe_norm_gate_logits": True, "moe_intermediate_size": [1536, 512], "moe_k": 6,
-    "moe_layer_start_index": [1, 2], "moe_layer_end_index": [29, 28], "moe_layer_interval": 1, "moe_num_experts": [64, 64],
-    "moe_multimodal_dispatch_use_allgather": "v2-alltoall-unpad-text", "moe_num_shared_experts": 2, "moe_use_aux_free": True,
-    "num_nextn_predict_layers": 0, "pixel_hidden_size": 1280, "rms_norm_eps": 1e-05, "rope_3d": True, "rope_scaling": {
-        "mrope_section": [22, 22, 20], "type": "default"}, "rope_theta": 500000, "spatial_conv_size": 2, "temporal_conv_size": 2,
-    "tie_word_embeddings": True, "torch_dtype": "bfloat16", "use_bias": False, "use_rmsnorm": True, "video_start_token_id": 292,
-    "video_end_token_id": 293, "vision_config": {"depth": 32}, "weight_share_add_bias": True}
 NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {
     "AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"}, "downsample_ratio": 0.5, "force_image_size": 512,
     "img_context_token_id": 18, "img_context_token": "<image>", "projector_hidden_size": 20480, "ps_version": "v2", "sound_config": {},
@@ -44,32 +33,13 @@ NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": [
     "vit_hidden_size": 1280, "llm_config": {
         **SMALL, "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "hybrid_override_pattern": "MEM*EM",
         "num_hidden_layers": 6, "auto_map": {"AutoConfig": "configuration_nemotron_h.NemotronHConfig"}, "head_dim": 128}}
-OWN = ("ernie4_5_vl_moe", "nemotron_h_omni, bfloat16")
+OWN = "nemotron_h_omni, bfloat16"
 
 
 def theirs(kind: str, **text: object) -> dict[str, object]:
     """What transformers writes of a model that sees."""
     more = {"vision_config": {"model_type": "radio", "video_temporal_patch_size": 2}} if kind == "nemotron_h_omni" else {}
     return json.loads(AutoConfig.for_model(kind, text_config=text, **more).to_json_string())
-
-
-def test_ernie_as_it_is_published_is_what_transformers_makes_of_it() -> None:
-    config = parse_config(ERNIE, strict=True)
-    assert config.warnings[0].startswith("'ernie4_5_moe_vl' takes images too: effllm reads its text part, ernie4_5_moe")
-    assert (config.mixture.experts, config.mixture.width, config.mixture.shared_width) == (64, 1536, 3072)
-    assert config.mixture.layers == {1, 2, 3} and config.ropes[0].neighbours and config.ropes[0].kind == "default"
-    own = theirs("ernie4_5_vl_moe", **SMALL, model_type="ernie4_5_vl_moe_text", bos_token_id=1, eos_token_id=2)
-    newer = parse_config(own, strict=True)
-    assert replace(newer, warnings=(), dtype="bfloat16") == replace(config, warnings=())
-    bare = parse_config({"model_type": "ernie4_5_vl_moe", "text_config": SMALL})
-    assert replace(bare, warnings=(), dtype="bfloat16") == replace(config, warnings=())
-
-
-@pytest.mark.parametrize(("key", "value"), [
-    ("moe_num_experts", [64, 64, 64]), ("moe_intermediate_size", ["1536", 512]), ("moe_gate_act", "sigmoid"), ("use_bias", True),
-    ("moe_norm_gate_logits", False), ("mlp_layer_types", ["dense", "sparse", "sparse", "other"]), ("moe_use_aux_free", False)])
-def test_what_ernie_cannot_be_is_named(key: str, value: object) -> None:
-    refused({**ERNIE, key: value}, key)
 
 
 def test_nemotron_as_it_is_published_is_what_transformers_makes_of_it() -> None:
@@ -89,10 +59,9 @@ def test_nemotron_as_it_is_published_is_what_transformers_makes_of_it() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", OWN)
-def test_a_text_part_is_the_model_that_it_would_be_alone(name: str, tmp_path: Path) -> None:
+def test_a_text_part_is_the_model_that_it_would_be_alone(tmp_path: Path) -> None:
     """Quantized and exported, byte for byte; nothing of the other parts is said to be missed."""
-    case = CASES[name]
+    case = CASES[OWN]
     saved(replace(case, changes={**case.changes, "vocab_size": SIZES["vocab_size"]}), source := tmp_path / "seeing")
     config = read_config(source)
     alone = tmp_path / "alone"

@@ -1,0 +1,131 @@
+"""The text part of ERNIE 4.5 VL: the ERNIE mixture with two sorts of experts in a layer. Words visit those of one, rows of pictures and the
+words around them those of the other, each by a router of its own; what all tokens visit is the same for both.
+
+No token has a choice between the two, so a pass is cut where tokens of one sort end, and each part is a mixture like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from . import SEEN, LayerWeights, TensorRule, expert_role
+from .ernie4_5 import ernie_config
+from .llama import attention, outer_tensors
+from .mixtral import MOST_EXPERTS, expert_tensors, mixture
+from .qwen3_moe import NAMES
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "turned_columns"]
+
+# Words around pictures, and around videos, whose experts are those of pictures.
+WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
+KEYS_USED = frozenset({*WORDS, "auto_map", "mlp_layer_types", "moe_intermediate_size", "moe_k", "moe_layer_end_index",
+                       "moe_layer_interval", "moe_layer_start_index", "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok",
+                       "num_local_experts"})
+KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
+# No sum of scores is as small as the least that moe_norm_min lets one be.
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
+                                        "moe_norm_min": 1e-12, "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
+DENSE, SPARSE = "dense", "sparse"
+CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "gate.weight_1")
+
+
+def config(keys: Keys) -> ModelConfig:
+    layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
+    kinds = keys.words("mlp_layer_types", layers) or _as_published(keys, layers)
+    if stray := next((kind for kind in kinds if kind not in (DENSE, SPARSE)), None):
+        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
+    experts, others = _pair(keys, "moe_num_experts", 64)
+    if experts != others:
+        raise keys.fail("moe_num_experts", "as many experts for pictures as for words")
+    shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
+    per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
+    sparse = [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
+    around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
+    own = mixture(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", corrected=True,
+                  shared_width=width * shared if shared else None, seen_width=seen, seen_words=around)
+    sizes = {"vocab_size": 103_424, "hidden_size": 2560, "intermediate_size": 12_288, "num_hidden_layers": 28, "num_attention_heads": 20}
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, eos=(2,), norm_eps=1e-5, tied=True, sizes=sizes)
+    return replace(ernie_config(keys, base), mixture=own)
+
+
+def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
+    """A number of experts for words, and of those for pictures: in the first configs that were published a list, else one for both."""
+    keys.asked.add(name)
+    stated = usual if keys.raw.get(name) is None else keys.raw[name]
+    pair = [stated] * 2 if type(stated) is int else stated
+    if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(each) is int and least <= each <= 2**22 for each in pair):
+        raise keys.fail(name, f"a number of {least} or more for words and one for pictures")
+    return pair[0], pair[1]
+
+
+def _as_published(keys: Keys, layers: int) -> tuple[str, ...]:
+    """Kinds of layers where a config says between which they have experts, and every how many."""
+    every = keys.integer("moe_layer_interval", 1, high=MAX_LAYERS)
+    first, last = min(_pair(keys, "moe_layer_start_index", 1, 0)), max(_pair(keys, "moe_layer_end_index", layers - 1, -1))
+    last = layers - 1 if last == -1 else last
+    return tuple(SPARSE if (layer + 1) % every == 0 and first <= layer <= last else DENSE for layer in range(layers))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Experts for pictures have the numbers behind those for words; the corrections of both sorts are rows of one tensor."""
+    rules = expert_tensors(config, layer, "mlp", NAMES, correction=CORRECTIONS)
+    own, hidden, place = config.mixture, config.hidden_size, f"model.layers.{layer}.mlp."
+    if layer not in own.layers:
+        return rules
+    for row, before in enumerate(("", SEEN)):
+        rules[f"{before}router"] = TensorRule(f"{place}routers.{row}.weight", (own.experts, hidden))
+        if own.corrected:
+            rules[f"{before}correction"] = TensorRule(f"{place}{CORRECTIONS}.{row}", (1, own.experts),
+                                                      part_of=(place + CORRECTIONS, row, 2))
+    for expert in range(own.experts):
+        for role, name in NAMES.items():
+            shape = (hidden, own.seen_width) if role == "down" else (own.seen_width, hidden)
+            rules[SEEN + expert_role(expert, role)] = TensorRule(f"{place}experts.{own.experts + expert}.{name}.weight", shape)
+    return rules
+
+
+def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]]:
+    """Routers lie inputs before outputs."""
+    place = f"model.layers.{layer}.mlp."
+    return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.mixture.layers}
+
+
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None], seen: Sequence[bool] | None = None) -> object:
+    """As `llama.block`; `seen`: of each token whether its experts are those for pictures, None where none's are. Taps see the visits of
+    words alone."""
+    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    tap("mlp_in", layer, x)
+    if w.router is None:
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+    elif seen is None:
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(layer), partial(tap, "visits", layer),
+                    w.correction, w.shared)
+    else:
+        for begin, end, is_seen in _runs(seen):
+            router, experts, correction = w.seen if is_seen else (w.router, w.experts, w.correction)
+            ops.moe(x[begin:end], w.post_norm, router, experts, config.mixture.routing, config.act_of(layer), None, correction, w.shared)
+    tap("block_out", layer, x)
+    return x
+
+
+def _runs(seen: Sequence[bool]) -> Iterator[tuple[int, int, bool]]:
+    """Where tokens of one sort begin and end."""
+    begin = 0
+    for end in range(1, len(seen) + 1):
+        if end == len(seen) or seen[end] != seen[begin]:
+            yield begin, end, bool(seen[begin])
+            begin = end

@@ -1,0 +1,213 @@
+"""ERNIE 4.5 VL: words visit experts of one sort, pictures and the words around them those of the other, however a text is cut into passes,
+on which backend and in which format. transformers says what is meant."""
+
+import json
+import shutil
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from config_samples import SMALL, refused
+from conversions import options, run
+from family_models import assert_close
+from sight_cases import CASES
+from sight_models import FIRST, PICTURES, seeing
+from streamed_models import paging
+from transformers import PreTrainedModel
+
+from effllm import UsageError
+from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.threads import ThreadPool
+from effllm.offload.checkpoint import TensorStore
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.families import SEEN, expert_of
+from effllm.runtime.images.album import album_of
+from effllm.runtime.images.marks import mark
+from effllm.runtime.images.turning import PICTURED, shared_out
+from effllm.runtime.planning.demands import LOGIT_ROWS
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.templates.prompting import Prompts
+from effllm.runtime.text import Tokenizer
+from effllm.runtime.widths import dims
+
+# What training said, in the first configs.
+PUBLISHED = {"architectures": ["Ernie4_5_VLMoeForConditionalGeneration"], "auto_map": {
+    "AutoConfig": "configuration_ernie4_5_vl.Ernie4_5_VLMoEConfig"}, "freq_allocation": 20, "im_patch_id": FIRST, "model_type":
+    "ernie4_5_moe_vl", "modality_detach": False, "moe_capacity": [128, 128, 128], "moe_gate": "topk", "moe_layer_interval": 1,
+    "moe_use_aux_free": True, "pixel_hidden_size": 1280, "rope_3d": True, "spatial_conv_size": 2, "temporal_conv_size": 2,
+    "use_rmsnorm": True, "use_temporal_conv": True}
+FAMILY = "ernie4_5_vl_moe"
+TEXT, TOWER, *REST = CASES[FAMILY]
+CASE = ({**TEXT, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32, "moe_intermediate_size": [64, 32],
+         "rope_parameters": {**TEXT["rope_parameters"], "mrope_section": [6, 6, 4]}, "eos_token_id": 4},
+        {**TOWER, "intermediate_size": 96}, *REST)
+OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)
+PROMPT = ("It is so, said the fox, and so it was in the wood. " * 6 + "<|IMAGE_START|>{}<|IMAGE_END|> was a fox in the wood and "
+          "<|IMAGE_START|>{}<|IMAGE_END|> a river. Who is there, said the fox?")
+
+
+class Made(NamedTuple):
+    folder: Path
+    model: PreTrainedModel
+    ids: list[int]
+    logits: np.ndarray
+
+
+def told(model: PreTrainedModel, ids: list[int], ready: dict) -> dict:
+    """What transformers is given of our ids."""
+    words = torch.tensor([[FIRST if token >= PICTURED else token for token in ids]])
+    around = torch.tensor([FIRST, FIRST + 1, FIRST + 2])
+    return {"input_ids": words, "mm_token_type_ids": (words == FIRST).int(),
+            "moe_mm_token_type_ids": torch.isin(words, around).int(), **ready}
+
+
+def ids_of(engine: Engine, folder: Path) -> list[int]:
+    engine.album = album_of(folder, engine.config)
+    prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
+    prompt = PROMPT.format(*(mark(engine.album.take(PICTURES[name]).digest) for name in ("tall", "wide")))
+    list(prompts.see(prompt, engine, lambda: False))
+    return prompts.encoded(prompt)
+
+
+def opened(folder: Path, **asked: object) -> Engine:
+    return list(open_engine(folder, replace(OPTIONS, **asked)))[-1]
+
+
+def scored(engine: Engine, folder: Path, **how: object) -> np.ndarray:
+    """Logits of the prompt; the engine is closed."""
+    try:
+        return np.concatenate([logits.copy() for _, logits in engine.score(ids_of(engine, folder), **how)])
+    finally:
+        engine.close()
+
+
+@pytest.fixture(scope="module")
+def ready() -> dict:
+    return dict(REST[-1]([PICTURES["tall"], PICTURES["wide"]], input_data_format="channels_last", return_tensors="pt"))
+
+
+@pytest.fixture(scope="module")
+def made(ready: dict, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Made]:
+    folder = tmp_path_factory.mktemp("ernie") / "model"
+    folder.mkdir()
+    model = seeing(folder, FAMILY, CASE)
+    engine = opened(folder)
+    ids = ids_of(engine, folder)
+    engine.close()
+    with torch.inference_mode():
+        return Made(folder, model, ids, model(**told(model, ids, ready), use_cache=False).logits[0].numpy())
+
+
+@pytest.mark.parametrize("how", [{}, {"pages": 1}, {"by_token": True}], ids=["whole", "in pieces", "by token"])
+def test_logits_are_those_of_transformers(made: Made, how: dict) -> None:
+    """Pieces end among words and among pictures; single tokens are passes that are repeated while they are words."""
+    assert_close(scored(opened(made.folder, chunk=128), made.folder, **how), made.logits)
+
+
+def test_an_answer_goes_on_by_the_experts_of_words(made: Made, ready: dict) -> None:
+    engine = opened(made.folder)
+    try:
+        ids = ids_of(engine, made.folder)
+        list(engine.prefill(ids))
+        steps = list(engine.generate(Sampler(SamplerSettings(temperature=0), engine.config.vocab_size), 12, frozenset()))
+    finally:
+        engine.close()
+    with torch.inference_mode():
+        wanted = made.model.generate(**told(made.model, ids, ready), max_new_tokens=12, min_new_tokens=12, do_sample=False,
+                                     repetition_penalty=1.0)
+    assert [step.token for step in steps] == wanted[0][len(ids) :].tolist()
+
+
+def test_layers_on_a_card_have_both_sorts(made: Made) -> None:
+    prepared = prepare(made.folder, OPTIONS)
+    placement = replace(prepared.placement, devices=("cpu",) + ("cuda",) * (prepared.config.num_hidden_layers - 1))
+    host = CpuOps(ThreadPool(1), dims(prepared.config, 512, prepared.shape.chunk, LOGIT_ROWS))
+    engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
+    list(engine.model.load())
+    assert_close(scored(engine, made.folder), made.logits)
+
+
+def test_experts_of_words_that_are_read_from_the_disk_give_the_same_bits(made: Made) -> None:
+    whole = scored(opened(made.folder), made.folder)
+    engine = paging(made.folder, 5, kv="32bit", ctx=512, exact=True)
+    assert engine.model.pager.tally is not None
+    assert np.array_equal(scored(engine, made.folder), whole)
+
+
+@pytest.mark.parametrize("method", ["rtn", pytest.param("gptq", marks=pytest.mark.slow)])
+def test_both_sorts_are_quantized_and_no_router(made: Made, tmp_path: Path, method: str) -> None:
+    """A text shows what words are like; experts of pictures are rounded without one."""
+    run(made.folder, tmp_path / "out", options("8bit", method=method))
+    engine = opened(tmp_path / "out")
+    roles = engine.model.tensors[1]
+    low = {role for role, tensor in roles.items() if not tensor.spec.is_raw}
+    assert {role for role in roles if role.startswith(f"{SEEN}experts.") or expert_of(role) is not None} <= low
+    assert low.isdisjoint({"router", f"{SEEN}router", "correction", f"{SEEN}correction"})
+    ours = scored(engine, tmp_path / "out")
+    scale = made.logits.std()
+    assert 1e-4 < np.abs(ours - made.logits).mean() / scale < 0.1
+
+
+def test_the_config_that_was_published_first_is_the_same_model(made: Made, tmp_path: Path) -> None:
+    """All of the text part in the outer object, numbers of both sorts in lists, and the tower's FFN as so many times its width."""
+    folder = shutil.copytree(made.folder, tmp_path / "published")
+    raw = json.loads((folder / "config.json").read_text())
+    text, tower = raw.pop("text_config"), raw["vision_config"]
+    spoken = {key: value for key, value in raw.items() if key.startswith(("image_", "video_"))}
+    text = {key: value for key, value in text.items() if key not in ("mlp_layer_types", "model_type", "rope_parameters")}
+    (folder / "config.json").write_text(json.dumps({
+        **text, **spoken, **PUBLISHED, "moe_num_experts": [5, 5], "moe_layer_start_index": [1, 1], "moe_layer_end_index": [4, 2],
+        "rope_scaling": {"type": "default", "mrope_section": [6, 6, 4]}, "rope_theta": 10_000, "vision_config": {
+            **{key: tower[key] for key in ("depth", "hidden_act", "hidden_size", "in_channels", "num_heads", "patch_size",
+                                           "spatial_merge_size")},
+            "attn_sep": True, "embed_dim": 48, "mlp_ratio": 2, "model_type": "DFNRope_vision_transformer"}}))
+    ready = json.loads((folder / "preprocessor_config.json").read_text())
+    sizes = ready.pop("size")
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        **ready, "image_processor_type": "Ernie4_5_VLImageProcessor", "min_pixels": sizes["shortest_edge"],
+        "max_pixels": sizes["longest_edge"]}))
+    assert np.array_equal(scored(opened(folder), folder), scored(opened(made.folder), made.folder))
+    assert parse_config(json.loads((folder / "config.json").read_text()), strict=True).mixture == read_config(made.folder).mixture
+
+
+@pytest.mark.parametrize(("key", "value"), [
+    ("moe_intermediate_size", "40"), ("moe_intermediate_size", [40]), ("moe_intermediate_size", [40, 0]), ("moe_num_experts", [4, 5]),
+    ("mlp_layer_types", ["dense", "moe", "sparse"]), ("use_bias", True), ("moe_k", 6), ("moe_gate", "top2")])
+def test_what_it_may_not_have_is_named(key: str, value: object) -> None:
+    text = {**SMALL, "model_type": f"{FAMILY}_text", "num_hidden_layers": 3, "moe_num_experts": 5, "moe_k": 2, key: value}
+    refused({"model_type": FAMILY, "text_config": text, "vision_config": {}}, "num_experts_per_tok" if key == "moe_k" else key)
+
+
+def test_what_a_config_does_not_say_is_the_published_model() -> None:
+    own = parse_config({"model_type": FAMILY, "text_config": {"model_type": f"{FAMILY}_text"}, "vision_config": {}}, strict=True)
+    mixture = own.mixture
+    assert (mixture.experts, mixture.per_token, mixture.width, mixture.seen_width, mixture.shared_width) == (64, 6, 1536, 512, 3072)
+    assert mixture.layers == frozenset(range(1, 28)) and mixture.seen_words == frozenset(range(101_304, 101_308))
+    assert own.rope.theta == 500_000 and own.rope.neighbours and own.tie_word_embeddings and own.vocab_size == 103_424
+
+
+def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> None:
+    config = read_config(made.folder)
+    assert shared_out(FAMILY, [6, 6, 4], config, "here").tolist() == [1, 2] * 6 + [0] * 4
+    with pytest.raises(UsageError, match="rows and columns have not as many"):
+        shared_out(FAMILY, [4, 6, 6], config, "here")
+
+
+def test_what_a_word_reads_is_without_the_experts_of_pictures(made: Made) -> None:
+    engine = opened(made.folder)
+    own = engine.config.mixture
+    with TensorStore.open(made.folder) as store:
+        sizes = [sum(info.nbytes for name, info in store.tensors.items() if f".experts.{number}." in name)
+                 for number in range(2 * own.experts)]
+        rest = sum(info.nbytes for name, info in store.tensors.items()
+                   if name.startswith(("model.layers.", "model.embed", "model.norm")) and ".mlp.experts." not in name)
+    routers = 2 * len(own.layers) * own.experts * 4 * (engine.config.hidden_size + 1) // 2
+    assert engine.model.bytes_per_pass == rest - routers + sum(sizes[: own.experts]) * own.per_token // own.experts
+    engine.close()
