@@ -1,12 +1,12 @@
 #!/usr/bin/env python3
-"""How long towers of convolutions take for a picture, and whether they see what timm's do, which are transformers' too: FastVLM's, and with
---mobilenet Gemma 3n's.
+"""How long towers that are timm's take for a picture, and whether they see what those do, which are transformers' too: FastVLM's, with
+--mobilenet Gemma 3n's, and with --perception the smaller of Perception LM's.
 
-A tower has its published sizes (125 million weights, 300) and random weights in float32; the other side is timm's module in torch. Both
-look at the same values by turns with as many threads. Figures are medians of the rounds.
+A tower has its published sizes (125 million weights; the others 300) and random weights in float32; the other side is timm's module in
+torch. Both look at the same values by turns with as many threads. Figures are medians of the rounds.
 
     pip install --no-deps timm torchvision      # of torch's version; into a folder of their own on PYTHONPATH, say
-    python benchmarks/fastvit.py [--mobilenet] [--rounds 3] [--no-results]
+    python benchmarks/fastvit.py [--mobilenet | --perception] [--rounds 3] [--no-results]
 
 Needs 3 GB of memory (6 with --mobilenet), torch and safetensors (`make setup`), and a minute (some with --mobilenet).
 """
@@ -25,14 +25,18 @@ from safetensors.torch import save_file
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.hardware import cpu_threads
+from effllm.runtime.config_reader import Keys
 from effllm.runtime.images import Work
 from effllm.runtime.images.fast_vlm import ARCHITECTURES
 from effllm.runtime.images.fastvit import load_fastvit
 from effllm.runtime.images.mobilenet import load_mobilenet
+from effllm.runtime.images.perception_encoder import ARCHITECTURES as ENCODERS
+from effllm.runtime.images.perception_encoder import load_encoder
 from effllm.runtime.images.tower_parts import Crew
 from effllm.runtime.images.tower_weights import Weights
 from report import Figure, publish
 
+ENCODER = "vit_pe_lang_large_patch14_448"
 PREFIX, ROWS = "vision_tower.timm_model.", 16  # rows of a picture in a row and in a column
 Look = Callable[[np.ndarray, Crew], np.ndarray]
 # Operators of torchvision that it describes when it is imported and nothing here calls: beside a torch for CPUs its own are not loaded.
@@ -49,7 +53,7 @@ class Tower:
     title: str
     what: str
     timm: str
-    options: dict[str, bool]
+    options: dict[str, object]
     side: int
     read: Callable[[Weights], Look]
 
@@ -63,8 +67,15 @@ def read_mobilenet(weights: Weights) -> Look:
     return lambda values, crew: tower(values, ROWS, crew)
 
 
+def read_encoder(weights: Weights) -> Look:
+    says, first = ENCODERS[ENCODER]
+    tower = load_encoder(weights, PREFIX, Keys(says), first)
+    return lambda values, crew: tower.seen([values], crew)
+
+
 TOWERS = {"fastvit": Tower("FastVLM's tower", "FastViTHD of 125 million", "fastvit_mci3", {"inference_mode": True}, 1024, read_fastvit),
-          "mobilenet": Tower("Gemma 3n's tower", "MobileNet V5 of 300 million", "mobilenetv5_300m_enc", {}, 768, read_mobilenet)}
+          "mobilenet": Tower("Gemma 3n's tower", "MobileNet V5 of 300 million", "mobilenetv5_300m_enc", {}, 768, read_mobilenet),
+          "perception": Tower("Perception LM's tower", "A Perception Encoder of 300 million", ENCODER, {}, 448, read_encoder)}
 
 
 def made(tower: Tower) -> torch.nn.Module:
@@ -91,10 +102,11 @@ def read(model: torch.nn.Module, tower: Tower) -> Look:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mobilenet", action="store_true", help="Gemma 3n's tower")
+    parser.add_argument("--perception", action="store_true", help="Perception LM's tower of 300 million weights")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
-    tag = "mobilenet" if options.mobilenet else "fastvit"
+    tag = "mobilenet" if options.mobilenet else "perception" if options.perception else "fastvit"
     tower, threads = TOWERS[tag], cpu_threads()
     torch.set_num_threads(threads)
     model = made(tower)
@@ -106,7 +118,8 @@ def main() -> None:
 
     def theirs() -> np.ndarray:
         with torch.inference_mode():
-            return model.forward_features(torch.from_numpy(values).permute(2, 0, 1)[None]).flatten(2)[0].T.numpy()
+            found = model.forward_features(torch.from_numpy(values).permute(2, 0, 1)[None])
+        return found[0, model.num_prefix_tokens :].numpy() if found.ndim == 3 else found.flatten(2)[0].T.numpy()
 
     sides, took, rows = {"ours": ours, "torch": theirs}, {"ours": [], "torch": []}, {}
     for _ in range(1 + options.rounds):

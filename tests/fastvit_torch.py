@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from unittest.mock import patch
 
 import torch
+from perception_torch import PerceptionEncoder
 from torch import nn
 from torch.nn import functional as F
 from transformers.models.timm_wrapper import modeling_timm_wrapper
@@ -106,7 +107,12 @@ class FastVit(nn.Module):
 
 @contextmanager
 def wrapped() -> Iterator[None]:
-    """In which transformers has a timm, whose only tower is this one."""
+    """In which transformers has a timm, whose only towers are this one and the Perception Encoder."""
+
+    def made(config: object, num_classes: int, **args: object) -> nn.Module:
+        named = config.architecture
+        return PerceptionEncoder(named, **args) if named.startswith("vit_pe") else FastVit(**args)
+
     with patch.multiple(modeling_timm_wrapper, requires_backends=lambda *_: None,
-                        _create_timm_model_with_error_handling=lambda config, num_classes, **args: FastVit(**args)):
+                        _create_timm_model_with_error_handling=made):
         yield

@@ -1,7 +1,19 @@
 """Small models that see, one a family: what makes one of transformers' (`sight_models.made`), and its preprocessor."""
 
 from fastvit_torch import ARGS
-from sight_models import FIRST, TOWER, Cohere2Ready, KimiReady, Lfm2Ready, MiniCpmOcrReady, MolmoReady, UnifiedReady, UnlimitedOcrReady
+from perception_torch import ARGS as ARGS_OF_PE
+from sight_models import (
+       FIRST,
+       TOWER,
+       Cohere2Ready,
+       KimiReady,
+       Lfm2Ready,
+       MiniCpmOcrReady,
+       MolmoReady,
+       PerceptionReady,
+       UnifiedReady,
+       UnlimitedOcrReady,
+)
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
@@ -200,6 +212,9 @@ CASES = {
     "paddleocr_vl": ({"model_type": "paddleocr_vl_text", "rope_parameters": ROPE, "use_bias": True}, {**TOWER, "image_size": 48},
                      ["<|IMAGE_PLACEHOLDER|>", "<|IMAGE_START|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1},
                      PaddleOCRVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
+    "perception_lm": ({"model_type": "llama"},
+                      {"model_type": "timm_wrapper", "architecture": "vit_pe_core_large_patch14_336", "model_args": ARGS_OF_PE},
+                      ["<|image|>"], {"image_token_id": FIRST, "projector_pooling_ratio": 2}, PerceptionReady()),
     "qwen2_vl": ({"model_type": "qwen2_vl_text", "rope_parameters": ROPE},
                  {"depth": 2, "embed_dim": 48, "hidden_size": 48, "num_heads": 3, "mlp_ratio": 2, "patch_size": 8},
                  ["<|image_pad|>", "<|vision_start|>"], {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),

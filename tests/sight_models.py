@@ -6,7 +6,7 @@ import math
 import shutil
 from collections.abc import Callable, Mapping
 from copy import deepcopy
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from unittest.mock import patch
 
@@ -264,6 +264,43 @@ def _read_functions(family: str, names: tuple[str, ...]) -> Callable[..., object
     made: dict[str, object] = {"np": np, "math": math, "lru_cache": lru_cache}
     exec(compile(ast.Module(found, []), family, "exec"), made)
     return made[names[-1]]
+
+
+class PerceptionReady:
+    """Perception LM's, whose module asks for torchvision: what ours makes, in its form, of the tiles that its own functions choose."""
+
+    def __init__(self, **says: object) -> None:
+        self.says = {"image_processor_type": "PerceptionLMImageProcessorFast", "tile_size": 32, "max_num_tiles": 4, **says}
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Columns and rows."""
+        own = _read_class("perception_lm", "PerceptionLMImageProcessor")()
+        own.max_num_tiles = self.says["max_num_tiles"]
+        sizes = {"img_width": width, "img_height": height, "tile_size": self.says["tile_size"]}
+        return own._fit_image_to_canvas(**sizes) or own._find_closest_aspect_ratio(**sizes)
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        side, (columns, rows) = self.says["tile_size"], self.grid(*picture.shape[:2])
+        whole, large = (np.asarray(Image.fromarray(picture).resize(size, Image.Resampling.BICUBIC))
+                        for size in ((side, side), (columns * side, rows * side)))
+        cut = large.reshape(rows, side, columns, side, 3).swapaxes(1, 2).reshape(-1, side, side, 3)
+        tiles = np.concatenate([whole[None], cut]).transpose(0, 3, 1, 2)
+        return {"pixel_values": ((torch.tensor(tiles, dtype=torch.float64) / 255 - 0.5) / 0.5).float()[None]}
+
+
+def _read_class(family: str, name: str) -> type:
+    """The methods of a preprocessor, whose module asks for torchvision, that say nothing of torch."""
+    text = (Path(transformers.__path__[0]) / f"models/{family}/image_processing_{family}.py").read_text()
+    (found,) = (each for each in ast.parse(text).body if isinstance(each, ast.ClassDef) and each.name == name)
+    own = [each for each in found.body if isinstance(each, ast.FunctionDef) and "torch" not in ast.unparse(each)
+           and each.name not in ("__init__", "preprocess")]
+    made: dict[str, object] = {"math": math, "reduce": reduce}
+    exec(compile(ast.Module(own, []), family, "exec"), made)
+    return type(name, (), {each.name: staticmethod(made[each.name]) if each.decorator_list else made[each.name] for each in own})
 
 
 def config_changed(folder: Path, name: str, **changes: object) -> None:

@@ -119,7 +119,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "minimax_m3_vl": ("minimax_m3_vl_text",), "mistral3": ("mistral", "ministral3", "mistral4"),
     "mistral_large4": ("mistral_large4_text",), "mllama": ("mllama_text_model",), "molmo2": ("molmo2_text",),
     "muse_glimmer": ("muse_glimmer_text",), **dict.fromkeys(NEMOTRON_SEEING, ("nemotron_h",)), "ovis2": ("qwen2",),
-    "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"),
+    "paddleocr_vl": ("paddleocr_vl_text",), "paligemma": ("gemma", "gemma2"), "perception_lm": ("llama",),
     "qianfan_ocr": ("qwen3",), "qwen2_5_omni": ("qwen2_5_omni_text",), "qwen2_5_vl": ("qwen2_5_vl_text",),
     "qwen2_audio": ("qwen2",), "qwen2_vl": ("qwen2_vl_text",), "qwen3_5": ("qwen3_5_text",), "qwen3_5_moe": ("qwen3_5_moe_text",),
     "qwen3_asr": ("qwen3", "qwen3_asr_text"),
@@ -132,7 +132,8 @@ BY_PREFIX = (*NEMOTRON_SEEING, "audioflamingo3", "aya_vision", "cohere2_vision",
              "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3", "internvl", "kimi_k25",
              "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr",
              "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl",
-             "paligemma", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr", "qwen3_omni_moe",
+             "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio", "qwen2_vl", "qwen3_asr",
+             "qwen3_omni_moe",
              "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr", "voxtral")
 NAMED_ALONE = ("llava_qwen2",)  # whose architectures are called as those of text
 PREFIXED = ("paligemma",)  # whose prompts with pictures see both ways

@@ -42,7 +42,7 @@ SIGHTS: dict[str, str] = {
     "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
     "molmo2": "molmo2",
     "ovis2": "ovis2",
-    "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma",
+    "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma", "perception_lm": "perception_lm",
     "qianfan_ocr": "qianfan_ocr",
     "qwen2_5_omni": "qwen2_5_omni", "qwen2_5_vl": "qwen2_5_vl", "qwen2_vl": "qwen2_vl", "qwen3_5": "qwen3_vl", "qwen3_5_moe": "qwen3_vl",
     "qwen3_omni_moe": "qwen3_omni_moe",

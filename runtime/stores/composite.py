@@ -42,8 +42,8 @@ UNTIED = ("deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", 
           "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
-             "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "qwen2_5_vl", "qwen2_audio",
-             "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.NEMOTRON_SEEING)
+             "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
+             "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.NEMOTRON_SEEING)
 # Whose checkpoints bring code that became part of transformers.
 KNOWN_CODE = ("ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr", *families.NEMOTRON_SEEING)
 # What outer objects of some say of all parts together.
@@ -57,7 +57,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "add_tail_layers", "disable_ffn_model_parallel", "freq_allocation", "fuse_attn_ffn", "fuse_gate_detach_matmul", "fuse_ln",
         "fuse_rms_norm", "fuse_rope", "fuse_softmax_mask", "fuse_swiglu", "hidden_dropout_prob", "im_patch_id", "max_text_id",
         "mm_vocab_size", "modality_detach", "moe_all_to_all_dropout", "moe_aux_loss_lambda", "moe_dense_experts_token_type_id",
-        "moe_dropout_prob", "moe_fuse_experts", "moe_gate", "moe_group", "moe_group_experts", "moe_group_orthogonal_loss",
+        "moe_dropout_prob", "moe_fuse_experts", "moe_group", "moe_group_experts", "moe_group_orthogonal_loss",
         "moe_layer_feed_fake_token", "moe_multimodal_dispatch_use_allgather", "moe_num_attn_experts", "moe_orthogonal_loss_lambda",
         "moe_reverse_token_drop", "moe_use_hard_gate", "moe_use_size_all2all", "moe_use_token_type_bias", "moe_z_loss_lambda",
         "multi_token_pred_lambda", "num_acc_steps", "pixel_hidden_size", "pp_seg_method", "resampler_fuse_rms_norm", "rope_3d",
@@ -74,6 +74,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "adapter_config", "frame_end_token_id", "frame_start_token_id", "image_col_id", "image_low_res_id", "image_patch_id",
         "low_res_image_start_token_id", "use_frame_special_tokens", "vit_config"}),
     "ovis2": frozenset({"hidden_size", "visual_indicator_token_ids", "vocab_size"}),
+    "perception_lm": frozenset({"projector_pooling_ratio", "vision_use_cls_token"}),
     "paligemma": frozenset({"_vocab_size", "hidden_size", "projection_dim", "vocab_size"})}
 # What families of text parts are told of the outer object: words around pictures, which visit experts of their own.
 TOLD = dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"),

@@ -1,0 +1,164 @@
+"""Perception LM: a picture once in a square and in tiles of the canvas that suits it, through Meta's Perception Encoder; squares of what
+two layers make of its patches become one row by their mean."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from ..config_reader import ConfigError, Keys, show
+from . import PLACE
+from .perception_encoder import ARCHITECTURES, ARGUMENTS, load_encoder, side_of
+from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized
+from .tower_parts import Crew, gelu, two_layers
+from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_weights import Weights
+from .vision_transformer import TOGETHER
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
+
+BOTH = "thumb+tile"  # the whole picture, and tiles of it
+
+
+class PerceptionLm(TowerSight):
+    VISION = {"timm_wrapper": {"architecture": "vit_pe_core_large_patch14_336"}}
+    PROCESSORS = ("PerceptionLMImageProcessor",)
+    placeholder = "<|image|>"
+
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
+        super().__init__(source, config)
+        keys, named = self.processor, self.vision.text("architecture")
+        if named not in ARCHITECTURES:
+            raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
+                             f"known: {', '.join(ARCHITECTURES)}; text alone works")
+        usual, self.first = ARCHITECTURES[named]
+        own = {key: value for key, value in (self.vision.section("model_args") or {}).items() if value is not None}
+        self.says = Keys({**usual, **own}, "config.json: vision_config: model_args")
+        if unknown := sorted(own.keys() - {*ARGUMENTS}):
+            raise ConfigError(f"{self.says.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
+                              f"known: {', '.join(ARGUMENTS)}; text alone works")
+        self.stands_first = self.says.flag("class_token")
+        if self.outer.flag("vision_use_cls_token", True) != self.stands_first:
+            raise self.outer.fail("vision_use_cls_token", f"{str(self.stands_first).lower()}, as of this tower")
+        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BICUBIC)
+        if not keys.flag("do_resize", True) or keys.integer("tile_size", 448, high=1 << 14) != self.side:
+            raise keys.fail("tile_size", f"the {self.side} × {self.side} that the tower takes")
+        self.most = keys.integer("max_num_tiles", 36, high=256)
+        self.tiled = keys.text("vision_input_type", BOTH) == BOTH
+        self.across, self.joined = self.side // self.patch, self.outer.integer("projector_pooling_ratio", 1, high=1 << 10)
+        if self.across % self.joined:
+            raise self.outer.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
+        if self.width % (4 * self.heads):
+            raise self.says.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
+
+    @cached_property
+    def width(self) -> int:
+        return self.says.integer("embed_dim", high=MOST_WIDTH)
+
+    @cached_property
+    def heads(self) -> int:
+        return self.says.integer("num_heads", high=1024)
+
+    def side_of(self, name: str, high: int) -> int:
+        return side_of(self.says, {"image_size": "img_size"}.get(name, name), high)
+
+    @property
+    def length(self) -> int:
+        """Rows of a tile in the tower."""
+        return self.across**2 + self.stands_first
+
+    @property
+    def most_patches(self) -> int:
+        return max(TOGETHER, self.length)
+
+    @property
+    def whole_patches(self) -> int:
+        return ((self.most if self.tiled else 0) + 1) * self.length
+
+    @cached_property
+    def shapes(self) -> dict[float, list[tuple[int, int]]]:
+        """Columns and rows of tiles that a canvas may have, by what the former are of the latter, in the order in which they are tried."""
+        found: dict[float, list[tuple[int, int]]] = {}
+        for count in range(self.most, 0, -1):
+            for columns in (each for each in range(1, count + 1) if count % each == 0):
+                found.setdefault(columns / (count // columns), []).append((columns, count // columns))
+        return found
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        """Rows and columns of tiles: of the canvases in which the picture lies whole the last in which its shorter side grows most; of one
+        that fits into none, the largest of the nearest shape that is not longer."""
+        if self.most == 1:
+            return 1, 1
+        best, found = -1.0, None
+        for columns, rows in (shape for alike in self.shapes.values() for shape in alike):
+            if columns * self.side >= width and rows * self.side >= height:
+                short = self.shorter(height, width, columns, rows)
+                if short >= best:
+                    best, found = short, (rows, columns)
+        if found is not None:
+            return found
+        share = width / height
+        if share >= 1:
+            nearest = min((each for each in self.shapes if each <= share), key=lambda each: abs(each - share))
+            columns, rows = max(self.shapes[nearest], key=lambda shape: shape[0])
+        else:
+            nearest = min((each for each in self.shapes if each > share), key=lambda each: abs(1 / each - 1 / share))
+            columns, rows = max(self.shapes[nearest], key=lambda shape: shape[1])
+        return rows, columns
+
+    def shorter(self, height: int, width: int, columns: int, rows: int) -> float:
+        """The shorter side of a picture that has grown to the borders of a canvas."""
+        share, grown = width / height, min(columns * self.side / width, rows * self.side / height)
+        if share > 1:
+            return float(np.floor(grown * width / share))
+        return float(np.floor(grown * height * share)) if share < 1 else grown * height
+
+    def counted(self, height: int, width: int) -> int:
+        """Tiles, the whole picture among them."""
+        demand_shape(height, width)
+        rows, columns = self.grid(height, width) if self.tiled else (0, 0)
+        return 1 + rows * columns
+
+    def tokens(self, height: int, width: int) -> tuple[int, ...]:
+        return (PLACE,) * (self.counted(height, width) * (self.across // self.joined) ** 2)
+
+    def values(self, picture: np.ndarray) -> list[np.ndarray]:
+        height, width = picture.shape[:2]
+        demand_shape(height, width)
+        side = self.side
+        tiles = [resized(picture, side, side, self.resample)]
+        if self.tiled:
+            rows, columns = self.grid(height, width)
+            whole = resized(picture, rows * side, columns * side, self.resample)
+            tiles += [whole[row : row + side, column : column + side] for row in range(0, len(whole), side)
+                      for column in range(0, columns * side, side)]
+        return [self.scale(each) for each in tiles]
+
+    def load(self, weights: Weights) -> Rows:
+        hidden = self.config.hidden_size
+        tower = load_encoder(weights, "vision_tower.timm_model.", self.says, self.first)
+        one = weights.matrix("multi_modal_projector.linear_1", hidden, self.width, bias=True)
+        two = weights.matrix("multi_modal_projector.linear_2", hidden, hidden, bias=True)
+
+        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+            groups = [tiles[at : at + tower.most] for at in range(0, len(tiles), tower.most)]
+            crew.work.total += len(groups) * len(tower.blocks)
+            return np.concatenate([self.pooled(two_layers(tower.seen(each, crew), one, two, gelu, crew)) for each in groups])
+
+        return rows
+
+    def pooled(self, x: np.ndarray) -> np.ndarray:
+        """Means of squares of patches, of tiles one behind the other [tiles * patches, D]."""
+        side, wide = self.joined, self.across // self.joined
+        if side == 1:
+            return x
+        return x.reshape(-1, wide, side, wide, side, x.shape[-1]).mean((2, 4), dtype=np.float32).reshape(-1, x.shape[-1])
+
+
+def sight(source: TowerSource, config: ModelConfig) -> PerceptionLm:
+    return PerceptionLm(source, config)
