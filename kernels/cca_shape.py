@@ -59,8 +59,8 @@ class CcaShape(StateShape):
         return self.channels
 
     def card_floats(self, tokens: int) -> int:
-        """No card takes these layers."""
-        return 0
+        """What is convolved, once and twice with what is added to it, and what of it becomes queries, keys and values."""
+        return (tokens + self.taps) * 9 * self.channels + self.convolved * self.depth * self.second
 
     def described(self) -> str:
         return f"{self.convolved} channels over {self.taps} tokens, and values of the token before"

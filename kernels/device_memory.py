@@ -53,12 +53,17 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     stream = FLOAT * 2 * tokens * dims.hidden
     if dims.streams:  # twice, the one that a layer works on, and its branch in four steps
         stream += FLOAT * tokens * (3 * dims.streams * dims.hidden + 5 * dims.hidden + 2 * dims.low_rank)
+    if dims.mixes or dims.mix_rank:  # normed, gated, what each has of a branch; and what each token says
+        stream += FLOAT * tokens * (4 * dims.streams * (dims.hidden + dims.streams) + 3 * dims.mix_rank)
     return stream + max(projected + _attention(dims, tokens), projected + product, mlp + product, _state(dims, tokens, product))
 
 
 def _state(dims: Dims, tokens: int, product: int) -> int:
     """Of a layer that remembers in a fixed size."""
-    return 0 if dims.state is None else FLOAT * (2 * tokens * dims.hidden + dims.state.card_floats(tokens)) + product
+    if dims.state is None:
+        return 0
+    of_words = 0 if dims.ngrams is None else tokens * dims.ngrams.rows + dims.ngrams.card_floats(tokens)
+    return FLOAT * (2 * tokens * dims.hidden + max(of_words, dims.state.card_floats(tokens))) + product
 
 
 def _attention(dims: Dims, tokens: int) -> int:

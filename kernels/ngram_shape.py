@@ -56,8 +56,8 @@ class NgramShape(StateShape):
         return self.channels + 1
 
     def card_floats(self, tokens: int) -> int:
-        """No card takes these layers."""
-        return 0
+        """Keys and streams with their norms, values of every stream, what is convolved, before and after."""
+        return (tokens + self.taps) * 9 * self.channels + 3 * tokens * self.width
 
     def described(self) -> str:
         return f"{self.count} streams of {self.width} channels over {self.taps} tokens"

@@ -120,7 +120,7 @@ class BlockOps(Protocol):
                       see: See = None, correction: object | None = None, shared: SharedExpert | None = None,
                       said: object | None = None) -> object:
         """What `moe` would add to x, [T, D] in an array of its own; `correction` may be [T, E], each token's own. `said`: what the router
-        reads in place of x, on the CPU alone."""
+        reads in place of x."""
 
     def add_inputs(self, x: object, inputs: Inputs, given: object, act: str, see: See = None) -> object:
         """x + after(out(act(gate(x)) * given)), in place; `given` [T, P]. `see`: what goes into `out`."""
@@ -193,10 +193,6 @@ class BlockOps(Protocol):
     def renormed(self, x: object, norm: Norm) -> object:
         """norm(x) of the residual stream in its place; the norm may have a bias."""
 
-
-class HostOps(BlockOps, Protocol):
-    """Stages that the CPU alone has, of models that run nowhere else."""
-
     def gathered(self, x: object, hyper: Hyper | Residual) -> object:
         """What a branch reads of x [T, S * D], or what leaves it: [T, D] in an array of its own. What each token says of its streams is
         kept until the next one is gathered."""
@@ -207,13 +203,17 @@ class HostOps(BlockOps, Protocol):
     def ngram_products(self, rows: object, w: Ngrams) -> list[object]:
         """Keys [T, S * D] and values [T, D] of what tokens have in a table of n-grams, in arrays of their own."""
 
+    def routed_by(self, x: object, norm: Norm, path: RouterPath, streams: object) -> object:
+        """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
+        lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""
+
+
+class HostOps(BlockOps, Protocol):
+    """Stages that the CPU alone has, of models that run nowhere else (DeepSeek V4)."""
+
     def grouped_linear(self, x: object, linears: Sequence[Linear]) -> object:
         """[T, G * N] of x [T, G * K]: each group's part @ its W.T, side by side."""
 
     def turn_tails(self, y: object, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable, back: bool = False) -> object:
         """y [T, heads * head_dim], in place: the last channels of each head turned by `positions` in pairs of neighbours, which stay where
         they are, or turned `back`."""
-
-    def routed_by(self, x: object, norm: Norm, path: RouterPath, streams: object) -> object:
-        """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
-        lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""

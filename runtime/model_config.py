@@ -196,11 +196,6 @@ class ModelConfig:
         return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)
 
     @property
-    def mixes_on_host(self) -> bool:
-        """Whether the CPU alone has stages that mix streams, or that carry what routers say, in a model without keys of several tokens."""
-        return self.mix_rank > 0 or self.mix_rounds > 0 or self.router_rank > 0
-
-    @property
     def shares_by_turns(self) -> bool:
         """Whether a layer with keys and values of its own comes behind one that attends to others'."""
         return any(source != layer for layer, source in enumerate(self.kv_sources[: max(self.attention_layers, default=0)]))

@@ -214,14 +214,14 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
     assert {"state_in", "state_out", "gate", "down"} <= set(stats[0].roles) and {"q_a", "kv_a", "o", "experts.3.up"} <= set(stats[3].roles)
 
 
-def test_where_all_tokens_are_seen_there_is_no_indexer_and_no_gpu_either(folder: Path, engine: Engine) -> None:
+def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=87)
     assert short.config.indexed is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
-    with pytest.raises(UsageError, match="the streams of this model's tokens are mixed on the CPU alone") as caught:
-        prepare(folder, EngineOptions(ctx=87, device="cuda"))
-    assert caught.value.hint == "leave --device cuda out"
+    with pytest.raises(UsageError, match="this model attends to chosen ones alone") as caught:
+        prepare(folder, EngineOptions(ctx=88, device="cuda"))
+    assert caught.value.hint == "leave --device cuda out; or -c 87, where every token sees all before it"
 
 
 def test_what_a_config_says_by_saying_nothing() -> None:

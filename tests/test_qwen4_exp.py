@@ -207,21 +207,21 @@ def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
 def test_what_chosen_blocks_cannot_have_is_refused(folder: Path, asked: dict[str, object], flag: str) -> None:
     with pytest.raises(UsageError, match="beyond 83 tokens this model attends to chosen ones alone") as caught:
         prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}))
-    shorter = "; or -c 83, where every token sees all before it" if flag.startswith("--kv") else ""
+    shorter = "; or -c 83, where every token sees all before it"
     assert caught.value.message.startswith(flag) and caught.value.hint == f"leave {flag} out{shorter}"
     placed = prepare(folder, EngineOptions(ctx=CTX, **{"device": "cpu", **asked}, preset=frozenset(asked)))
     assert any(flag in said and "left out" in said for said in placed.notices)
     assert prepare(folder, EngineOptions(ctx=CTX, kv="auto", device="cpu")).options.kv == "16bit"
 
 
-def test_where_all_tokens_are_seen_there_is_no_indexer_and_no_gpu_either(folder: Path, engine: Engine) -> None:
+def test_where_all_tokens_are_seen_there_is_no_indexer(folder: Path, engine: Engine) -> None:
     short = opened(folder, ctx=83)
     assert short.config.indexed is None and not short.cache.choosing
     assert np.array_equal(anew(short, IDS[:80]), anew(engine, IDS[:80]))
     short.close()
-    with pytest.raises(UsageError, match="the streams of this model's tokens are mixed on the CPU alone") as caught:
-        prepare(folder, EngineOptions(ctx=83, device="cuda"))
-    assert caught.value.hint == "leave --device cuda out"
+    with pytest.raises(UsageError, match="this model attends to chosen ones alone") as caught:
+        prepare(folder, EngineOptions(ctx=84, device="cuda"))
+    assert caught.value.hint == "leave --device cuda out; or -c 83, where every token sees all before it"
 
 
 def test_numbers_of_another_config_are_refused(folder: Path, tmp_path: Path) -> None:

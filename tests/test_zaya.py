@@ -12,7 +12,6 @@ import torch
 from newest_cases import ZAYA
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
-from effllm import UsageError
 from effllm.kernels.cca_shape import CcaShape
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
@@ -24,7 +23,6 @@ from effllm.quant.weight import Rescale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
-from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -228,12 +226,6 @@ def test_a_converted_folder_keeps_what_decides(folder: Path, tmp_path: Path) -> 
 def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
     stats = assert_calibration_is_a_pass(folder)
     assert {"state_in", "o"} <= set(stats[0].roles) and any(role.startswith("experts.") for role in stats[1].roles)
-
-
-def test_a_gpu_is_refused_by_name(folder: Path) -> None:
-    with pytest.raises(UsageError, match="mixed on the CPU alone") as caught:
-        prepare(folder, EngineOptions(ctx=CTX, device="cuda"))
-    assert caught.value.hint == "leave --device cuda out"
 
 
 # As its class writes it, with a kind of rotary positions beside their sections, which transformers takes out of a published one.

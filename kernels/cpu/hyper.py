@@ -35,7 +35,7 @@ def scratch_floats(dims: Dims) -> int:
 
 
 def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     if hyper.is_gated:
         return residuals.read(ops, x, hyper)
     if hyper.is_mean:
@@ -49,7 +49,7 @@ def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.n
 
 
 def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     if hyper.is_gated:
         return residuals.write(ops, x, branch, hyper)
     said = ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])

@@ -136,7 +136,7 @@ def mlp_and_experts(self: CpuOps, x: np.ndarray, norm: Norm, gate: Linear | None
 def expert_branch(self: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts: tuple[Expert, ...] | ExpertPages, apart: Apart,
                   routing: Routing, act: str, see: See | None = None, correction: np.ndarray | None = None,
                   shared: SharedExpert | None = None, said: np.ndarray | None = None) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     if isinstance(experts, tuple):
         run = self.registry.select(Call("moe", act=act)).candidate.run
     else:

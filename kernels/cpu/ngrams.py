@@ -10,6 +10,7 @@ import numpy as np
 from .. import reference_ngrams as reference
 from ..layout import REPEATED
 from ..ngram_shape import NgramShape, WithNgrams
+from ..ngram_states import StatesWithNgrams
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from ..workspace import address
 from . import linear
@@ -64,29 +65,17 @@ class NgramStates(Slots):
         return self.state_in(slot).view(np.int32)
 
 
-class StatesWithNgrams:
-    """The states of a layer that is given rows of n-grams, of which its slots hold both."""
+class CpuStatesWithNgrams(StatesWithNgrams):
+    """Also of passes whose products lie where they are recorded."""
 
     def __init__(self, ops: CpuOps, shape: WithNgrams, memory: np.ndarray, told: np.ndarray) -> None:
-        self.own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], told)
-        self.ngrams = NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], told)
-        self.words, self.add_ngrams, self.mixed, self.mix = self.ngrams.words, self.ngrams.add, self.own.mixed, self.own.mix
-
-    def again(self, source: int, target: int, tokens: int) -> None:
-        for each in (self.own, self.ngrams):
-            each.again(source, target, tokens)
-
-    def read_slot(self, slot: int) -> np.ndarray:
-        return np.concatenate([self.own.read_slot(slot), self.ngrams.read_slot(slot)])
-
-    def write_slot(self, slot: int, data: np.ndarray) -> None:
-        first = 4 * self.own.shape.slot_floats
-        self.own.write_slot(slot, data[:first])
-        self.ngrams.write_slot(slot, data[first:])
+        own: LayerStates = ops.state_layer(shape.own, memory[: shape.own.nbytes], told)
+        super().__init__(own, NgramStates(ops, shape.ngrams, memory[shape.own.nbytes :], told))
+        self.mixed = own.mixed
 
 
 def ngram_products(ops: CpuOps, rows: np.ndarray, w: Ngrams) -> list[np.ndarray]:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     if (outs := ops._remembered(rows, None, (w.key, w.value), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(rows), each.weight.shape[0]) for name, each in (("ngram keys", w.key), ("beside", w.value))]
         ops._matrix(rows, None, [w.key, w.value], outs, linear.PLAIN, "none")

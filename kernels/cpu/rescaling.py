@@ -61,13 +61,13 @@ def carry_rows(args, worker, counter):
 
 
 def rescaled(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, own)
     return x
 
 
 def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterPath, streams: np.ndarray) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     (y,) = ops.norm_linear(x, norm, [path.into])
     ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
     inner = ops.gated_hidden(y, path.norm, None, path.first, "gelu")

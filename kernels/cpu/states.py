@@ -63,13 +63,13 @@ def state_layer(ops: CpuOps, shape: StateShape | WithNgrams, memory: np.ndarray,
     from .lightning import LightningStates
     from .mamba1 import Mamba1States
     from .mamba2 import Mamba2States
-    from .ngrams import StatesWithNgrams
+    from .ngrams import CpuStatesWithNgrams
     from .rwkv7 import Rwkv7States
     from .short_conv import ConvStates
 
     kinds = {CcaShape: CcaStates, CompressedShape: CompressedStates, ConvShape: ConvStates, DeltaShape: DeltaStates, KdaShape: KdaStates,
              LightningShape: LightningStates, Mamba1Shape: Mamba1States, Mamba2Shape: Mamba2States, Rwkv7Shape: Rwkv7States,
-             WithNgrams: StatesWithNgrams}
+             WithNgrams: CpuStatesWithNgrams}
     return kinds[type(shape)](ops, shape, memory, told)
 
 

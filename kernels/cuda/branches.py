@@ -1,4 +1,5 @@
-"""Experts that are a branch beside an MLP, by torch's operations: what `cpu/moe.py` computes."""
+"""Experts that are a branch beside an MLP or by themselves, and routers that are small networks, by torch's operations: what `cpu/moe.py`
+and `cpu/rescaling.py` compute."""
 
 from __future__ import annotations
 
@@ -9,9 +10,10 @@ import torch
 
 from ..reference_moe import Routed, Routing
 from .routing import routed
+from .stages import activated
 
 if TYPE_CHECKING:
-    from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
+    from ...quant.weight import Apart, Expert, Linear, Norm, RouterPath, SharedExpert
     from .torch_ops import TorchOps
 
 
@@ -34,12 +36,22 @@ def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | N
 def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
                   act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
                   shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
-    """See `BlockOps`. Raises ValueError with a router that reads something else, which no model has on a card."""
-    if said is not None:
-        raise ValueError("the router of a branch of experts on torch reads what goes into it")
+    """See `BlockOps`."""
     n = ops.stages.normalise(x, norm)
-    beside = None if shared is None else ops._inside(n, shared, shared.act or act)
-    chosen, shares = routed(ops._linear(ops.stages.normalise(x, apart.router_norm), router), routing, correction)
+    beside = None if shared is None else ops.shared_hidden(n, shared, act)
+    reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
+    chosen, shares = routed(ops._linear(reads, router), routing, correction)
     total = torch.zeros_like(x)
     ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.handed)
-    return total if beside is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
+    return total if shared is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
+
+
+def routed_by(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterPath, streams: torch.Tensor) -> torch.Tensor:
+    """See `BlockOps`."""
+    y = ops._linear(ops.stages.normalise(x, norm), path.into)
+    kept = streams[:, x.shape[1] :][:, : y.shape[1]]
+    if path.share is not None:
+        y = torch.addcmul(y, path.share, kept)
+    kept.copy_(y)
+    inner = activated(ops._linear(ops.stages.normalise(y, path.norm), path.first), "gelu")
+    return activated(ops._linear(inner, path.second), "gelu")

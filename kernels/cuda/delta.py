@@ -42,7 +42,7 @@ class TorchDelta(TorchRecurrent):
                            self.shape.writes * torch.sigmoid(b)], dim=1)
         out = self.recurred(qkv, mixed, gates)
         out = out * torch.rsqrt(out.square().mean(-1, keepdim=True) + w.norm.eps) * w.norm.weight
-        return out.flatten(1).mul_(functional.silu(z))
+        return out.flatten(1).mul_(torch.sigmoid(z) if self.shape.sigmoid else functional.silu(z))
 
     def _recur(self, mixed: torch.Tensor, gates: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Results of the convolution [T, channels], gates [T, 2 * G] -> (what was read [T, G, dv], the state behind them)."""

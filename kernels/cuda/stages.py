@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch.nn import functional
 
-from ..layout import SWISH_LIMIT, SWISH_SLOPE, bound_of
+from ..layout import SILU_LIMIT, SWISH_LIMIT, SWISH_SLOPE, bound_of
 from .one_kernel import FEW, OneKernel
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 ACTIVATE = {"silu": functional.silu, "relu": functional.relu, "relu2": lambda x: functional.relu(x).square(),
             "gelu": functional.gelu, "none": lambda x: x,
             "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"), "clamped_swish": lambda x: _clamped_swish(x)}
+CLAMPED_SILU = "clamped_silu"  # has no kernel of ours
 MOST_ROW = 1 << 14  # values that a kernel normalises
 
 
@@ -72,6 +73,8 @@ def activated(x: torch.Tensor, act: str) -> torch.Tensor:
     """act(x). Raises ValueError for an unknown activation."""
     if (bound := bound_of(act)) is not None:
         return functional.silu(x).clamp_(max=bound)
+    if act == CLAMPED_SILU:
+        return functional.silu(x.clamp(max=SILU_LIMIT))
     if act not in ACTIVATE:
         raise ValueError(f"no activation {act!r}; known: {', '.join(ACTIVATE)}")
     return ACTIVATE[act](x)
@@ -80,6 +83,8 @@ def activated(x: torch.Tensor, act: str) -> torch.Tensor:
 def _gated(gate: torch.Tensor, up: torch.Tensor, act: str) -> torch.Tensor:
     if (bound := bound_of(act)) is not None:
         return activated(gate, act).mul_(up.clamp(-bound, bound))
+    if act == CLAMPED_SILU:
+        return activated(gate, act).mul_(up.clamp(-SILU_LIMIT, SILU_LIMIT))
     return activated(gate, act).mul_(up.clamp(-SWISH_LIMIT, SWISH_LIMIT) + 1 if act == "clamped_swish" else up)
 
 

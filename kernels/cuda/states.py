@@ -8,12 +8,15 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from ..cca_shape import CcaShape
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..kda_shape import KdaShape
 from ..lightning_shape import LightningShape
 from ..mamba1_shape import Mamba1Shape
 from ..mamba2_shape import Mamba2Shape
+from ..ngram_shape import WithNgrams
+from ..ngram_states import StatesWithNgrams
 from ..rwkv7_shape import Rwkv7Shape
 from ..state_shape import NO_SLOT, StateShape
 
@@ -23,8 +26,15 @@ if TYPE_CHECKING:
     Linears = Callable[[torch.Tensor, Linear], torch.Tensor]
 
 
-def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> TorchSlots:
+def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.ndarray,
+                linear: Linears) -> TorchSlots | StatesWithNgrams:
     """The states of one layer in uint8 `memory` on the device, as `shape` lays it out; `told` is on the host. `linear`: x @ W.T + b."""
+    if isinstance(shape, WithNgrams):
+        from .ngrams import TorchNgrams
+
+        own = state_layer(shape.own, memory[: shape.own.nbytes], told, linear)
+        return StatesWithNgrams(own, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], told, linear))
+    from .cca import TorchCca
     from .delta import TorchDelta
     from .kda import TorchKda
     from .lightning import TorchLightning
@@ -33,8 +43,8 @@ def state_layer(shape: StateShape, memory: torch.Tensor, told: np.ndarray, linea
     from .rwkv7 import TorchRwkv7
     from .short_conv import TorchConv
 
-    kinds = {ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda, LightningShape: TorchLightning,
-             Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2, Rwkv7Shape: TorchRwkv7}
+    kinds = {CcaShape: TorchCca, ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda,
+             LightningShape: TorchLightning, Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2, Rwkv7Shape: TorchRwkv7}
     return kinds[type(shape)](shape, memory, told, linear)
 
 
@@ -74,10 +84,14 @@ class TorchSlots:
 
     def convolve(self, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         """x [T, channels] behind what came before it, by `weight` [taps, channels], channel by channel; the last inputs are kept."""
+        taps, whole = weight.view(self.shape.taps, -1), self.taken_in(x)
+        return sum(taps[tap] * whole[tap : tap + len(x)] for tap in range(self.shape.taps))
+
+    def taken_in(self, x: torch.Tensor) -> torch.Tensor:
+        """[taps - 1 + T, channels]: x [T, channels] behind what came before it, of which the last inputs are kept."""
         source, target, after, kept = self.told()
-        taps, whole = weight.view(self.shape.taps, -1), torch.cat([self.last_inputs(source, x[:0]), x])
-        made = sum(taps[tap] * whole[tap : tap + len(x)] for tap in range(self.shape.taps))
+        whole = torch.cat([self.last_inputs(source, x[:0]), x])
         if after:
-            self.inputs_of(kept).copy_(self.last_inputs(source, x[:after]))
-        self.inputs_of(target).copy_(self.last_inputs(source, x))
-        return made
+            self.inputs_of(kept).copy_(whole[after:][: self.shape.taps - 1])
+        self.inputs_of(target).copy_(whole[len(x) :])
+        return whole

@@ -21,7 +21,7 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import branches, head_widths, lora, streams
+from . import branches, head_widths, lora, mixing, ngrams, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -66,6 +66,7 @@ class TorchOps(lora.Scales):
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
         self.repeats, self.one = Repeats(device), OneKernel(device)
         self.products, self.stages = Products(self.one), Stages(self.one)
+        self.said: tuple[torch.Tensor, ...] = ()  # by each token of its streams when they were last gathered (`mixing.py`)
 
     def announcements(self) -> list[str]:
         """What is slower on this device than it could be, each said once."""
@@ -75,6 +76,7 @@ class TorchOps(lora.Scales):
         """Let go of what was kept between steps."""
         self._angles.clear()
         self._uploads.clear()
+        self.said = ()
         self.repeats.forget()
         self.on.release()
 
@@ -147,11 +149,7 @@ class TorchOps(lora.Scales):
         """x + sum over the experts of a token of share * down(act(gate(n)) * up(n)) with n = norm(x), and the `shared` one, in place;
         `act` and experts without gates as in `reference_moe.py`. `see` is shown the visits. Raises ValueError for an unknown activation."""
         n = self.stages.normalise(x, norm)
-        beside = None
-        if shared is not None:
-            beside = self._inside(n, shared, shared.act or act)
-            if shared.scale is not None:
-                beside = beside * self._linear(n, shared.scale).sigmoid()
+        beside = None if shared is None else self.shared_hidden(n, shared, act)
         chosen, shares = routed(self._linear(n, router), routing, correction)
         self._visited(x, n, chosen, shares, experts, act, see, beside, routing.inputs, routing.handed)
         return x if beside is None else self.linear_add(beside, shared.down, x, None, shared.factor)
@@ -185,7 +183,13 @@ class TorchOps(lora.Scales):
         up = self._linear(n, expert.up)
         return activated(up, act) if expert.gate is None else self.stages.gated(self._linear(n, expert.gate), up, act)
 
-    mlp_and_experts, expert_branch = branches.mlp_and_experts, branches.expert_branch
+    def shared_hidden(self, n: torch.Tensor, shared: SharedExpert, act: str) -> torch.Tensor:
+        """What goes into the `down` of the expert that all tokens visit, times its share."""
+        hidden = self._inside(n, shared, shared.act or act)
+        return hidden if shared.scale is None else hidden * self._linear(n, shared.scale).sigmoid()
+
+    mlp_and_experts, expert_branch, routed_by = branches.mlp_and_experts, branches.expert_branch, branches.routed_by
+    gathered, mixed, ngram_products = mixing.gathered, mixing.mixed, ngrams.ngram_products
 
     def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
                    see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:

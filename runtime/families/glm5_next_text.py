@@ -34,7 +34,7 @@ from .qwen3_moe import NAMES
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..block_ops import HostOps
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..kv.states import LayerStates
     from ..rope import RopeTable
@@ -157,7 +157,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     return {f"{place}{JOINED}": ((f"{place}wk.weight", own.width), (f"{place}index_kpool_compress_gate", own.width))}
 
 
-def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
     around_attention, around_mlp = w.around

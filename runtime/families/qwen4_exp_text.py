@@ -28,7 +28,7 @@ from .qwen3_moe import NAMES
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..block_ops import HostOps
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -162,7 +162,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.part_rows(layer)))}
 
 
-def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], rows: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
     they see x of other families, but for block_out."""
@@ -189,7 +189,7 @@ def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: n
     return x
 
 
-def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """What o reads, [T, H * head_dim], of what a branch reads."""
     heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(layer)

@@ -23,7 +23,7 @@ from .qwen3_moe import NAMES
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..block_ops import HostOps
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -126,7 +126,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules | {"head_bias": TensorRule("lm_head.bias", (config.vocab_size,))} if config.head_bias else rules
 
 
-def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
     own = ops.first_stream(x, STREAMS)

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 RESCALED = "attn_scale"  # a role of layers whose stream is multiplied channel by channel
 
 
-def rescale(roles: Collection[str], what: str, vector: Callable[[str], object], ops: object) -> Rescale | None:
+def rescale(roles: Collection[str], what: str, vector: Callable[[str], object]) -> Rescale | None:
     """How a stream meets a branch, or enters the first layer: both are moved before they are multiplied, so what is added is one vector."""
     if f"{what}_scale" not in roles:
         return None
@@ -26,9 +26,9 @@ def rescale(roles: Collection[str], what: str, vector: Callable[[str], object], 
         return Rescale(scales, scales * 0 + 1, scales * 0)
     scales, moved = vector(f"{what}_scale"), vector(f"{what}_offset")
     if f"{what}_branch_scale" not in roles:
-        return Rescale(scales, None, ops.put(scales * moved, "f32"))
+        return Rescale(scales, None, scales * moved)
     factors = vector(f"{what}_branch_scale")
-    return Rescale(scales, factors, ops.put(scales * moved + factors * vector(f"{what}_branch_offset"), "f32"))
+    return Rescale(scales, factors, scales * moved + factors * vector(f"{what}_branch_offset"))
 
 
 def difference(roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], layer: int) -> float:

@@ -1,0 +1,59 @@
+"""Queries, keys and values that are convolved on torch tensors, as `kernels/reference_cca.py` says, with a layer's states on its device."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from ..cca_shape import CcaShape
+from ..layout import REPEATED
+from ..reference_cca import LEAST
+from .states import TorchSlots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Cca
+    from .states import Linears
+
+
+class TorchCca(TorchSlots):
+    """See the module and `runtime/kv/states.py`."""
+
+    shape: CcaShape
+
+    def __init__(self, shape: CcaShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear)
+        self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
+
+    def convolved(self, product: torch.Tensor, w: Cca) -> tuple[torch.Tensor, ...]:
+        """As `kernels/cpu/cca.py`."""
+        own, x, tokens = self.shape, product[:, : self.shape.channels], len(product)
+        whole = self.taken_in(x)
+        if tokens <= REPEATED:
+            self._raw[:tokens] = x
+        made, group = self._twice(whole[:, : own.convolved], tokens, w), own.heads // own.kv_heads
+        split = x[:, : own.convolved].unflatten(1, (-1, own.depth))
+        beside = 0.5 * (split[:, : own.heads] + split[:, own.heads :].repeat_interleave(group, 1))
+        q = _stretched(made[:, : own.heads] + beside)
+        k = _stretched(made[:, own.heads :] + beside.unflatten(1, (-1, group)).mean(2)) * w.temps[:, None]
+        delayed = whole[own.taps - 2 :][:tokens, own.convolved :]
+        return q.flatten(1), k.flatten(1), torch.cat([product[:, own.channels :], delayed], 1)
+
+    def _twice(self, rows: torch.Tensor, tokens: int, w: Cca) -> torch.Tensor:
+        """Heads [T, heads + kv_heads, depth] behind both convolutions of rows [taps - 1 + T, convolved]."""
+        own, count = self.shape, len(rows) - self.shape.first + 1
+        taps = w.conv.view(own.first, -1)
+        once = (w.bias + sum(taps[tap] * rows[tap : tap + count] for tap in range(own.first))).unflatten(1, (-1, own.depth))
+        by_head = w.by_head.view(-1, own.depth, own.second, own.depth)
+        twice = sum(torch.einsum("hoi,thi->tho", by_head[:, :, tap], once[tap : tap + tokens]) for tap in range(own.second))
+        return twice + w.head_bias.view(-1, own.depth)
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
+
+
+def _stretched(heads: torch.Tensor) -> torch.Tensor:
+    """Heads [T, H, depth] as long as the root of their width."""
+    return heads * (heads.shape[2] ** 0.5 / heads.norm(dim=2, keepdim=True).clamp_min(LEAST))

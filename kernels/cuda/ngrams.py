@@ -1,0 +1,75 @@
+"""What n-grams leave in a layer, and what it makes of their rows, on torch tensors, as `kernels/reference_ngrams.py` says."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+from torch.nn import functional
+
+from ..layout import REPEATED
+from ..ngram_shape import NgramShape
+from ..reference_ngrams import LEAST
+from ..state_shape import NO_SLOT
+from .mixing import normed_streams
+from .states import TorchSlots
+
+if TYPE_CHECKING:
+    from ...quant.state_weights import Ngrams
+    from .states import Linears
+    from .torch_ops import TorchOps
+
+
+class TorchNgrams(TorchSlots):
+    """See the module and `runtime/kv/states.py`. Words are told by the host, so those of the last pass stay there."""
+
+    shape: NgramShape
+
+    def __init__(self, shape: NgramShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
+        super().__init__(shape, memory, told, linear)
+        self._raw = self.recent[: REPEATED * shape.channels].view(REPEATED, -1)
+        self._every = np.zeros(0, np.int64)  # words of the last pass behind those before it, if it was of few tokens
+
+    def words(self, ids: np.ndarray, end: int) -> np.ndarray:
+        """As `kernels/cpu/ngrams.py`."""
+        (source, target, after, kept), behind = self.told(), self.shape.size - 1
+        before = np.full(behind, end, np.int64) if source == NO_SLOT else self._words_of(source).cpu().numpy().astype(np.int64)
+        every = np.concatenate([before, ids])
+        self._hold(target, every[len(ids) :])
+        if after:
+            self._hold(kept, every[after:][:behind])
+        if len(ids) <= REPEATED:
+            self._every = every
+        return np.lib.stride_tricks.sliding_window_view(every, behind + 1)
+
+    def add(self, x: torch.Tensor, products: Sequence[torch.Tensor], w: Ngrams) -> torch.Tensor:
+        """As `kernels/cpu/ngrams.py`."""
+        (keys, values), shape, tokens = products, self.shape, len(x)
+        count = shape.count
+        match = (normed_streams(keys, w.of_keys, count) * normed_streams(x, w.of_streams, count)).sum(-1) / shape.width**0.5
+        gate = torch.sigmoid(match.abs().clamp_min(LEAST).sqrt() * match.sign())
+        made = (gate[..., None] * values[:, None]).flatten(1)
+        inputs = normed_streams(made, w.behind, count).flatten(1)
+        if tokens <= REPEATED:
+            self._raw[:tokens] = inputs
+        whole, taps = self.taken_in(inputs), w.conv.view(shape.kernel, -1)
+        convolved = sum(taps[tap] * whole[tap * shape.size :][:tokens] for tap in range(shape.kernel))
+        return x.add_(made).add_(functional.silu(convolved))
+
+    def again(self, source: int, target: int, tokens: int) -> None:
+        """As `kernels/cpu/states.py`."""
+        self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
+        self._hold(target, self._every[tokens:][: self.shape.size - 1])
+
+    def _words_of(self, slot: int) -> torch.Tensor:
+        return self.state_in(slot).view(torch.int32)
+
+    def _hold(self, slot: int, words: np.ndarray) -> None:
+        self._words_of(slot).copy_(torch.from_numpy(words.astype(np.int32)))
+
+
+def ngram_products(ops: TorchOps, rows: torch.Tensor, w: Ngrams) -> list[torch.Tensor]:
+    """See `BlockOps`."""
+    return [ops._linear(rows, each) for each in (w.key, w.value)]
