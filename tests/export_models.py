@@ -228,6 +228,8 @@ MODELS = {
     "mamba2, tied": Case("mamba2", {**OF_SPACES, "n_groups": 1, "num_hidden_layers": 2, "tie_word_embeddings": True}),
     "falcon_mamba": Case("falcon_mamba", {"intermediate_size": 128, "state_size": 16, "time_step_rank": 32,
                                           "tie_word_embeddings": False}),
+    "rwkv7": Case("rwkv7", {"head_dim": 64, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 96, "decay_low_rank_dim": 32,
+                            "a_low_rank_dim": 32, "v_low_rank_dim": 32, "gate_low_rank_dim": 32}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
     "lfm2, own head": Case("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
                                     "tie_word_embeddings": False, "conv_L_cache": 4}),

@@ -131,6 +131,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
      "kind llama3"),
     ("granitemoehybrid, state spaces", {"mamba_conv_bias": False}, "without biases"),
     ("granitemoehybrid, state spaces", {"mamba_expand": 4, "mamba_n_heads": 8}, "256 channels for a width of 64"),
+    ("rwkv7", {"head_dim": 32}, "an epsilon of 0.00032"), ("rwkv7", {"norm_bias": False}, "norms without biases"),
     ("mamba", {"intermediate_size": 192}, "192 channels for a width of 64"), ("mamba", {"use_conv_bias": False}, "without biases"),
     ("falcon_mamba", {"mixer_rms_eps": 1e-3}, "an epsilon of 0.001"),
     ("jamba", {"mamba_conv_bias": False}, "without biases"), ("jamba", {"mamba_expand": 4}, "256 channels for a width of 64"),

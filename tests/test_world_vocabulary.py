@@ -12,6 +12,7 @@ from tokenizers import Tokenizer as Library
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.settings import folder_texts
 from effllm.runtime.hub import WORLD
 from effllm.runtime.text import Tokenizer
@@ -31,7 +32,7 @@ BYTES = [bytes([byte]) for byte in range(256)]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("world") / "source"
-    written(Case("rwkv7", {"num_hidden_layers": 1}), made)
+    written(Case("rwkv7", {"num_hidden_layers": 1, "head_dim": 64}), made)
     write_vocabulary(made)
     (made / "tokenizer_config.json").write_text(json.dumps(SETTINGS))
     return made
@@ -40,6 +41,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def tokenizer(folder: Path) -> Tokenizer:
     return Tokenizer.load(folder, read_config(folder))
+
+
+@pytest.fixture(scope="module")
+def exported(folder: Path) -> Tokenizer:
+    path = folder.parent / "exported.gguf"
+    list(export_gguf(folder, path, "F16", "a name"))
+    return Tokenizer.load(path, read_config(path))
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +120,14 @@ def test_a_folder_that_is_made_of_a_file_cuts_and_ends_as_it_does(folder: Path, 
     assert again.stop_ids == of_file.stop_ids and again.template.source == ASKED
 
 
+@settings(max_examples=20)
+@given(st.text(max_size=40) | st.lists(st.sampled_from(WORDS), max_size=20).map("".join))
+def test_an_exported_file_cuts_and_ends_as_its_folder_does(tokenizer: Tokenizer, exported: Tokenizer, text: str) -> None:
+    assert exported.encode(text) == greedy(text.encode()) and exported.decode(exported.encode(text)) == text
+    assert exported.stop_ids == tokenizer.stop_ids and exported.bos_id == 0 and exported.vocab_size == tokenizer.vocab_size
+    assert exported.template.source == tokenizer.template.source
+
+
 @pytest.mark.parametrize(("written", "meant"), [
     ("ab", b"ab"), (r"\n\t\r", b"\n\t\r"), (r"\x00\xff", b"\x00\xff"), (r"\\n", b"\\n"), (r"\'\"", b"'\""), ("é", "é".encode()),
     ("\\", b"\\")])
@@ -154,9 +170,10 @@ def test_a_model_is_run_held_to_a_form_and_asked_again(folder: Path, tmp_path: P
 
 @pytest.mark.peer
 @pytest.mark.slow
-def test_llama_cpp_cuts_the_same(folder: Path, of_file: Tokenizer) -> None:
+@pytest.mark.parametrize("file", ["m.gguf", "exported.gguf"])
+def test_llama_cpp_cuts_the_same(folder: Path, of_file: Tokenizer, exported: Tokenizer, file: str) -> None:
     peer = pytest.importorskip("llama_cpp")
-    theirs, random = peer.Llama(str(folder.parent / "m.gguf"), vocab_only=True, verbose=False), np.random.default_rng(1)
+    theirs, random = peer.Llama(str(folder.parent / file), vocab_only=True, verbose=False), np.random.default_rng(1)
     for _ in range(200):
         text = "".join(random.choice([*WORDS, "x", " ", "z\n"], 20))
         assert theirs.tokenize(text.encode(), add_bos=False, special=False) == of_file.encode(text)

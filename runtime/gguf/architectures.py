@@ -373,7 +373,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
                             "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",
-                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "stablelm", "starcoder2")}
+                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", rwkv7.FAMILY, "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

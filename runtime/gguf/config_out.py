@@ -30,6 +30,7 @@ from . import (
     llama4,
     minicpm3,
     muse_glimmer,
+    rwkv7,
     stateful,
     step35,
     swash,
@@ -46,7 +47,7 @@ UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
                                 "diffllama", "doge", "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2",
                                 "kimi_linear", "lfm3", "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "molmo2_text", "mpt",
-                                "olmo_hybrid", "persimmon", "phi4_multimodal", "rwkv7", "unlimited_ocr_text", "vaultgemma", "youtu",
+                                "olmo_hybrid", "persimmon", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu",
                                 "zaya"), UNTRIED),
                **dict.fromkeys(("codegen", "flex_olmo", "flint", "gpt_neo", "gptj", "modernbert_decoder", "nanochat", "zamba2"),
                                ": llama.cpp does not run them"),
@@ -74,7 +75,8 @@ UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "deepseek
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
-ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu", **dict.fromkeys(("arcee", "nemotron", "nemotron_h"), "relu2"),
+ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu",
+        **dict.fromkeys(("arcee", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
 SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY, step35.FAMILY)
@@ -233,7 +235,8 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
     keys |= _of_family(config) | stateful.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     if config.latent is not None:
         keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).stated(config)
-    return out | {f"{arch}.{key}": value for key, value in keys.items()} | apertus.stated(config)
+    left_out = rwkv7.NOWHERE if config.family == rwkv7.FAMILY else ()
+    return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.stated(config)
 
 
 def _of_family(config: ModelConfig) -> dict[str, Value]:

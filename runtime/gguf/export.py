@@ -36,7 +36,7 @@ from ..stores.container import read_container
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..weights.outliers import check_outliers
-from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, stateful
+from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, rwkv7, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
 from .settings import licence_metadata, sampling_metadata
@@ -117,7 +117,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
         metadata = config_metadata(config, name, kind) | ahead | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
-        factors = rotary_tensors(config) | (muse_glimmer.head_norms(config) if config.family == muse_glimmer.FAMILY else {})
+        beside = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
+        factors = rotary_tensors(config) | (beside(config) if beside else {})
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]
         yield from _notices(config, jobs, kind, is_rounded(source))
         head = gguf_head(metadata, planned)
@@ -194,7 +195,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
                 own = "attn_norm_2"
             end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
-            block = "" if key == "outer" else f"blk.{half_layers.block_of(config, key, role)}."
+            block = "" if key == "outer" or f"{own}.{end}" in found.outer else f"blk.{half_layers.block_of(config, key, role)}."
             grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
@@ -211,7 +212,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 shape = (len(members), *first.shape)
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
-            elif role.startswith("state_"):
+            elif role.startswith(("state_", "shift_")):
                 shape = stateful.shape_in_file(role, config, shape)
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),

@@ -4,8 +4,11 @@ of its own values, which nothing reads."""
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, shown_value
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
 from ..families.rwkv7 import ABSENT, LETTERS
@@ -27,10 +30,21 @@ LOW = {"0": "2.bias", "1": "0.weight", "2": "2.weight"}  # how files number what
 WHOLE = {f"lerp_{letter}.weight": f"attn.x_{letter}" for letter in LETTERS} | {
     f"time_mix_{letter}{number}.weight": f"attn.{letter}_lora.lora.{own}" for letter in "wavg" for number, own in LOW.items()} | {
     f"time_mix_{name}.weight": f"attn.{name}" for name in ("k_k", "k_a", "r_k")} | {"channel_mix_lerp_k.weight": "ffn.x_k"}
+# Roles -> what their tensors are called; a bias that files call a tensor of its own among them.
+ROLES = {"entry_norm": "token_embd_norm", "post_norm": "attn_norm_2", "state_norm": "time_mix_ln", "state_r": "time_mix_receptance",
+         "state_k": "time_mix_key", "state_v": "time_mix_value", "state_out": "time_mix_output", "up": "channel_mix_key",
+         "down": "channel_mix_value", "shift_up": "channel_mix_lerp_k.weight",
+         **{f"shift_{letter}": f"lerp_{letter}" for letter in LETTERS},
+         **{f"state_{letter}_{end}": f"time_mix_{letter}{number}.weight" for letter in "wavg"
+            for end, number in (("in", 1), ("out", 2), ("out_bias", 0))},
+         "state_direction": "time_mix_k_k.weight", "state_remains": "time_mix_k_a.weight", "state_bonus": "time_mix_r_k.weight"}
+# What files say of heads and positions, of which there are none.
+NOWHERE = ("attention.key_length", "attention.value_length", "rope.dimension_count", "rope.freq_base", "rope.scaling.finetuned")
+USUAL_EPS = 64e-5  # behind the recurrence, whatever a file says
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.bias": "model.norm.bias",
          **{f"token_embd_norm.{kind}": f"model.layers.0.pre_norm.{kind}" for kind in ("weight", "bias")}}
 ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE,
-                "fused": FUSED, "outer": OUTER, "read": frozenset({SHIFTS})}  # all of it
+                "fused": FUSED, "outer": OUTER, "roles": ROLES, "read": frozenset({SHIFTS})}  # all of it
 UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 
@@ -47,3 +61,25 @@ def add_rwkv7(header: GgufHeader, raw: dict[str, object]) -> None:
 def is_left_out(name: str, config: ModelConfig) -> bool:
     """Is this, by its name in a checkpoint, of the shares that the first layer's values have of themselves? Writers keep them."""
     return config.family == FAMILY and UNUSED.fullmatch(name) is not None
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    own = config.state
+    ranks = dict(zip(("decay", "iclr", "value_residual_mix", "gate"), own.ranks, strict=True))
+    return {"wkv.head_size": own.head_dim, **{f"attention.{name}_lora_rank": rank for name, rank in ranks.items()}, SHIFTS: 2,
+            "attention.head_count": 0, "attention.head_count_kv": 0}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield not np.isclose(config.state.eps, USUAL_EPS, rtol=1e-4), \
+        f"has an epsilon of {config.state.eps:g} behind its recurrence instead of {USUAL_EPS:g}"
+    yield not config.norms_biased, "has norms without biases"
+
+
+def unread(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The shares of the first layer's values by name, float32: nothing reads them, and llama.cpp asks for them, as wide as rates."""
+    hidden, rank = config.hidden_size, config.state.ranks[1]
+    shapes = (hidden,), (rank, hidden), (hidden, rank)
+    return {f"blk.0.time_mix_v{number}.weight": np.zeros(shape, "<f4") for number, shape in enumerate(shapes)}

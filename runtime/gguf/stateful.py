@@ -12,13 +12,15 @@ from ...kernels.conv_shape import ConvShape
 from ...kernels.delta_shape import DeltaShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
+from ...kernels.rwkv7_shape import Rwkv7Shape
 from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import channel_decays, falcon_h1, half_layers, jamba, linear_attention, mamba, mamba2, short_conv, state_spaces
+from . import channel_decays, falcon_h1, half_layers, jamba, linear_attention, mamba, mamba2, rwkv7, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
-SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces}  # kind -> what files say of it
+# Kind -> what files say of it.
+SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces, Rwkv7Shape: rwkv7}
 # Those whose files say it otherwise.
 BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, half_layers.FAMILY: half_layers, mamba.NAME: mamba, mamba.NORMED: mamba,
              mamba2.NAME: mamba2}
@@ -64,4 +66,6 @@ def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tup
         return *shape, 1
     if isinstance(config.state, Mamba2Shape) and role == "state_norm":
         return config.state.groups, shape[0] // config.state.groups
+    if role.startswith("shift_") and role != "shift_up":
+        return shape[0], 1, 1, shape[1]
     return shape

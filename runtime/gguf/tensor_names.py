@@ -66,5 +66,5 @@ ROLES = {
 def file_part(role: str, found: Architecture) -> str:
     """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
     plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
-    own = found.roles.get(plain) or ROLES[plain]
+    own = found.roles.get(role) or found.roles.get(plain) or ROLES[plain]
     return f"{own}_exps" if expert_of(role) is not None else own

@@ -1,7 +1,8 @@
 """A model folder's tokenizer as the metadata of a GGUF file, checked by reading it back.
 
 GGUF names the way a byte-level vocabulary cuts words instead of stating it, so the folder's patterns are looked for among the known ones; a
-vocabulary whose way has no name there is refused. A SentencePiece one becomes scores: the rank of the merge that makes a token.
+vocabulary whose way has no name there is refused. A SentencePiece one becomes scores: the rank of the merge that makes a token. RWKV's
+becomes byte strings, of which whoever reads them takes the longest that fits.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from tokenizers import Tokenizer
 from ...offload.gguf import GgufHeader, Value
 from ..text import Tokenizer as ModelTokenizer
 from ..text import TokenizerError
+from ..tokens.token_bytes import letters_of_bytes
 from .splits import CUTTERS, WORDS, same_pattern
-from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, backend, read_vocabulary
+from .tokenizer import BYTE, CONTROL, NORMAL, ROLES, UNKNOWN, UNUSED, USER, WORLD, backend, read_vocabulary
 
 PLAIN = "leave it in its folder, which transformers and effllm read"
 SAMPLES = ("Hello World's 12345 words,  two spaces\n\n\tand (tabs)!",
@@ -28,6 +30,8 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
     """The `tokenizer.*` keys of the tokenizer of folder `path`, with `rows` tokens. Raises TokenizerError for what GGUF cannot express."""
     text = tokenizer.to_json()
     raw, made = json.loads(text), Tokenizer.from_str(text)
+    if _is_world(raw):
+        return _world(raw, made, tokenizer, rows, path)
     if raw["model"].get("type") != "BPE":
         raise TokenizerError(f"{path} has a tokenizer of kind {raw['model'].get('type')}, GGUF export writes merges", PLAIN)
     tokens, kinds = _tokens(raw, made, rows, path)
@@ -39,6 +43,27 @@ def tokenizer_metadata(path: Path, tokenizer: ModelTokenizer, rows: int) -> dict
         out |= {"tokenizer.ggml.scores": _scores(raw, tokens), "tokenizer.ggml.add_space_prefix": _prefixes(raw)}
     else:
         out["tokenizer.ggml.merges"] = [" ".join(_pair(merge)) for merge in raw["model"]["merges"]]
+    out |= _special(tokenizer, made, len(tokens))
+    if tokenizer.template is not None:
+        out["tokenizer.chat_template"] = tokenizer.template.source
+    _check(out, made, path)
+    return out
+
+
+def _is_world(raw: Mapping) -> bool:
+    """Whether this is made as `world_vocabulary.py` makes it: byte strings, of which a tree of all finds the longest."""
+    steps = (raw.get("pre_tokenizer") or {}).get("pretokenizers", ())
+    return raw["model"].get("type") == "WordLevel" and [step["type"] for step in steps] == ["ByteLevel", "Split"]
+
+
+def _world(raw: Mapping, made: Tokenizer, tokenizer: ModelTokenizer, rows: int, path: Path) -> dict[str, Value]:
+    """The same of RWKV's vocabulary: bytes that do not print as Python writes them."""
+    tokens, kinds = _tokens(raw, made, rows, path)
+    kinds[kinds == UNKNOWN] = NORMAL  # no text is unknown, as all bytes are tokens
+    letters = {letter: byte for byte, letter in letters_of_bytes().items()}
+    texts = [token if kind in (CONTROL, UNUSED) else repr(token.translate(letters).encode("latin-1"))[2:-1]
+             for token, kind in zip(tokens, kinds, strict=True)]
+    out: dict[str, Value] = {"tokenizer.ggml.model": WORLD, "tokenizer.ggml.tokens": texts, "tokenizer.ggml.token_type": kinds}
     out |= _special(tokenizer, made, len(tokens))
     if tokenizer.template is not None:
         out["tokenizer.chat_template"] = tokenizer.template.source
