@@ -69,9 +69,12 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
 
         store = experts_of_rows(store, raw)
     from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, parted
+    from .stores.scaled_tables import with_tables, without_tables
     from .stores.whole_numbers import with_numbers
 
-    store = with_numbers(_in_own_form(store, raw, wide, low_bit, kept, whole))
+    give_names(store, raw.get("model_type"))
+    tables = without_tables(store, wide)
+    store = with_tables(with_numbers(_in_own_form(store, raw, wide, low_bit, kept, whole)), tables)
 
     if raw.get("model_type") not in (*IN_ONE, *JOINED, *ROUTERS_TURNED, *STACKED):
         return store
@@ -82,8 +85,7 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
 
 def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_bit: bool, kept: Callable[[str], bool] | None,
                  whole: bool) -> TensorStore:
-    """`_rearranged` but for matrices that lie in one another."""
-    give_names(store, raw.get("model_type"))
+    """`_rearranged` but for matrices that lie in one another, and for names."""
     from .stores.import_config import MLX, section_of
 
     if (section := section_of(raw)) is not None and section["quant_method"] == MLX:
