@@ -55,6 +55,12 @@ OF_STEP = {"n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_si
            "moe_router_scaling_factor": 2.5, "pad_token_id": 1, "initializer_range": 0.12, "rope_parameters": {
                "full_attention": {"rope_type": "default", "rope_theta": 50_000.0, "partial_rotary_factor": 0.5},
                "sliding_attention": {"rope_type": "default", "rope_theta": 300.0, "partial_rotary_factor": 1.0}}}
+# As llama.cpp has it: gates that are sigmoids, words numbered by the usual seed.
+OF_QWEN_4 = {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_intermediate_size": 64, "hc_lowrank": 32, "hc_count": 2,
+             "eos_token_id": [7, 9], "ple_layer_ids": [2], "ple_embed_dim": 64, "heads_per_ngram": 2, "ngram_vocab_size_base": 100,
+             "split_ngram_parts": 3, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1,
+             "indexer_head_dim": 32, "indexer_budget": 512, "indexer_compress_ratio": 4, "initializer_range": 0.12,
+             "output_gate_type": "sigmoid", **rope("default", partial_rotary_factor=0.25)}
 OF_SPACES = {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 32, "expand": 2}  # of Mamba 2
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
@@ -230,6 +236,7 @@ MODELS = {
                                           "tie_word_embeddings": False}),
     "rwkv7": Case("rwkv7", {"head_dim": 64, "num_hidden_layers": 2, "hidden_size": 128, "intermediate_size": 96, "decay_low_rank_dim": 32,
                             "a_low_rank_dim": 32, "v_low_rank_dim": 32, "gate_low_rank_dim": 32}),
+    "qwen4_exp_text": Case("qwen4_exp_text", {**OF_QWEN_4, "vocab_size": 4096}),
     "lfm2": Case("lfm2", {"layer_types": ["conv", "full_attention", "conv"], "block_multiple_of": 32}),
     "lfm2, own head": Case("lfm2", {"layer_types": ["full_attention", "conv", "full_attention"], "block_auto_adjust_ff_dim": False,
                                     "tie_word_embeddings": False, "conv_L_cache": 4}),

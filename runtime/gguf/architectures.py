@@ -37,6 +37,7 @@ from . import (
     minicpm3,
     mllama,
     muse_glimmer,
+    qwen4,
     rwkv7,
     sections,
     short_conv,
@@ -66,10 +67,11 @@ SHARED_WIDTH = "shared_width"  # which no config states by itself
 FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 DIVISORS = (FACTORS, LONG, SHORT)
 POOLED = {1: "mean", 3: "last"}  # pooling_type -> how embeddings are made (`embedding.py`)
+CLAMP = "attention.clamp_kqv"
 RANK = 4  # the same of models that rank documents (`ranking.py`)
 # Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {
-    "attention.causal": True, "attention.clamp_kqv": 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
+    "attention.causal": True, CLAMP: 0.0, "attention.scale": None, "attn_logit_softcapping": 0.0,
     "embedding_scale": 1.0, "expert_count": 0, "expert_gating_func": 1, "expert_shared_count": 0, "expert_used_count": 0,
     "expert_group_count": 1, "expert_group_used_count": 1, "final_logit_softcapping": 0.0, "logit_scale": 1.0,
     "pooling_type": (0, *POOLED, RANK), "residual_scale": 1.0, "rope.dimension_sections": None, "use_parallel_residual": False,
@@ -148,6 +150,7 @@ _COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"},
 _HALVES = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": half_layers.NAMES, "whole": half_layers.WHOLE, "fused": state_spaces.FUSED,
            "roles": half_layers.ROLES, "outer": half_layers.OUTER, "required": half_layers.REQUIRED,
            "read": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
+_MINICPM_SCALES = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
                    "residual_scale": "residual_multiplier", "logit_scale": "logits_scaling"}
 ARCHITECTURES = {
@@ -193,12 +196,13 @@ ARCHITECTURES = {
                                           keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS}, fused=linear_attention.BY_HEADS,
                                           fused_before=linear_attention.BY_HEADS_BEFORE,
                                           layer_names={**_QWEN_SHARED, **linear_attention.NAMES}, **_LINEAR),
+    qwen4.NAME: Architecture(qwen4.FAMILY, experts=("mlp", qwen3_moe.NAMES), **qwen4.said(_COUNTS | _QWEN_WIDTHS, _QWEN_SHARED)),
     "lfm2": Architecture("lfm2", keys=short_conv.KEYS, **_CONV),
     "lfm2moe": Architecture("lfm2_moe", keys={**short_conv.KEYS, **short_conv.COUNTS}, experts=("feed_forward", mixtral.NAMES), **_CONV),
     "llama4": Architecture(llama4.FAMILY, keys=llama4.KEYS, layer_names=llama4.NAMES, whole=llama4.WHOLE, required=llama4.REQUIRED,
                            experts=("feed_forward", qwen3_moe.NAMES)),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
-    # Neighbours turn together here as in the checkpoints, so that rows are as they are there.
+    # Neighbours turn together here, in chatglm and in glm4 as in the checkpoints, so that rows are as they are there.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={
         **_GLM_NAMES, CORRECTION: "mlp.moe_statics.e_score_correction_bias"}, keys={
         "expert_count": "moe_num_experts", "expert_used_count": "moe_k", "expert_shared_count": "moe_num_shared_experts",
@@ -240,12 +244,10 @@ ARCHITECTURES = {
         "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size"}, layer_names={
         "attn_output": "attention.dense", "attn_q_norm": "attention.query_layernorm", "attn_k_norm": "attention.key_layernorm",
         CORRECTION: "mlp.gate.expert_bias", **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
-    "minicpm": Architecture("minicpm", interleaved=True, keys={"embedding_scale": "scale_emb", "residual_scale": "scale_depth",
-                                                               "logit_scale": "dim_model_base"}),
+    "minicpm": Architecture("minicpm", interleaved=True, keys=_MINICPM_SCALES),
     minicpm3.NAME: Architecture(minicpm3.FAMILY, keys=minicpm3.KEYS, required=minicpm3.REQUIRED, layer_names=latent_attention.NAMES),
-    # The correction has no kind in its name there.
     "hy_v3": Architecture("hy_v3", experts=("mlp", qwen3_moe.NAMES), whole={
-        f"{ROUTER}.weight": "mlp.router.gate.weight", CORRECTION: "mlp.expert_bias"}, layer_names={
+        f"{ROUTER}.weight": "mlp.router.gate.weight", CORRECTION: "mlp.expert_bias"}, layer_names={  # which has no kind there
         CORRECTION: "mlp.expert_bias", **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}}, keys={
         **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts", "expert_weights_scale":
         "router_scaling_factor", "expert_weights_norm": "route_norm", "nextn_predict_layers": "num_nextn_predict_layers",
@@ -322,8 +324,7 @@ ARCHITECTURES = {
     half_layers.DENSE: Architecture(half_layers.FAMILY, keys=half_layers.KEYS, **_HALVES),
     half_layers.MIXED: Architecture(half_layers.FAMILY, keys={**half_layers.KEYS, **half_layers.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
                                     **_HALVES),
-    "olmo": Architecture("olmo", interleaved=True, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps",
-                                                                             "attention.clamp_kqv": "clip_qkv"}),
+    "olmo": Architecture("olmo", interleaved=True, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps", CLAMP: "clip_qkv"}),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
     "olmoe": Architecture("olmoe", config={"norm_topk_prob": False}, keys=_COUNTS, experts=("mlp", qwen3_moe.NAMES)),
     "qwen3moe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
@@ -354,7 +355,6 @@ ARCHITECTURES = {
     muse_glimmer.NAME: Architecture(muse_glimmer.FAMILY, interleaved=True, norm_offset=1.0, as_is=muse_glimmer.AS_IS, pattern=True,
                                     keys=muse_glimmer.KEYS, required=muse_glimmer.REQUIRED, layer_names={
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),
-    # Neighbours turn together in the checkpoints too, so that rows are as they are there.
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
     "ernie4_5": Architecture("ernie4_5"),
     "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, layer_names={
@@ -369,7 +369,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
-    mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
+    qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
                             "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",

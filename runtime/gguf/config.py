@@ -28,6 +28,7 @@ from . import (
     laguna,
     latent_attention,
     minicpm3,
+    qwen4,
     sections,
     stateful,
     step35,
@@ -76,6 +77,8 @@ def parsed(header: GgufHeader, raw: Mapping[str, object], strict: bool = False) 
         message = re.sub(rf"\b(?:{pattern})\b", lambda found: f"{name}.{names[found.group()]}", message)
         message = message.replace("rope_scaling: short_factor", FACTORS if FACTORS in header.tensors else SHORT)
         raise CheckpointError(message, error.hint or REPAIR) from error
+    if name == qwen4.NAME:
+        qwen4.check_numbers(header, name, config)
     if name == "granite" and header.metadata.get(f"{name}.{UNTURNED}") is False:  # this architecture's way to say it
         config = replace(config, ropes=(None,) * config.num_hidden_layers)
     if said := remark(header, name, raw):
@@ -152,6 +155,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
     for role in ("bos", "eos"):
         value = data.get(f"tokenizer.ggml.{role}_token_id")
         raw[f"{role}_token_id"] = value if type(value) is int else None
+    if name == qwen4.NAME:
+        qwen4.end_texts(header, name, raw)
     return raw
 
 

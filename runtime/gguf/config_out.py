@@ -30,6 +30,7 @@ from . import (
     llama4,
     minicpm3,
     muse_glimmer,
+    qwen4,
     rwkv7,
     stateful,
     step35,
@@ -56,7 +57,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compa
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm5_next_text": INDEXED, "glm_moe_dsa": INDEXED,
                "minimax_m3_vl_text": INDEXED,
-               "mistral_large4_text": INDEXED, "qwen4_exp_text": INDEXED,
+               "mistral_large4_text": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mistral4": ": this version does not write how their queries grow",
                "mllama_text_model": ": llama.cpp does not run them",
@@ -70,7 +71,8 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe",
              "exaone_moe", "falcon", "falcon_h1", "gemma", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense",
              "hunyuan_v1_moe", "kolibri1", "lfm2", "lfm2_moe", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
-             "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2")
+             "phi", "qwen2_moe", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_next", "seed_oss", "solar_open", "stablelm", "starcoder2",
+             qwen4.FAMILY)
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
@@ -90,6 +92,7 @@ CONVOLVED = ("lfm2", "lfm2_moe")
 # Families of which files know all that they may have of windows, and more: their modules say so.
 OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
                   kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, muse_glimmer.FAMILY: muse_glimmer.departures,
+                  qwen4.FAMILY: qwen4.departures,
                   step35.FAMILY: step35.departures, **dict.fromkeys((swash.DENSE, swash.MIXED), swash.departures)}
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
@@ -267,6 +270,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys |= swash.stated(config)
     if config.family == muse_glimmer.FAMILY:
         keys |= muse_glimmer.stated(config)
+    if config.family == qwen4.FAMILY:
+        keys |= qwen4.stated(config)
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.family in (bitnet.FAMILY, gemma4.FAMILY):

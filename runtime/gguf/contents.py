@@ -33,6 +33,7 @@ from .joined import Joined, joined, places
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
 from .nextn import mtp_names
+from .qwen4 import table_name
 from .rwkv7 import is_left_out
 from .sources import RAW, TABLE, WHOLE, Source
 from .stateful import DECAYS, GROWTHS
@@ -127,6 +128,7 @@ class _Reading:
             names = groups_in(name, config)
         if name in STACKED:
             names = stacked(name, config)
+        names = table_name(name, config) or names
         behind = tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
         return mtp_names(name, names, config) if name.startswith(behind) else names
 

@@ -29,6 +29,7 @@ from ..conversion.convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import EXPERT, SHARED, expert_of, kind_of
 from ..files.written import demand_folder, what_lies_at
+from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
 from ..sparse.bundles import is_bundled
@@ -205,14 +206,14 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             matrix = kind_of(role)
             own = "F32"
             if matrix in MATRICES or role == "kv_b":
-                own = "Q8_0" if kind == "Q4_0" and role in (*HEADS, "kv_b") else kind
+                own = "Q8_0" if kind == "Q4_0" and (role in (*HEADS, "kv_b") or is_table(role)) else kind
                 own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
                 shape = (len(members), *first.shape)
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
-            elif role.startswith(("state_", "shift_")):
+            elif role.startswith(("state_", "shift_", "ngram_conv")):
                 shape = stateful.shape_in_file(role, config, shape)
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),

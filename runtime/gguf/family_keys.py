@@ -27,6 +27,7 @@ from . import (
     minicpm3,
     mllama,
     muse_glimmer,
+    qwen4,
     rwkv7,
     short_conv,
     state_spaces,
@@ -260,7 +261,8 @@ OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     llama4.FAMILY: lambda of, raw: llama4.add_llama4(of.header, raw, of.stated), mamba.NAME: _windowed(mamba.add_mamba),
     mamba2.NAME: _windowed(mamba2.add_mamba2), "minicpm": _minicpm, minicpm3.FAMILY: _windowed(minicpm3.add_minicpm3),
     "minimax_m2": _minimax, mllama.FAMILY: _windowed(mllama.add_mllama), muse_glimmer.FAMILY: _muse_glimmer,
-    "qwen2_moe": _qwen2_moe, rwkv7.FAMILY: _windowed(rwkv7.add_rwkv7), step35.FAMILY: _step35, swash.DENSE: _swash,
+    "qwen2_moe": _qwen2_moe, qwen4.FAMILY: _named(qwen4.add_qwen4),
+    rwkv7.FAMILY: _windowed(rwkv7.add_rwkv7), step35.FAMILY: _step35, swash.DENSE: _swash,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
 BY_KEY: Mapping[str, Callable[[Given, Raw], None]] = {

@@ -60,7 +60,7 @@ def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray
 
 def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor of a checkpoint."""
-    if role == "state_conv":
+    if role in ("state_conv", "ngram_conv"):
         return shape[0], shape[-1]
     if isinstance(config.state, Mamba2Shape) and role in ("state_decay", "state_skip"):
         return *shape, 1

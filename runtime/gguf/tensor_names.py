@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..families import expert_of, kind_of
+from ..ngrams import is_table
 from . import latent_attention, linear_attention, nextn
 from .architectures import CORRECTION, LAYER, OUTER, ROUTER, SHARE, SHARED_EXPERT, Architecture
+from .qwen4 import TABLE
 
 # Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.
 EXPERTS = {"ffn_gate_exps": "gate", "ffn_up_exps": "up", "ffn_down_exps": "down"}
@@ -65,6 +67,8 @@ ROLES = {
 
 def file_part(role: str, found: Architecture) -> str:
     """What a tensor of a role is called in a file, without its layer and kind. Raises KeyError for a role that files do not have."""
+    if is_table(role):
+        return TABLE
     plain = (role if expert_of(role) is None else kind_of(role)).removesuffix("_bias")
     own = found.roles.get(role) or found.roles.get(plain) or ROLES[plain]
     return f"{own}_exps" if expert_of(role) is not None else own
