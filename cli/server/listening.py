@@ -12,6 +12,7 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
+import h11
 import uvicorn
 from starlette.types import ASGIApp
 from uvicorn.protocols.http.h11_impl import H11Protocol
@@ -20,6 +21,8 @@ from ... import EffllmError, UsageError
 
 GRACE_S = 0.5  # for answers that were ended to say so
 KEEP_S = 75  # that a connection is kept for the next request
+THERE_S, OLD_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
+RESET_S = 0.2  # in which the machine of one that has gone says so
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -84,24 +87,66 @@ class Server(uvicorn.Server):
 
 
 class Connection(H11Protocol):
-    """Closes where no request comes whole: the library waits without an end for the first, and for the rest of one that has begun, however
-    slowly its bytes come, and every connection is an open file."""
+    """Closes where no request comes whole, and where an answer is not taken: the library waits without an end for the first request, for
+    the rest of one that has begun, however slowly its bytes come, and for who stops reading, and every connection is an open file.
+
+    Whoever closes its own side behind a request may wait for the answer, or have gone: the system says the same of both. It tells them
+    apart when something is sent, so an answer that has not begun is preceded by 100 (Continue), which every client of HTTP/1.1 passes over;
+    a stream is something sent anyway. HTTP/1.0 knows nothing that could be sent: what is not answered within a second is for nobody."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
-        self._look = self.loop.call_later(KEEP_S, self._close_unused, self)
+        self._look = self.loop.call_later(KEEP_S, self._close_unused, self, 0)
+        self._says_no_more, self._question = False, None
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
+        if self._question is not None:
+            self._question.cancel()
         super().connection_lost(exc)
 
-    def _close_unused(self, rested: object) -> None:
-        """`rested`: the request that had been answered when this was looked at before; None where one was under way."""
+    def _close_unused(self, rested: object, untaken: int) -> None:
+        """When this was looked at before: `rested`, the request that had been answered, None where one was under way; `untaken`, how many
+        bytes the client had left unread, 0 where there was room for more."""
         resting = self if self.cycle is None else self.cycle if self.cycle.response_complete else None
-        if resting is not None and resting is rested:
+        left = self.transport.get_write_buffer_size() if self.flow.write_paused else 0
+        if resting is not None and resting is rested or left and left == untaken:
             self.transport.abort()
         else:
-            self._look = self.loop.call_later(KEEP_S, self._close_unused, resting)
+            self._look = self.loop.call_later(KEEP_S, self._close_unused, resting, left)
+
+    def eof_received(self) -> bool:
+        """Whether the connection stays: it does until what was asked whole is answered."""
+        is_asked = self.cycle is not None and not self.cycle.response_complete and not self.cycle.more_body
+        if is_asked and not self._says_no_more:
+            self._says_no_more = True
+            self.loop.call_soon(self._ask_whether_there)  # what is known at once is answered first
+        return is_asked
+
+    def on_response_complete(self) -> None:
+        super().on_response_complete()
+        if self._says_no_more and (self.cycle.response_complete or self.cycle.more_body):
+            self.transport.close()
+
+    def _ask_whether_there(self) -> None:
+        if self.transport.is_closing() or self.cycle.response_started:
+            return
+        if self.scope["http_version"] == "1.1":
+            self.transport.write(self.conn.send(h11.InformationalResponse(status_code=100, headers=[], reason="Continue")))
+            self._question = self.loop.call_later(RESET_S, self._look_whether_there)
+        else:
+            self._question = self.loop.call_later(OLD_S, self._give_up)
+
+    def _look_whether_there(self) -> None:
+        """Nothing is read any more, so nobody else sees that the connection was reset."""
+        if not self.transport.is_closing() and self.transport.get_extra_info("socket").getsockopt(socket.SOL_SOCKET, socket.SO_ERROR):
+            self.transport.abort()
+        else:
+            self._question = self.loop.call_later(THERE_S, self._ask_whether_there)
+
+    def _give_up(self) -> None:
+        if not self.cycle.response_started:
+            self.transport.abort()
 
 
 def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready: Callable[[], None], note: Callable[[str], None],
