@@ -12,6 +12,7 @@ from tokenizers import AddedToken
 from effllm import EffllmError, ModelNotFound
 from effllm.runtime.templates.template import TemplateError
 from effllm.runtime.text import Tokenizer, TokenizerError
+from effllm.runtime.tokens.panics import unsaid
 
 sys.path.insert(0, str(Path(__file__).parent))
 from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
@@ -133,3 +134,24 @@ def test_an_unreadable_tokenizer(tmp_path):
     (copy_of_fable(tmp_path) / "tokenizer.json").chmod(0)
     with pytest.raises(ModelNotFound, match="cannot read"):
         Tokenizer.load(tmp_path, CONFIG)
+
+
+@pytest.mark.parametrize(("key", "value"), [("normalizer", {"type": "Precompiled", "precompiled_charsmap": ""}),
+                                            ("model", {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]],
+                                                       "continuing_subword_prefix": "##"})])
+def test_a_panic_of_the_library_is_one_line_too(key, value, tmp_path, capfd):
+    copy_of_fable(tmp_path, tokenizer={key: value})
+    with pytest.raises(TokenizerError, match="is not a tokenizer that can be read: ") as caught:
+        Tokenizer.load(tmp_path, CONFIG)
+    assert "\n" not in caught.value.message and "fetch" in caught.value.hint
+    assert capfd.readouterr().err == ""
+
+
+def test_what_others_say_meanwhile_is_passed_on(capfd):
+    with unsaid():
+        os.write(2, b"a line of another thread\n")
+    with pytest.raises(KeyError), unsaid():
+        os.write(2, b"another one\n")
+        raise KeyError
+    os.write(2, b"the end\n")
+    assert capfd.readouterr().err == "a line of another thread\nanother one\nthe end\n"

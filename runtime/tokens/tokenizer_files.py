@@ -16,6 +16,7 @@ import tokenizers
 from ... import EffllmError, ModelNotFound
 from ..files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from ..hub import PIECES, RANKS, WORLD
+from .panics import is_panic, unsaid
 
 if TYPE_CHECKING:
     from .rank_vocabulary import Ranks
@@ -69,7 +70,8 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
-        backend = tokenizers.Tokenizer.from_str(text)
+        with unsaid():
+            backend = tokenizers.Tokenizer.from_str(text)
     except BaseException as error:
         raise refused(error, f"{path} is not a tokenizer that can be read") from None
     if backend.normalizer is not None and growth(json.loads(backend.normalizer.__getstate__())) > MOST_GROWTH:
@@ -109,7 +111,7 @@ def _steps(normalizer: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 def refused(error: BaseException, what: str) -> BaseException:
     """What to raise for an error of the tokenizer's library: it raises plain Exception, and panics as something that is none."""
-    if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+    if not isinstance(error, Exception) and not is_panic(error):
         return error
     said = " ".join(str(error).split())
     return TokenizerError(f"{what}: {said[:200]}", REFETCH)

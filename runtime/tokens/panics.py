@@ -1,0 +1,43 @@
+"""What the `tokenizers` library says at the terminal when it panics: a page of its own frames. The error that it raises then is told as any
+other, so that page is taken away; whatever else was written meanwhile is passed on."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+STDERR = 2
+_ONE_AT_A_TIME = threading.Lock()  # two that put stderr back in the wrong order would lose it
+
+
+@contextmanager
+def unsaid() -> Iterator[None]:
+    """The library writes to the file of stderr itself, so that is another file for as long as this lasts."""
+    with _ONE_AT_A_TIME:
+        try:
+            own, kept = os.dup(STDERR), tempfile.TemporaryFile()
+        except OSError:  # no stderr, or no room: then it is said
+            yield
+            return
+        has_panicked = False
+        try:
+            os.dup2(kept.fileno(), STDERR)
+            yield
+        except BaseException as error:
+            has_panicked = is_panic(error)
+            raise
+        finally:
+            os.dup2(own, STDERR)
+            os.close(own)
+            with kept:
+                kept.seek(0)
+                if not has_panicked and (said := kept.read()):
+                    os.write(STDERR, said)
+
+
+def is_panic(error: BaseException) -> bool:
+    """It is raised as something that is no Exception, of a type that cannot be imported."""
+    return not isinstance(error, Exception) and type(error).__name__ == "PanicException"
