@@ -144,6 +144,7 @@ def test_an_editor_that_does_not_start_is_one_line(folder: Path, editor: str, sa
 
 def test_a_conversation_is_exported_and_nothing_is_overwritten_unasked(chat: Chat) -> None:
     chat.say(STORY)
+    (chat.folder / "out").mkdir(exist_ok=True)
     assert "wrote 2 messages" in chat.say("/export out/talk.md")
     path = chat.folder / "out" / "talk.md"
     text = path.read_text()
@@ -177,6 +178,7 @@ def test_an_emptied_conversation_takes_the_place_of_a_session_only_where_that_is
 def test_what_a_chat_did_not_save_itself_is_not_saved_over_unasked(chat: Chat) -> None:
     mine, session = chat.folder / "mine.json", chat.folder / "state" / "effllm" / "sessions" / "mine.json"
     chat.say(STORY)
+    (chat.folder / "out").mkdir(exist_ok=True)
     assert "saved 2 messages to out/own.json" in chat.say("/save out/own.json") and "saved 2" in chat.say("/save out/own.json"), "its own"
     assert "saved 2 messages" in chat.say("/save first")
     session.write_bytes((session.parent / "first.json").read_bytes().replace(b'"first"', b'"mine"'))
@@ -203,6 +205,9 @@ def test_exports_that_cannot_be_are_one_line(chat: Chat) -> None:
     for command in ("/save plain/x.json", "/save /proc/nowhere/x.json", "/save ~nobody-here/x.json", "/load ~nobody-here/x.json"):
         answer = chat.say(command)
         assert answer.count("effllm: ") == 1 and answer.count("hint: ") == 1, (command, answer)
+    for command in ("/save talsk/x.json", "/export talsk/a/x.md"):
+        answer = chat.say(command).replace("\n", " ")
+        assert "there is no folder talsk" in answer and "make it: mkdir -p talsk" in answer and not (chat.folder / "talsk").exists()
     assert chat.messages()[0]["content"] == STORY, "the chat went on"
 
 

@@ -11,7 +11,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ... import not_written
+from ... import EffllmError, not_written, typed
 
 PATIENCE_S = 10.0
 UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
@@ -68,14 +68,15 @@ def _is_held(descriptor: int) -> bool:
 
 
 def write_whole(path: Path, text: str, hint: str) -> None:
-    """Write `text` as UTF-8 under its name in one step; folders on the way are made. What was there before stays until then.
+    """Write `text` as UTF-8 under its name in one step. What was there before stays until then.
 
     Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with room or `hint` as that: in a chat
-    nothing is run again.
+    nothing is run again. A folder that is missing is not made: most such paths are mistyped.
     """
     part: Path | None = None
+    if not os.path.exists(above := path.parent):
+        raise EffllmError(f"cannot write {path}: there is no folder {above}", f"make it: mkdir -p {typed(above)}, or {hint}")
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", dir=path.parent)
         part = Path(name)
         with open(descriptor, "wb") as file:
