@@ -25,6 +25,7 @@ from .conversations import Conversations
 from .custom_tools import names_of
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
+from .followed import Events
 from .guard import RECORD
 from .kept_responses import KeptResponses
 from .llama_paths import LlamaPaths
@@ -114,7 +115,7 @@ class Service(OneModel):
         said = [*self._conversations.before(asked), *own]
         answer, names = await self._wanted_response(self._kept.whole(asked, said))
 
-        def keep(response: dict[str, Any], events: Sequence[bytes] = ()) -> None:
+        def keep(response: dict[str, Any], events: Events | None = None) -> None:
             self._kept.keep(asked, said, response, events)
             if asked.conversation_id is not None and response["status"] in (DONE, CUT):
                 self._conversations.answered(asked.conversation_id, [*own, *response["output"]])
@@ -125,8 +126,8 @@ class Service(OneModel):
             return await self.answer(request, asked, shape, partial(self.reply, answer))
         listener = Listener(self.desk.ask(partial(self.reply, answer)), self.note, Record(), self.tally.add)
         running = self._background.begin(shape, listener, keep, self.note)
-        request.scope[RECORD].made = f"{shape.id} goes on in the background"
-        return Following(running.events, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
+        request.scope[RECORD].made, request.scope[RECORD].behind = f"{shape.id} goes on in the background", running.task
+        return Following(running.events, shape.id, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
 
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
+from .followed import Events, Pot, gone
 from .problems import Problem, problem_of
 from .responses_shape import GOES_ON, QUEUED, ResponseShape
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
@@ -22,20 +23,16 @@ UNFOLLOWED = "this response was not asked for with stream and background: ask wi
 
 
 class Running:
-    """One that has not ended. `events` are those so far, each as it is sent, where its program wants to follow them. `keep` is told the
-    response as it ended, with its events."""
+    """One that has not ended. `events` are those so far, of what `pot` has room for, where its program wants to follow them. `keep` is told
+    the response as it ended, with its events."""
 
-    def __init__(self, shape: ResponseShape, listener: Listener, follows: bool, keep: Callable[[dict[str, Any], Sequence[bytes]], None],
+    def __init__(self, shape: ResponseShape, listener: Listener, pot: Pot | None, keep: Callable[[dict[str, Any], Events | None], None],
                  note: Callable[[str], None]) -> None:
-        self._shape, self._listener, self._follows, self._keep, self._note = shape, listener, follows, keep, note
-        self.events: list[bytes] = []
+        self._shape, self._listener, self._pot, self._keep, self._note = shape, listener, pot, keep, note
+        self.events = None if pot is None else pot.begin()
         self._state, self._ended, self._changed = QUEUED, None, asyncio.Event()
         self._tell(shape.first())
-        self._task = asyncio.ensure_future(self._written())
-
-    @property
-    def follows(self) -> bool:
-        return self._follows
+        self.task = asyncio.ensure_future(self._written())
 
     @property
     def has_ended(self) -> bool:
@@ -49,7 +46,7 @@ class Running:
     def cancel(self) -> None:
         """The answer ends behind its current token, and is what there is of it."""
         if not self.has_ended:
-            self._task.cancel()
+            self.task.cancel()
             self._end(self._shape.cancelled())
 
     async def changed(self, seconds: float | None = None) -> bool:
@@ -80,14 +77,16 @@ class Running:
     def _end(self, response: dict[str, Any]) -> None:
         self._listener.job.leave()
         self._ended = response
+        if self._pot is not None:
+            self._pot.end(self.events)
         try:
             self._keep(response, self.events)
         finally:
             self._changed.set()
 
     def _tell(self, pieces: Sequence[dict[str, Any]]) -> None:
-        if self._follows:
-            self.events += [written(self._shape, [piece]) for piece in pieces]
+        if self._pot is not None:
+            self._pot.add(self.events, [written(self._shape, [piece]) for piece in pieces])
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -97,14 +96,15 @@ class Background:
 
     def __init__(self) -> None:
         self._running: dict[str, Running] = {}
+        self._pot = Pot()
 
-    def begin(self, shape: ResponseShape, listener: Listener, keep: Callable[[dict[str, Any], Sequence[bytes]], None],
+    def begin(self, shape: ResponseShape, listener: Listener, keep: Callable[[dict[str, Any], Events | None], None],
               note: Callable[[str], None]) -> Running:
-        def ended(response: dict[str, Any], events: Sequence[bytes]) -> None:
+        def ended(response: dict[str, Any], events: Events | None) -> None:
             del self._running[shape.id]
             keep(response, events)
 
-        running = self._running[shape.id] = Running(shape, listener, shape.asked.stream is True, ended, note)
+        running = self._running[shape.id] = Running(shape, listener, self._pot if shape.asked.stream is True else None, ended, note)
         return running
 
     def find(self, name: str) -> Running | None:
@@ -118,11 +118,12 @@ class Background:
 
 
 class Following(Response):
-    """The events of a response, those behind the first `after` of them, and those to come while it is `running`."""
+    """The events of a response from a number on, and those to come while it is `running`. Raises Problem where some of them have gone."""
 
-    def __init__(self, events: Sequence[bytes], running: Running | None = None, after: int = 0) -> None:
-        self._events, self._running, self._at = events, running, after
-        self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {HELD: running.response["id"]})}
+    def __init__(self, events: Events, name: str, running: Running | None = None, at: int = 0) -> None:
+        events.behind(at, name)
+        self._events, self._name, self._running, self._at = events, name, running, at
+        self._headers = {"content-type": EVENTS, **HEADERS, **({} if running is None else {HELD: name})}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await unless_gone(receive, self._sent(send), lambda: None)
@@ -138,7 +139,11 @@ class Following(Response):
         running = self._running
         while True:
             has_ended = running is None or running.has_ended
-            more = b"".join(self._events[self._at :])
+            try:
+                more = self._events.behind(self._at, self._name)
+            except Problem as problem:  # its client reads more slowly than they come
+                yield gone(problem, self._at)
+                return
             self._at = max(self._at, len(self._events))
             if more:
                 yield more

@@ -86,7 +86,7 @@ class Guard:
 
     def __init__(self, app: ASGIApp, rules: Rules, say: Callable[[str, str, int, Record], None]) -> None:
         self._app, self._rules, self._say = app, rules, say
-        self._held = 0  # bytes of the bodies of all requests that are not answered
+        self._held = 0  # bytes of the bodies of all requests that are not answered, nor what goes on behind their answers
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -129,8 +129,14 @@ class Guard:
             if status == GONE:
                 await problem_response(internal(error), scope["path"])(scope, receive, sending)
         finally:
-            self._held -= own
+            if record.behind is None:
+                self._held -= own
+            else:
+                record.behind.add_done_callback(lambda _: self._release(own))
             self._say(scope["method"], scope["path"], status, record)
+
+    def _release(self, nbytes: int) -> None:
+        self._held -= nbytes
 
 
 def preflight(headers: Headers) -> Response:

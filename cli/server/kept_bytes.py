@@ -6,7 +6,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 
-KINDS = ("responses", "conversations", "threads")
+KINDS = ("responses", "events of those in the background", "conversations", "threads")
 MOST_NBYTES = 16 << 20  # of each kind; one that is larger is not kept
 KEPT_NBYTES = len(KINDS) * MOST_NBYTES
 OF_AN_ENTRY = 512  # bytes of what holds one of them by its name

@@ -9,6 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from .followed import Events
 from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .problems import Problem
 from .responses_fields import COMPACTION, NOT_KEPT, ResponsesAsked
@@ -28,7 +29,7 @@ class Kept:
     said: Sequence[Item]
     response: Mapping[str, Any]
     nbytes: int
-    events: Sequence[bytes] = ()
+    events: Events | None = None
 
     @property
     def answered(self) -> Sequence[Item]:
@@ -68,14 +69,15 @@ class KeptResponses:
             name = kept.before
         return before
 
-    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any], events: Sequence[bytes] = ()) -> None:
-        """A response that has ended; the oldest make room for it. Of its events there are none where both would be too much."""
+    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any], events: Events | None = None) -> None:
+        """A response that has ended; the oldest make room for it. Of its events the newest are kept that both have room for."""
         nbytes = nbytes_of([*own, response]) + OF_AN_ENTRY
         if asked.store is False or nbytes > self._most:
             return
-        if nbytes + (more := sum(map(nbytes_of, events))) > self._most:
-            events, more = (), 0
-        nbytes += more
+        if events is not None:
+            while nbytes + events.nbytes > self._most:
+                events.make_room()
+            nbytes += events.nbytes
         self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes, events)
         self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
@@ -86,7 +88,7 @@ class KeptResponses:
         """A response, as it was told. Raises Problem."""
         return self._found(name).response
 
-    def events(self, name: str) -> Sequence[bytes]:
+    def events(self, name: str) -> Events | None:
         """Of a response, if it was followed. Raises Problem."""
         return self._found(name).events
 

@@ -63,9 +63,9 @@ class ResponsesPaths:
         if query.get("stream", "false") == "false":
             request.scope[RECORD].is_minor = running is not None  # programs ask many times a second
             return json_response(self._kept.told(name) if running is None else running.response)
-        if not (events := self._kept.events(name) if running is None else running.events):
+        if (events := self._kept.events(name) if running is None else running.events) is None:
             raise Problem(400, UNFOLLOWED, param="stream", code="unsupported_parameter")
-        return Following(events, running, behind(query.get("starting_after")))
+        return Following(events, name, running, behind(query.get("starting_after")))
 
     async def forget(self, request: Request) -> Response:
         if (running := self._background.find(name := request.path_params["name"])) is not None:
