@@ -10,6 +10,8 @@ import pytest
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, QUESTION, Reply, Served, serving, until
 
+from effllm.cli.server.sealing import unsealed
+
 BEHIND = {"background": True}
 GOING = ("queued", "in_progress")
 LONG = 1800  # tokens of an answer that does not end while a test looks at it
@@ -134,6 +136,50 @@ def test_a_conversation_becomes_short_and_goes_on(server: Served) -> None:
     assert [each["type"] for each in again["output"]] == ["message"] * 4 + ["compaction"]
     alone = server.ask("POST", "/v1/responses/compact", {"input": QUESTION, "max_output_tokens": 8, "stream": True}).json
     assert alone["output"][0]["content"] == [{"type": "input_text", "text": QUESTION}]
+
+
+TALK = [{"role": "developer", "content": "Be brief."}, *ASKED, {"role": "assistant", "content": "There was a fox. " * 40},
+        {"role": "user", "content": "And the king?"}]
+SHORT = {"context_management": [{"type": "compaction", "compact_threshold": 150}]}
+
+
+def test_a_long_conversation_becomes_short_by_itself(server: Served) -> None:
+    plain, made = server.respond(TALK).json, server.respond(TALK, **SHORT).json
+    assert [item["type"] for item in plain["output"]] == ["message"]
+    assert [item["type"] for item in made["output"]] == ["compaction", "message"]
+    notes = unsealed(made["output"][0]["encrypted_content"], "here")
+    expected = server.respond([TALK[0], {"role": "user", "content": [{"type": "input_text", "text": text}
+                                                                     for text in (notes, TALK[-1]["content"])]}])
+    assert said(expected.json) == said({"output": made["output"][1:]}), "notes and the newest are what it was asked"
+    assert made["usage"]["input_tokens"] == expected.json["usage"]["input_tokens"]
+    go_on = {"role": "user", "content": "Go on."}
+    whole, newest = server.respond([*TALK, *made["output"], go_on]).json, server.respond([TALK[0], *made["output"], go_on]).json
+    named = server.respond([go_on], previous_response_id=made["id"]).json
+    assert said(whole) == said(newest) == said(named) and len({each["usage"]["input_tokens"] for each in (whole, newest, named)}) == 1
+    assert server.respond(QUESTION, **SHORT).json["output"][0]["type"] == "message", "it is short"
+    assert server.respond("fox " * 400, **SHORT).json["output"][0]["type"] == "message", "there is nothing before"
+
+
+def test_it_is_told_as_it_becomes_short(server: Served) -> None:
+    plain = server.respond(TALK, **SHORT).json
+    for fields in ({}, BEHIND):
+        events = [event for event in server.respond(TALK, stream=True, **SHORT, **fields).named_events if event["type"] != "keepalive"]
+        item = next(event for event in events if event["type"] == "response.output_item.done")["item"]
+        assert item["type"] == "compaction" and item == events[-1]["response"]["output"][0]
+        assert said({"output": events[-1]["response"]["output"][1:]}) == said({"output": plain["output"][1:]})
+    talk = [*TALK[:3], {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": "There is a king."}]
+    looked = server.respond(talk, **SHORT)
+    assert looked.status == 200 and [item["type"] for item in looked.json["output"]] == ["compaction", "message"]
+
+
+@pytest.mark.parametrize(("given", "param"), [
+    ([{"type": "other"}], "context_management[0].type"), ([7], "context_management[0]"), ({}, "context_management"),
+    ([{"type": "compaction", "compact_threshold": 0}], "context_management[0].compact_threshold"),
+    ([{"type": "compaction", "compact_threshold": "many"}], "context_management[0].compact_threshold")])
+def test_what_says_no_bound_of_a_conversation(server: Served, given: object, param: str) -> None:
+    refused = server.respond(context_management=given)
+    assert refused.status == 400 and refused.error["param"] == param
 
 
 @pytest.mark.parametrize(("fields", "param", "words"), [

@@ -4,6 +4,7 @@ request is of, it is read as one of chat completions, or of completions, and its
 from __future__ import annotations
 
 import asyncio
+import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, papers, responses_fields
 from . import pictures as pictures_sent
 from .background import HELD, UNKEPT, Background, Following
-from .compaction import COMPACT, CompactionShape, staying, summing_up
+from .compaction import COMPACT, CompactionShape, behind_notes, filled, most_of, notes_room, shortened, staying, summing_up
 from .conversations import Conversations
 from .custom_tools import names_of
 from .desk import Start
@@ -113,7 +114,9 @@ class Service(OneModel):
         self._background.demand_ended(asked.previous_response_id)
         own = self._kept.own(asked)
         said = [*self._conversations.before(asked), *own]
-        answer, names = await self._wanted_response(self._kept.whole(asked, said))
+        whole_request = self._kept.whole(asked, said)
+        answer, names = await self._wanted_response(whole_request)
+        start = await self._in_room(whole_request, said, answer)
 
         def keep(response: dict[str, Any], events: Events | None = None) -> None:
             self._kept.keep(asked, said, response, events)
@@ -123,11 +126,24 @@ class Service(OneModel):
         shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None,
                               None if asked.background else keep)
         if not asked.background:
-            return await self.answer(request, asked, shape, partial(self.reply, answer))
-        listener = Listener(self.desk.ask(partial(self.reply, answer)), self.note, Record(), self.tally.add)
+            return await self.answer(request, asked, shape, start)
+        listener = Listener(self.desk.ask(start), self.note, Record(), self.tally.add)
         running = self._background.begin(shape, listener, keep, self.note)
         request.scope[RECORD].made, request.scope[RECORD].behind = f"{shape.id} goes on in the background", running.task
         return Following(running.events, shape.id, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
+
+    async def _in_room(self, asked: ResponsesAsked, own: Sequence[dict[str, Any]], answer: Wanted) -> Start:
+        """What begins an answer to a request, behind what its conversation comes to where that is too long for what it asks for."""
+        most, items = most_of(asked, self.replies.engine.n_ctx), asked.input if isinstance(asked.input, list) else own
+        if most is None or await self._count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
+            return partial(self.reply, answer)
+        notes, _ = await self._wanted_response(summing_up(asked, items, notes_room(self.replies.engine.n_ctx)))
+        again, _ = await self._wanted_response(short)
+
+        def behind(text: str) -> Start:
+            return partial(self.reply, replace(again, messages=filled(again.messages, place, text), pictures=answer.pictures))
+
+        return behind_notes(partial(self.reply, notes), behind)
 
     async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
@@ -142,7 +158,7 @@ class Service(OneModel):
         if not (items := own if isinstance(before, str) else before):
             raise Problem(400, "input is missing", param="input", hint="it is the conversation that is to become short")
         shape = CompactionShape(deepcopy(staying(items)))
-        answer, _ = await self._wanted_response(summing_up(asked, items))
+        answer, _ = await self._wanted_response(summing_up(asked, items, asked.max_output_tokens))
         return await self.answer(request, asked.model_copy(update={"stream": False}), shape, partial(self.reply, answer))
 
     async def messages(self, request: Request) -> Response:
@@ -171,8 +187,10 @@ class Service(OneModel):
 
     async def _counted(self, wanted: Wanted, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
         """How many tokens the prompt has, beside what else is `told`."""
-        count = await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
-        return json_response({**told, "input_tokens": count})
+        return json_response({**told, "input_tokens": await self._count(wanted)})
+
+    async def _count(self, wanted: Wanted) -> int:
+        return await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
 
     async def ollama_chat(self, request: Request) -> Response:
         asked = await self._asked_as_ollama(request, OllamaChat)

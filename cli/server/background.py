@@ -15,6 +15,7 @@ from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
 from .followed import Events, Pot, gone
 from .problems import Problem, problem_of
 from .responses_shape import GOES_ON, QUEUED, ResponseShape
+from .several import Ended
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
 
 HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
@@ -64,7 +65,7 @@ class Running:
                 if self._state == QUEUED:
                     self._state = GOES_ON
                     self._tell(shape.begun())
-                if isinstance(event, PromptRead | TextDelta | Call):
+                if isinstance(event, PromptRead | TextDelta | Call | Ended):
                     self._tell(shape.add(event))
             last, said = shape.last(event.stats), cost(event.stats)
         except Exception as error:  # whatever it is: nobody waits who could be told otherwise

@@ -14,7 +14,7 @@ from ...runtime.calls.free_text import FREE
 from .custom_tools import function_of
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem
-from .sealing import unsealed
+from .sealing import is_alone, unsealed
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns, object_of, text_at
 
@@ -38,7 +38,7 @@ class Conversation(Body):
 
 class ResponsesAsked(Asked):
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NOT_HERE, "prompt": (), "truncation": ("disabled",), "context_management": ([],)}
+        **NOT_HERE, "prompt": (), "truncation": ("disabled",)}
 
     input: Any = None  # beside what came before there may be none
     instructions: str | None = None
@@ -55,6 +55,7 @@ class ResponsesAsked(Asked):
     include: list[str] | None = None
     top_logprobs: int | None = None
     metadata: dict[str, Any] | None = None
+    context_management: list[dict[str, Any]] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     @property
@@ -150,12 +151,26 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
     elif not isinstance(asked.input, list):
         raise Problem(400, "input is a text or a list of items", param="input")
     else:
+        begins = begin_of(asked.input)
         for number, item in enumerate(asked.input):
+            if number < begins and not is_systems(item):
+                continue
             if not isinstance(item, dict):
                 raise Problem(400, f"input[{number}] is no item", param=f"input[{number}]",
                               hint='an item is an object, as {"role": "user", "content": "..."}')
             _add(turns, item, f"input[{number}]")
     return turns.messages
+
+
+def begin_of(items: list[Any]) -> int:
+    """The place of the last item that stands for all before it, but for a system prompt; 0 where none does."""
+    alone = (at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
+             and is_alone(item.get("encrypted_content")))
+    return max(alone, default=0)
+
+
+def is_systems(item: Any) -> bool:
+    return isinstance(item, dict) and kind_of(item) == "message" and item.get("role") in ("system", "developer")
 
 
 def demand_items(items: list[dict[str, Any]]) -> None:
@@ -185,7 +200,8 @@ def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     elif kind in OUTPUTS:
         turns.give_back(text_at(item, "call_id", where), texts_of(item.get("output"), f"{where}.output"))
     elif kind == COMPACTION:
-        turns.say(ASSISTANT, [unsealed(item.get("encrypted_content"), where)])
+        has_begun = any(message["role"] == USER for message in turns.messages)  # a template begins with its user
+        turns.say(ASSISTANT if has_begun else USER, [unsealed(item.get("encrypted_content"), where)])
     elif kind == "reasoning":
         parts = item.get("content") or item.get("summary")
         parts = parts if isinstance(parts, list) else []

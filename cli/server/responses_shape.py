@@ -14,7 +14,9 @@ from ...runtime.text import Tokenizer
 from .custom_tools import input_of
 from .logprobs import TokenList
 from .problems import TOO_LONG, Problem
-from .responses_fields import Names, ResponsesAsked
+from .responses_fields import COMPACTION, Names, ResponsesAsked
+from .sealing import sealed
+from .several import Ended
 from .shapes import Shape
 from .tools import CallList
 
@@ -73,9 +75,11 @@ class ResponseShape(Shape):
         """What is told when its turn has come."""
         return [self._event("response.in_progress", response=self.response(GOES_ON))]
 
-    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
+        if isinstance(event, Ended):
+            return self._shortened(event.stats.text)
         if isinstance(event, Call):
             return [*self._close(), *self._called(event)]
         kind = MESSAGE if event.kind == "answer" else self.thinking
@@ -189,6 +193,12 @@ class ResponseShape(Shape):
                 self._event("response.output_item.done", output_index=at, item=done)]
         self.items.append(done)
         return made
+
+    def _shortened(self, notes: str) -> list[dict[str, object]]:
+        """What the conversation before came to, of which the answer goes on."""
+        item, at = {"id": new_id("cmp"), "type": COMPACTION, "encrypted_content": sealed(notes, alone=True)}, len(self.items)
+        self.items.append(item)
+        return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]
 
 
 def _part(kind: Kind, text: str, told: list[dict[str, object]]) -> dict[str, object]:

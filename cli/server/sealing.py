@@ -10,20 +10,26 @@ import binascii
 
 from .problems import Problem
 
-MARK = b"effllm:"
+MARK, ALONE = b"effllm:", b"effllm.alone:"  # the latter stands for all that was said before it
 HEAD = "What was said before, in short:\n"
 
 
-def sealed(text: str) -> str:
-    return base64.b64encode(MARK + text.encode("utf-8", "replace")).decode()
+def sealed(text: str, alone: bool = False) -> str:
+    return base64.b64encode((ALONE if alone else MARK) + text.encode("utf-8", "replace")).decode()
+
+
+def is_alone(content: object) -> bool:
+    """Whether nothing but a system prompt is to be read of what came before."""
+    return isinstance(content, str) and content.startswith(base64.b64encode(ALONE).decode()[: 4 * (len(ALONE) // 3)])
 
 
 def unsealed(content: object, where: str) -> str:
     """The words of an item of type compaction. Raises Problem for one that was not made here."""
     try:
         data = base64.b64decode(content, validate=True) if isinstance(content, str) else b""
-        if data.startswith(MARK):
-            return HEAD + data.removeprefix(MARK).decode()
+        for mark in (MARK, ALONE):
+            if data.startswith(mark):
+                return HEAD + data.removeprefix(mark).decode()
     except (binascii.Error, ValueError):
         pass
     raise Problem(400, f"{where}.encrypted_content was not made by this program, and nobody else can read it", param=where,
