@@ -75,6 +75,7 @@ def test_what_is_told_of_it(server: Served) -> None:
     (held,) = server.ask("GET", "/api/ps").json["models"]
     assert held["size"] > 0 and held["context_length"] == 64
     assert server.ask("GET", "/api/tags").json["models"][0]["details"]["family"] == "bert"
+    assert [(each["type"], each["capabilities"]) for each in server.ask("GET", "/api/v0/models").json["data"]] == [("embeddings", [])]
     ids = server.ask("POST", "/tokenize", {"content": "the fox", "add_special": True}).json["tokens"]
     assert ids[0] == 2 and ids[-1] == 3 and server.ask("POST", "/detokenize", {"tokens": ids[1:-1]}).json["content"] == "the fox"
     assert server.ask("POST", "/v1/embeddings", {"input": "a", "model": "other"}).status == 404

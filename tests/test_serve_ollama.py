@@ -308,3 +308,21 @@ def test_a_larger_context_than_there_is_is_remarked_once(server: Served) -> None
     for context in (2048, 512.0, 8192, 8192.0):
         assert chat(server, stream=False, options={"num_ctx": context, "num_predict": 1, "num_gpu": 1, "num_thread": 2}).status == 200
     assert server.err.count("num_ctx") == 1 and "num_ctx 8192: the context is 2048 tokens (-c)" in server.err
+
+
+def test_programs_of_lm_studio_are_answered_at_its_paths(server):
+    listed = server.ask("GET", "/api/v0/models").json
+    model, = listed["data"]
+    assert listed["object"] == "list" and server.ask("GET", "/api/v0/models/fable").json == model
+    assert {name: model[name] for name in ("id", "object", "type", "publisher", "arch", "compatibility_type", "state", "capabilities")} == {
+        "id": "fable", "object": "model", "type": "llm", "publisher": "effllm", "arch": "llama", "compatibility_type": "mlx",
+        "state": "loaded", "capabilities": ["tool_use"]}
+    assert model["max_context_length"] == model["loaded_context_length"] == 2048 and model["quantization"]
+    asked = {"model": "fable", "messages": ASKED, "temperature": 0, "max_tokens": 8}
+    assert server.ask("POST", "/api/v0/chat/completions", asked).json["choices"] == server.chat(max_tokens=8).json["choices"]
+    pieces = server.ask("POST", "/api/v0/completions", {"prompt": "Once", "temperature": 0, "max_tokens": 8, "stream": True}).events
+    assert "".join(piece["choices"][0]["text"] for piece in pieces) == server.complete("Once", max_tokens=8).json["choices"][0]["text"]
+    for method, path, body in (("GET", "/api/v0/models/other", None), ("POST", "/api/v0/chat/completions", {**asked, "model": "other"})):
+        refused = server.ask(method, path, body)
+        assert refused.status == 404 and refused.error["code"] == "model_not_found", "as OpenAI's API has errors"
+    assert server.ask("POST", "/api/v0/embeddings", {"input": "Once"}).error["message"].startswith("this model was not made for")

@@ -37,7 +37,7 @@ from .metrics import Tally
 from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
-from .one_model import COUNTED, OneModel
+from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .pictures import Sent
 from .problems import LEAVE_IT, MESSAGES, OLLAMA, Problem, problem_of
 from .responses_fields import Names, ResponsesAsked
@@ -89,8 +89,7 @@ class Service(OneModel):
 
     def routes(self) -> list[Route]:
         post = partial(Route, methods=["POST"])
-        return [*super().routes(), *(post(path, self.chat) for path in ("/v1/chat/completions", "/chat/completions")),
-                post("/v1/completions", self.text),
+        return [*super().routes(), *(post(path, self.chat) for path in CHATS), *(post(path, self.text) for path in TEXTS),
                 *(post(path, self.responses) for path in ("/v1/responses", "/responses")),
                 *(post(path, self.compact) for path in COMPACT),
                 *(post(path, self.count_response) for path in COUNTED[:2]), *(post(path, self.count_chat) for path in COUNTED[2:]),

@@ -22,7 +22,7 @@ from .guard import RECORD
 from .llama_fields import prompts_in
 from .ollama_fields import waited_ns
 from .ollama_shape import NS
-from .problems import BY_PARTS, OLLAMA, Problem
+from .problems import BY_PARTS, LM_STUDIO, OLLAMA, Problem
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
@@ -89,6 +89,7 @@ class Embeddings:
 
     def routes(self) -> list[Route]:
         answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai, "/embedding": self.llama,
+                   f"{LM_STUDIO}embeddings": self.openai,
                    f"{OLLAMA}embed": self.ollama, f"{OLLAMA}embeddings": self.single}
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 

@@ -14,10 +14,10 @@ from ...runtime.answers.encodings import Encodings
 from .compaction import COMPACT
 from .llama_paths import TokenPaths
 from .ollama import OllamaEncoder
-from .one_model import COUNTED, OneModel
+from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
 
-WRITING = ("/v1/chat/completions", "/chat/completions", "/v1/completions", "/completion", "/completions", "/infill", "/apply-template",
+WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-template",
            "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
 
 

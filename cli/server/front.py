@@ -35,9 +35,9 @@ from .messages_shape import MessageShape
 from .ollama_fields import untagged
 from .ollama_front import OllamaFront
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
-from .one_model import COUNTED, on_left, on_path, on_problem
+from .one_model import CHATS, COUNTED, TEXTS, on_left, on_path, on_problem
 from .passing import Broken, passed_on
-from .problems import MESSAGES, OLLAMA, Problem, closing
+from .problems import LM_STUDIO, MESSAGES, OLLAMA, Problem, closing
 from .relaying import Glance, Relay, Search
 from .reranking import PATHS as RERANKING
 from .residents import Resident, Residents
@@ -80,14 +80,15 @@ class Passed:
     streams: bool = False
 
 
-PASSED = (Passed(("/v1/chat/completions", "/chat/completions"), lambda name, body: ChatShape(name)),
-          Passed(("/v1/completions",), lambda name, body: TextShape(name)),
+PASSED = (Passed(CHATS, lambda name, body: ChatShape(name)),
+          Passed(TEXTS, lambda name, body: TextShape(name)),
           Passed(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
           Passed(("/v1/responses", "/responses"), response_shape),
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
-          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings")), Passed(RERANKING),
+          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
+          Passed(RERANKING),
           Passed((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever

@@ -15,6 +15,7 @@ from starlette.routing import Route
 from ... import __version__, typed
 from .bodies import read
 from .lasting import FOREVER_S
+from .lm_studio import LmStudio
 from .ollama_fields import Named, untagged
 from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags
 from .problems import OLLAMA, Problem
@@ -46,7 +47,7 @@ class OllamaModels:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand_here)]
+                *common_routes(self._demand_here), *LmStudio(self.about, self._demand).routes()]
 
     async def tags(self, request: Request) -> Response:
         return json_response(tags([await self._model()]))
@@ -66,7 +67,15 @@ class OllamaModels:
 
     @cached_property
     def _shown(self) -> dict[str, object]:
-        return shown(self._listed, of_engine(self._replies), self._defaults)
+        return shown(*self.about(), self._defaults)
+
+    def about(self) -> tuple[Listed, Files]:
+        """What its files tell. Reads them once."""
+        return self._listed, self._files
+
+    @cached_property
+    def _files(self) -> Files:
+        return of_engine(self._replies)
 
     @cached_property
     def _listed(self) -> Listed:
@@ -86,8 +95,12 @@ class OllamaEncoder(OllamaModels):
 
     @cached_property
     def _shown(self) -> dict[str, object]:
+        return shown(*self.about())
+
+    @cached_property
+    def _files(self) -> Files:
         encoder = self._replies.encoder
-        return shown(self._listed, Files(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx))
+        return Files(encoder.folder, encoder.config, encoder.tokenizer, encoder.n_ctx)
 
     @cached_property
     def _listed(self) -> Listed:

@@ -13,6 +13,7 @@ from starlette.routing import Route
 
 from ... import EffllmError
 from .lasting import FOREVER_S
+from .lm_studio import LmStudioFront
 from .ollama import common_routes, named, version
 from .ollama_models import Listed, Running, digest_of, of_folder, running, shown, tags
 from .problems import OLLAMA
@@ -31,7 +32,7 @@ class OllamaFront:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand)]
+                *common_routes(self._demand), *LmStudioFront(self._front, listed).routes()]
 
     async def tags(self, request: Request) -> Response:
         states = await self._front.states()

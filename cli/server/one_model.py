@@ -24,7 +24,7 @@ from .embeddings import Embeddings
 from .fields import Kind
 from .guard import RECORD
 from .ollama_fields import untagged
-from .problems import FAILED, NO_MODEL, Problem, closing, problem_of
+from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of
 from .reranking import Reranking
 from .streams import GONE, LEFT, json_response, problem_response
 
@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from ...runtime.answers.replies import Replies
 
 SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
+
+CHATS = ("/v1/chat/completions", "/chat/completions", f"{LM_STUDIO}chat/completions")
+TEXTS = ("/v1/completions", f"{LM_STUDIO}completions")
 
 # Where a request's tokens are counted: one of Responses, as OpenAI has it, and of a chat, as llama-server.
 COUNTED = ("/v1/responses/input_tokens", "/responses/input_tokens", "/v1/chat/completions/input_tokens", "/chat/completions/input_tokens")

@@ -14,7 +14,7 @@ UNSUPPORTED = "not_supported_error"
 TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
 MESSAGES = "/v1/messages"  # Anthropic's API
-OLLAMA = "/api/"
+OLLAMA, LM_STUDIO = "/api/", "/api/v0/"  # the latter has OpenAI's errors
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
 CLOSING = "the server ends"
@@ -48,7 +48,7 @@ class Problem(Exception):
 
     def at(self, path: str) -> dict[str, object]:
         """As the API has it that is spoken at a path."""
-        if path.startswith(OLLAMA):
+        if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO):
             return self.to_ollama()
         return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
 
