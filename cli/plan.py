@@ -181,7 +181,8 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
                        "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
-                        "draft_bytes": drafting.draft_nbytes, "mtp": drafting.mtp, "mtp_bytes": drafting.mtp_nbytes},
+                        "draft_bytes": drafting.draft_nbytes, "draft_bits": drafting.draft_bits or None, "mtp": drafting.mtp,
+                        "mtp_bytes": drafting.mtp_nbytes},
         "adapters": {"names": list(prepared.adapted.names), "matrices": len(prepared.adapted.weights), "rank": prepared.adapted.rank,
                      "bytes": prepared.adapted.nbytes, "measuring_s": measuring_s(prepared)},
         "sight_bytes": sum(prepared.senses.values()),
@@ -320,7 +321,8 @@ def drafts(prepared: Prepared) -> str:
     from ..offload.size import format_size
 
     model, drafting = prepared.speculating.draft, prepared.speculating
-    taken = "" if model is None else f" and by {model.folder.name} ({format_size(drafting.draft_nbytes)})"
+    rounded = f", rounded to {drafting.draft_bits} bits like the model" if drafting.draft_bits else ""
+    taken = "" if model is None else f" and by {model.folder.name} ({format_size(drafting.draft_nbytes)}{rounded})"
     if drafting.mtp:
         return (f"drafts by the model's own layer for multi-token prediction ({format_size(drafting.mtp_nbytes)}) and from the text, "
                 "several verified in a pass: where they are right, tokens come faster than predicted")

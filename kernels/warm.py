@@ -20,8 +20,8 @@ MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 
 
-KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats", "adapters")
-RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS, ADAPTERS = KINDS
+KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats", "adapters", "rounding")
+RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS, ADAPTERS, ROUNDING = KINDS
 
 
 def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
@@ -29,7 +29,8 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     EXACT their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them,
     BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other
     tools in order, or widens them, MIXERS what layers have in the place of attention over keys and values, FLOATS products with
-    floats of eight bits, ADAPTERS what they add. Those first that take longest to compile."""
+    floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read. Those first that take longest to
+    compile."""
     from . import threads
     from .cpu import (
         attention,
@@ -64,6 +65,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         packed,
         packed_rows,
         pool_loops,
+        quantise,
         rescaling,
         residual_loops,
         roof,
@@ -83,7 +85,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     modules = {KV: (many, few, seal, merge), LOW_BIT: (packed, products, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
                BUNDLED: (neurons,), SPARSE: (estimate, choice),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
-               FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths),
+               FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths), ROUNDING: (quantise,),
                RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, rwkv7_loops,
                        latent_loops, stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention,

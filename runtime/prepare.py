@@ -227,7 +227,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")
     check_context(options, config)
-    options, draft = draft_model.draft_or_without(folder, config, options, notices) if card is None else (options, None)
+    options, draft = draft_model.draft_or_without(folder, config, container, options, notices) if card is None else (options, None)
     if draft is not None and unless_planned is not None:
         unless_planned.callback(draft.store.close)
     bundled, beside_weights = is_bundled(container), adapted(options.lora, config, tensors)  # before the process is weighed

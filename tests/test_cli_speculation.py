@@ -43,7 +43,7 @@ def test_who_asked_for_drafts_reads_why_none_came(asked: tuple[str, ...]) -> Non
 def test_the_plan_says_who_drafts() -> None:
     auto, off, lookup, drafted = (Ran("plan", "fable", "--no-probe", "--json", *more).json["speculation"]
                                   for more in ((), ("--spec", "off"), ("--spec", "lookup"), ("--draft", "fable")))
-    assert off == {"lookup": False, "draft": None, "draft_bytes": 0, "mtp": False, "mtp_bytes": 0}
+    assert off == {"lookup": False, "draft": None, "draft_bytes": 0, "draft_bits": None, "mtp": False, "mtp_bytes": 0}
     assert auto == lookup == {**off, "lookup": True}
     assert Path(drafted["draft"]) == FABLE and drafted["draft_bytes"] > 11_540_992
     shown = Ran("plan", "fable", "--no-probe", "--draft", "fable").out

@@ -17,6 +17,8 @@ from transformers.models.gemma4_assistant import Gemma4AssistantForCausalLM
 from transformers.models.gemma4_unified import Gemma4UnifiedTextConfig
 from transformers.models.gemma4_unified_assistant import Gemma4UnifiedAssistantForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm, LlamaRotaryEmbedding
+from transformers.models.qwen3 import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 VOCABULARY = 300
 # Targets: one whose last layers share keys and values, one in which all layers have their own, and one that takes pictures.
@@ -112,25 +114,35 @@ class Head:
     embed: nn.Module | None
     target: nn.Module | None = None
     reads: tuple[int, ...] = (2, 3, 3)
+    more: tuple[nn.Module, ...] = ()
+    fed_normed: bool = False
 
     def scores(self, ids: list[int], tokens: int) -> list[torch.Tensor]:
         """Of each of so many guesses behind a text, of which the target has read all but the last, float64 [draft vocabulary]."""
         found, text = [], list(ids)
         with torch.inference_mode():
             seen = []
-            layers = [self.target.model.layers[each] for each in self.reads]
-            hooks = [layer.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for layer in layers]
+            places = [self.target.model.layers[each] for each in self.reads] if "fc" in self.parts else [self.target.model.norm]
+            hooks = [place.register_forward_pre_hook(lambda module, args: seen.append(args[0])) for place in places]
             self.target(torch.tensor([ids[:-1]]), use_cache=False)
             for hook in hooks:
                 hook.remove()
-            states = self.parts["fc"](torch.cat(seen, -1))
+            states = self._joined(seen)
             for _ in range(tokens):
                 made = self._layer(self.embed(torch.tensor([text[1:]])), states)
                 found.append(self.parts["lm_head"](self.parts["norm"](made[:, -1]))[0])
                 place = int(found[-1].argmax())
                 text.append(place + int(self.offsets[place]))
-                states = torch.cat([states, made[:, -1:]], 1)
+                fed = self.parts["norm"](made[:, -1:]) if self.fed_normed else made[:, -1:]
+                states = torch.cat([states, fed], 1)
         return found
+
+    def _joined(self, seen: list[torch.Tensor]) -> torch.Tensor:
+        if "fc" not in self.parts:
+            return self.target.model.norm(seen[0])
+        norms = [self.parts.get(f"fc_norm.{at}", nn.Identity()) for at in range(len(seen))]
+        joined = torch.cat([norm(each) for norm, each in zip(norms, seen, strict=True)], -1)
+        return self.parts["fc"](self.parts.get("input_norm", nn.Identity())(joined))
 
     def _layer(self, embedded: torch.Tensor, states: torch.Tensor) -> torch.Tensor:
         normed = self.parts["hidden_norm"](states)
@@ -139,7 +151,10 @@ class Head:
         mask = torch.full((count, count), -torch.inf, dtype=torch.float64).triu(1)[None, None]
         turns = self.rotary(joined, torch.arange(count)[None])
         x = (normed if self.normed else states) + self.layer.self_attn(joined, position_embeddings=turns, attention_mask=mask)[0]
-        return x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+        x = x + self.layer.mlp(self.layer.post_attention_layernorm(x))
+        for layer in self.more:
+            x = layer(x, position_embeddings=turns, attention_mask=mask)
+        return x
 
 
 def with_head(base: Path, family: str = "llama", **asked: object) -> Head:
@@ -151,37 +166,53 @@ def with_head(base: Path, family: str = "llama", **asked: object) -> Head:
 
 
 def saved_head(folder: Path, width: int, vocabulary: int, scored: int = 120, hidden: int = 0, normed: bool = False, newer: bool = False,
-               **stated: object) -> Head:
+               layers: int = 1, norms: str = "", fed_normed: bool = False, joins: bool = True, kind: str = "llama",
+               pickled: bool = False, **stated: object) -> Head:
     """A random head in `folder`, for a model of that width and vocabulary with six layers. `scored`: the tokens that it says; `hidden`: its
-    width, where another; `newer`: as speculators writes it; `stated`: more of its config."""
+    width, where another; `newer`: as speculators writes it; `norms`: before its matrix, "one" or "each"; `joins`: it has that matrix;
+    `pickled`: by torch.save; `stated`: more of its config."""
     narrow, hidden = bool(hidden), hidden or width
-    config = LlamaConfig(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=72, num_hidden_layers=1, num_attention_heads=4,
-                         num_key_value_heads=2, head_dim=16, max_position_embeddings=768, rms_norm_eps=1e-5, attn_implementation="eager")
+    made_of, layer_type = {"llama": (LlamaConfig, LlamaDecoderLayer), "qwen3": (Qwen3Config, Qwen3DecoderLayer)}[kind]
+    config = made_of(vocab_size=vocabulary, hidden_size=hidden, intermediate_size=72, num_hidden_layers=layers, num_attention_heads=4,
+                     num_key_value_heads=2, head_dim=16, max_position_embeddings=768, rms_norm_eps=1e-5, attn_implementation="eager")
     torch.manual_seed(6)
-    layer = LlamaDecoderLayer(config, 0)
+    layer, more = layer_type(config, 0), tuple(layer_type(config, each).double().eval() for each in range(1, layers))
     for name in ("q_proj", "k_proj", "v_proj"):
         setattr(layer.self_attn, name, nn.Linear(2 * hidden, getattr(layer.self_attn, name).out_features, bias=False))
     parts = {"fc": nn.Linear(3 * width, hidden, bias=False), "lm_head": nn.Linear(hidden, scored, bias=False),
              "norm": LlamaRMSNorm(hidden, 1e-5), "hidden_norm": LlamaRMSNorm(hidden, 1e-5)}
+    if norms == "one":
+        parts["input_norm"] = LlamaRMSNorm(3 * width, 1e-5)
+    elif norms == "each":
+        parts |= {f"fc_norm.{at}": LlamaRMSNorm(width, 1e-5) for at in range(3)}
+    if not joins:
+        parts.pop("fc")
     embed = nn.Embedding(vocabulary, hidden) if narrow else None
     with torch.no_grad():
-        for parameter in (*layer.parameters(), *(each for part in parts.values() for each in part.parameters())):
+        for parameter in (each for part in (layer, *more, *parts.values()) for each in part.parameters()):
             parameter.add_(0.3 * torch.randn_like(parameter)) if parameter.ndim == 1 else parameter.normal_(0, 0.2)
     said = torch.randperm(vocabulary)[:scored].sort().values
     offsets = said - torch.arange(scored)
     prefix = "layers.0." if newer else "midlayer."
     tensors = {f"{prefix}{name}": value for name, value in layer.state_dict().items()}
     tensors |= {f"{prefix if name == 'hidden_norm' else ''}{name}.weight": part.weight for name, part in parts.items()}
+    tensors |= {f"layers.{at}.{name}": value.float() for at, own in enumerate(more, 1) for name, value in own.state_dict().items()}
     if narrow:
         tensors["embed_tokens.weight"] = embed.weight
     if scored != vocabulary:
         tensors |= {"d2t": offsets, "t2d": torch.isin(torch.arange(vocabulary), said)}
     folder.mkdir(parents=True)
-    save_file({name: value.detach().clone().contiguous() for name, value in tensors.items()}, folder / "model.safetensors")
+    tensors = {name: value.detach().clone().contiguous() for name, value in tensors.items()}
+    if pickled:
+        torch.save(tensors, folder / "pytorch_model.bin")
+    else:
+        save_file(tensors, folder / "model.safetensors")
+    flags = {"norm_before_residual": normed, "norm_before_fc": norms == "one", "fc_norm": norms == "each", "norm_output": fed_normed}
     outer = {"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": scored, **({"target_hidden_size": width} if narrow else {}),
-             **({"norm_before_residual": True} if normed else {}), **stated}
+             **{name: True for name, is_set in flags.items() if is_set},
+             **({} if joins else {"eagle_config": {"use_aux_hidden_state": False}}), **stated}
     inner = {key: value for key, value in config.to_dict().items() if key != "architectures"}
     made = {**outer, "speculators_model_type": "eagle3", "transformer_layer_config": inner} if newer else {**inner, **outer}
     (folder / "config.json").write_text(json.dumps(made))
     return Head(layer.double().eval(), LlamaRotaryEmbedding(config), {name: part.double() for name, part in parts.items()}, offsets, normed,
-                embed.double() if narrow else None)
+                embed.double() if narrow else None, more=more, fed_normed=fed_normed)

@@ -103,6 +103,12 @@ class CpuOps(Stages, lora.Scales, WideOps):
             x += _raw_rows(learned, places, self.workspace.take("y0", *x.shape))
         return x
 
+    def table_rows(self, ids: np.ndarray, table: Weight, out: np.ndarray) -> np.ndarray:
+        """Rows of a table in memory as float32 [T, K], in `out`."""
+        self._embed(ids, table, 1.0, out)
+        self.flush()
+        return out
+
     def _embed(self, ids: np.ndarray, table: Weight, scale: float, x: np.ndarray) -> None:
         if not table.spec.is_raw:
             low_bit.embed(self, ids, table, scale, x)

@@ -16,6 +16,7 @@ from ..config import ModelConfig, read_config
 from ..kv.kv_setting import AUTO
 from ..source import is_low_bit, quantization_of
 from ..sparse.bundles import is_bundled
+from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
 from ..stores.import_config import are_floats
 
@@ -44,7 +45,8 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
     needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
               warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
-              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora)}
+              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora),
+              warm.ROUNDING: needs.low_bit and options.draft is not None and draft_in(Path(options.draft)) is not None}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
 

@@ -21,19 +21,17 @@ from ...kernels.cpu.ops import FEW
 from ...kernels.reference import normalise
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...quant.weight import to_f32
 from ..config import parse_config
 from ..config_reader import REQUIRED, ConfigError, Keys
 from ..families import TensorRule, gemma4_text
 from ..rope import rope_tables
-from ..tensors import tensors_of
 from .draft_length import GuessCosts
 from .draft_model import KIND
 from .drafts import Draft
 from .frequent_head import FrequentHead
 from .likeliest import Likeliest
 from .state_drafts import known_tokens, normalised
-from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, refuse_unless
+from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, read_as, refuse_unless
 
 if TYPE_CHECKING:
     from ...kernels.cpu.pages import LayerPages
@@ -84,9 +82,9 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
         refuse_unless(has == [wants], folder, "key-value heads and their size of", wants, has[0] if has else "none")
         sources.append(alike[-1])
     centroids = _centroids(keys, config.vocab_size)
-    tensors = {"outer": tensors_of(_outer(config, backbone, centroids), store)}
-    tensors |= {layer: tensors_of(gemma4_text.layer_tensors(config, layer), store) for layer in range(config.num_hidden_layers)}
     lists = () if centroids is None else (numbers_info(store, ORDER, config.vocab_size),)
+    rules = {layer: gemma4_text.layer_tensors(config, layer) for layer in range(config.num_hidden_layers)}
+    store, tensors = read_as(run.spec, store, {"outer": _outer(config, backbone, centroids), **rules})
     heads = [config.heads_of(layer) for layer in range(config.num_hidden_layers)]
     rows = max(config.vocab_size, backbone, centroids.groups if centroids else 0)
     # One token at a time. `spilled_kv` is of pages of two kinds as well, through which attention goes in turns.
@@ -249,5 +247,5 @@ class AssistantDrafts:
         groups = self._groups[np.argpartition(of_groups, -best)[-best:]]
         norm, head = self._norm, self._head.weight
         state = normalise(x, norm.kind, norm.weight, norm.bias, norm.eps)[0].astype(np.float32)
-        rows = (to_f32(head.parts["data"][group], head.spec.scheme) for group in groups)  # some at a time
-        return np.concatenate([each @ state for each in rows]), groups.ravel()
+        rows = np.empty((groups.shape[1], len(state)), np.float32)  # some at a time
+        return np.concatenate([self._host.table_rows(group, head, rows) @ state for group in groups]), groups.ravel()

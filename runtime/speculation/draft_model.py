@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..prepare import EngineOptions, Prepared
     from ..sampling.dry import Breakers
+    from ..stores.container import Container
     from .trained import Trained
 
 KIND = "model"
@@ -36,9 +37,10 @@ MOVING = ("repetition_penalty", "presence_penalty", "frequency_penalty", "penalt
           "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers", "logit_bias")
 
 
-def prepare_draft(folder: Path | None, config: ModelConfig, options: EngineOptions) -> Prepared | Trained:
+def prepare_draft(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions) -> Prepared | Trained:
     """The plan for the model in `options.draft`, all of it in memory, with a cache for the context that was asked for. Of the other flags
-    those hold that serve any model; what is asked of neurons and kernels is of the large one, whose `config` is given.
+    those hold that serve any model; what is asked of neurons and kernels is of the large one, whose `config` is given, and its `container`
+    where it has one.
 
     Raises UsageError, naming a token, where its vocabulary is not that of the model in `folder`, or where it was trained for another;
     DoesNotFit where it takes all memory; what opening it raises, said of the draft model.
@@ -50,7 +52,7 @@ def prepare_draft(folder: Path | None, config: ModelConfig, options: EngineOptio
     if folder is None:
         raise UsageError("random weights have no vocabulary that a draft model could share", "drop --draft")
     with _said_of_the_draft():
-        trained = trained_in(place, config, options)
+        trained = trained_in(place, config, options, container)
     if trained is not None:
         return trained
     refuse_other_vocabulary(folder, place)
@@ -66,12 +68,16 @@ def prepare_draft(folder: Path | None, config: ModelConfig, options: EngineOptio
     return prepared
 
 
-def draft_or_without(folder: Path | None, config: ModelConfig, options: EngineOptions,
+def draft_or_without(folder: Path | None, config: ModelConfig, container: Container | None, options: EngineOptions,
                      notices: list[str]) -> tuple[EngineOptions, Prepared | Trained | None]:
     """`prepare_draft` where one is asked for, and the options that come of it: a draft model of `preset` that cannot be had is left out,
     with a notice."""
+    from .trained import Trained
+
     try:
-        return options, prepare_draft(folder, config, options) if options.draft else None
+        draft = prepare_draft(folder, config, container, options) if options.draft else None
+        notices += [draft.notice] if isinstance(draft, Trained) and draft.notice else []
+        return options, draft
     except EffllmError as error:
         if "draft" not in options.preset:
             error.option = "draft"

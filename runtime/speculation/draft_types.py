@@ -25,7 +25,9 @@ def is_assistant(raw: Mapping[str, object]) -> bool:
 def is_eagle3(raw: Mapping[str, object]) -> bool:
     """Is this the config of an EAGLE-3 head?"""
     named = raw.get("architectures")
-    return isinstance(named, list) and any(name in HEADS for name in named) or raw.get(SPECULATORS) == "eagle3"
+    if isinstance(named, list) and any(name in HEADS for name in named) or raw.get(SPECULATORS) == "eagle3":
+        return True
+    return raw.get("num_hidden_layers") == 1 and is_count(raw.get("draft_vocab_size"))  # the first ones call themselves a Llama
 
 
 @dataclass(frozen=True)

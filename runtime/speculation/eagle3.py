@@ -4,6 +4,9 @@ A matrix makes a state of the three, which stand low, in the middle and high in 
 follows and that state, each behind a norm and side by side, and adds to the state. What it made, as it is before the last norm, takes the
 state's place for a further guess. The head scores a part of the vocabulary: its row i is the token i + d2t[i] of the model.
 
+A config may say otherwise: that more layers follow, ordinary ones; that the three go through a norm before the matrix, all of them or each;
+that what a guess goes on from is what the last norm made; that there is no matrix, and the state is what the model's last norm leaves.
+
 Checkpoints are those of SpecForge and its like (`LlamaForCausalLMEagle3`), and of speculators, whose config keeps the layer's in an object
 of its own. They may hold a copy of the model's embedding, which is not read: the model's own is used.
 """
@@ -21,15 +24,14 @@ from ...kernels.cpu.ops import FEW
 from ...kernels.layout import PAGE
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ..config_reader import ConfigError, Keys, show
-from ..families import TensorRule, llama
+from ..config_reader import ConfigError, Keys, is_count, show
+from ..families import TensorRule, llama, qwen3
 from ..kv.cache_shape import AttnSpec
 from ..rope import rope_tables
-from ..tensors import tensors_of
 from .draft_types import INNER
 from .frequent_head import FrequentHead
 from .state_drafts import StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
-from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, refuse_unless
+from .trained import NO_NUMBERS, Reads, Trained, TrainedWeights, numbers_info, read_as, refuse_unless
 
 if TYPE_CHECKING:
     from ..cache import KVCache
@@ -40,18 +42,22 @@ if TYPE_CHECKING:
 
 IDS, OWN = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 MAP = "d2t"
+SLIDING = "sliding_attention"  # a kind of layer
 LAYER = ("midlayer.", "layers.0.", "model.layers.0.")  # what the layer's tensors are called
-MOST_STATES, NUMBER = 8, 8  # states that are joined at most; bytes of a token's number
+KINDS = {"llama": llama, "qwen3": qwen3}  # of layers
+MOST_STATES, MOST_LAYERS, NUMBER = 8, 8, 8  # states that are joined and layers, at most; bytes of a token's number
 
 
 @dataclass(frozen=True)
 class Eagle3(Trained):
-    """`places`: of the states that the matrix joins in turn, where each is among those that are kept. `ctx`: of the run at most; `normed`:
-    the layer adds to the state as it is behind its norm."""
+    """`places`: of the states that the matrix joins in turn, where each is among those that are kept; none where the state is what the
+    model's last norm leaves. `ctx`: of the run at most; `normed`: the layer adds to the state as it is behind its norm; `fed_normed`: a
+    guess goes on from what is behind the last one."""
 
     places: tuple[int, ...] = ()
     ctx: int = 0
     normed: bool = False
+    fed_normed: bool = False
 
     def drafts(self, model: Model, cache: KVCache, ctx: int, chunk: int) -> Eagle3Drafts:
         return Eagle3Drafts(self, model)
@@ -69,38 +75,53 @@ def planned(folder: Path, raw: Mapping[str, object], store: TensorStore, target:
     refuse_unless(not target.streams and target.embedding_multiplier == 1.0, folder, "one stream and embeddings", "as they are stored",
                   f"others ({target.family})")
     layers = _layers(keys, target.num_hidden_layers)
-    refuse_unless(all(layer < target.num_hidden_layers for layer in layers), folder, "more layers than", max(layers),
+    refuse_unless(all(layer < target.num_hidden_layers for layer in layers), folder, "more layers than", max(layers, default=0),
                   target.num_hidden_layers)
-    outer = _outer(config, scored, len(layers) * reads, hidden != reads)
-    tensors = {"outer": tensors_of(outer, store), 0: tensors_of(_layer(config), store)}
     lists = (numbers_info(store, MAP, scored),) if scored != vocabulary or MAP in store.tensors else ()
+    refuse_unless(bool(layers) or reads == hidden, folder, "a hidden size of", hidden, target.hidden_size)
+    outer = _outer(config, scored, reads, len(layers), _says(keys, "norm_before_fc"), _says(keys, "fc_norm"))
+    rules = {"outer": outer, **{layer: _layer(keys, config, layer) for layer in range(config.num_hidden_layers)}}
+    store, tensors = read_as(run.spec, store, rules)
     heads, kept = config.heads_of(0), tuple(dict.fromkeys(layers))
     dims = Dims(hidden, config.num_attention_heads, *heads, config.widest, scored, PAGE, cache_shape(run.ctx).ctx, 1,
                 joined=max(2 * hidden, len(layers) * reads))
-    nbytes = layer_cache_nbytes(heads, run.ctx) + NUMBER * scored * len(lists)
+    nbytes = layer_cache_nbytes(heads, run.ctx, config.num_hidden_layers) + NUMBER * scored * len(lists)
     return Eagle3(folder, store, config, tensors, dims, run.workers, Reads(kept), lists, nbytes, tuple(map(kept.index, layers)), run.ctx,
-                  keys.flag("norm_before_residual", False))
+                  _says(keys, "norm_before_residual"), _says(keys, "norm_output"))
 
 
 def config_of(keys: Keys) -> ModelConfig:
-    """Of the layer."""
-    inner = keys.section(INNER) or keys.raw
-    own = Keys({"model_type": "llama", **inner})
-    if own.text("model_type") != "llama":
-        raise ConfigError(f"config.json: an EAGLE-3 head of a {show(own.text('model_type'))} layer is not supported", "known: llama")
-    config = llama.config(own)
-    if config.num_hidden_layers != 1:
-        raise ConfigError(f"config.json: an EAGLE-3 head of {config.num_hidden_layers} layers is not supported", "published ones have one")
+    """Of the layers."""
+    own = _of_layers(keys)
+    if own.text("model_type") not in KINDS:
+        raise ConfigError(f"config.json: an EAGLE-3 head of a {show(own.text('model_type'))} layer is not supported",
+                          f"known: {', '.join(KINDS)}")
+    config = KINDS[own.text("model_type")].config(own)
+    if config.num_hidden_layers > MOST_LAYERS:
+        raise ConfigError(f"config.json: an EAGLE-3 head of {config.num_hidden_layers} layers is not supported",
+                          f"published ones have one or few, at most {MOST_LAYERS} are run")
+    kinds, window = own.raw.get("layer_types"), own.raw.get("sliding_window")
+    if isinstance(kinds, list) and SLIDING in kinds and is_count(window) and window:
+        config = replace(config, windows=tuple(window if kind == SLIDING else None for kind in kinds[: config.num_hidden_layers]))
     return config
+
+
+def _of_layers(keys: Keys) -> Keys:
+    """What a config says of the layers."""
+    return Keys({"model_type": "llama", **(keys.section(INNER) or keys.raw)})
+
+
+def _says(keys: Keys, name: str) -> bool:
+    """Is a flag set, in either of the places where tools write it?"""
+    return keys.flag(name, False) or Keys(keys.section(OWN) or {}).flag(name, False)
 
 
 def _layers(keys: Keys, count: int) -> tuple[int, ...]:
     """The layers before which states are read: as is stated, in one place of those before which and in the other of those behind which;
-    else low, in the middle and high."""
+    else low, in the middle and high. None for a head that goes on from what the model's last norm leaves."""
     own = keys.section(OWN) or {}
     if own.get("use_aux_hidden_state") is False:
-        raise ConfigError("config.json: an EAGLE-3 head that reads no states between layers is not supported",
-                          "effllm drafts by those that read three")
+        return ()
     stated, behind = (keys.raw[IDS], 0) if keys.raw.get(IDS) else (own.get(IDS), 1)
     if not stated:
         return 2, count // 2, max(0, count - 3)
@@ -110,18 +131,24 @@ def _layers(keys: Keys, count: int) -> tuple[int, ...]:
     return tuple(each + behind for each in stated)
 
 
-def _outer(config: ModelConfig, scored: int, joined: int, embeds: bool) -> dict[str, TensorRule]:
-    """What surrounds the layer. `embeds`: its embeddings are not as wide as the model's, so it has a table of its own."""
+def _outer(config: ModelConfig, scored: int, reads: int, states: int, whole: bool, each: bool) -> dict[str, TensorRule]:
+    """What surrounds the layers, of a head that joins so many states of a model as wide as `reads`: all behind a norm, or `each` behind one
+    of its own. One whose embeddings are not as wide as the model's has a table of its own."""
     hidden = config.hidden_size
-    shapes = {"join": ("fc", (hidden, joined)), "norm": ("norm", (hidden,)), "head": ("lm_head", (scored, hidden)),
-              **({"embed": ("embed_tokens", (config.vocab_size, hidden))} if embeds else {})}
+    shapes = {"norm": ("norm", (hidden,)), "head": ("lm_head", (scored, hidden))}
+    shapes |= {"join": ("fc", (hidden, states * reads))} if states else {}
+    shapes |= {"joined_norm": ("input_norm", (states * reads,))} if whole and states else {}
+    shapes |= {f"state_norm{at}": (f"fc_norm.{at}", (reads,)) for at in range(states if each else 0)}
+    shapes |= {"embed": ("embed_tokens", (config.vocab_size, hidden))} if hidden != reads else {}
     rules = {role: TensorRule(f"{name}.weight", shape, also=(f"model.{name}.weight",)) for role, (name, shape) in shapes.items()}
     return rules | {"state_norm": _named(TensorRule("hidden_norm.weight", (hidden,)))}
 
 
-def _layer(config: ModelConfig) -> dict[str, TensorRule]:
-    """The layer, as a Llama's is but for what q, k and v read."""
-    rules = llama.layer_tensors(config, 0)
+def _layer(keys: Keys, config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """A layer as any of its kind is, but for what q, k and v of the first one read."""
+    rules = KINDS[_of_layers(keys).text("model_type")].layer_tensors(config, layer)
+    if layer:
+        return {role: replace(rule, also=(rule.name.removeprefix("model."),)) for role, rule in rules.items()}
     return {role: _named(replace(rule, name=rule.name.removeprefix(LAYER[-1]),
                                  shape=(rule.shape[0], 2 * config.hidden_size) if role in ("q", "k", "v") else rule.shape))
             for role, rule in rules.items()}
@@ -140,19 +167,23 @@ class Eagle3Drafts(StateDrafts):
         self._own, self._model, config = own, model, own.config
         self._weights = TrainedWeights(own, model.backends["cpu"].pool)
         host = self._weights.host
-        (kv_heads, size), shape = config.heads_of(0), cache_shape(own.ctx)
-        self._rope, self._frequent = rope_tables(config, shape.ctx)[0], FrequentHead()
+        (kv_heads, size), count = config.heads_of(0), config.num_hidden_layers
+        self._ropes, self._frequent = rope_tables(config, cache_shape(own.ctx).ctx), FrequentHead()
         self._kept, self._first = np.empty((0, 0, 0), np.float32), 0  # states of the pass in hand, and where in it the piece in hand begins
-        super().__init__(host, AttnSpec(config.num_attention_heads, kv_heads, size, size**-0.5), own.ctx, model.config.vocab_size,
-                         host.workspace.take("states", PAGE + FEW, config.hidden_size))
+        specs = [AttnSpec(config.num_attention_heads, kv_heads, size, size**-0.5, config.windows[layer]) for layer in range(count)]
+        super().__init__(host, specs, own.ctx, model.config.vocab_size, host.workspace.take("states", PAGE + FEW, config.hidden_size))
 
     def load(self) -> Iterator[Progress]:
         """Read its weights. Raises CheckpointError where its head is of tokens that the model lacks."""
         yield from self._weights.load()
         own, weights = self._own, self._weights
-        (self._layer,), self._join, self._head = weights.layers(), weights.linear("join"), weights.linear("head")
+        outer = own.tensors["outer"]
+        self._layers, self._head = weights.layers(), weights.linear("head")
+        self._join = weights.linear("join") if own.places else None
         self._norm, self._state_norm = weights.norm("norm"), weights.norm("state_norm")
-        self._embed = weights.linear("embed").weight if "embed" in own.tensors["outer"] else None
+        self._joined_norm = weights.norm("joined_norm") if "joined_norm" in outer else None
+        self._each_norm = [weights.norm(f"state_norm{at}") for at in range(len(own.places)) if f"state_norm{at}" in outer]
+        self._embed = weights.linear("embed").weight if "embed" in outer else None
         self._numbers = None
         if own.lists:
             offsets = weights.list(own.lists[0])
@@ -169,16 +200,26 @@ class Eagle3Drafts(StateDrafts):
     def saw(self, held: Sequence[int], start: int, ids: Sequence[int], x: np.ndarray, certain: bool) -> None:
         """As of any: piece by piece, since what the model keeps for it stays where it is to the next pass."""
         layers, config = len(self._own.reads.between), self._model.config
-        self._kept = self._model.backends["cpu"].workspace.take("between", layers, len(ids), config.hidden_size)
+        if layers:
+            self._kept = self._model.backends["cpu"].workspace.take("between", layers, len(ids), config.hidden_size)
         for first in range(0, len(ids), PAGE):
             self._first, end = first, min(first + PAGE, len(ids))
             super().saw(held, start + first, ids[first:end], x[first:end], certain)
 
     def _put(self, x: np.ndarray, out: np.ndarray) -> None:
+        if self._join is None:
+            with self._model.outer() as outer:
+                normalised(x, outer.norm, out)
+            return
         rows, width = slice(self._first, self._first + len(out)), self._kept.shape[2]
         joined = self._host.workspace.take("joined", len(out), len(self._own.places) * width)
         for at, place in enumerate(self._own.places):
-            joined[:, at * width : (at + 1) * width] = self._kept[place, rows]
+            part = joined[:, at * width : (at + 1) * width]
+            part[:] = self._kept[place, rows]
+            if self._each_norm:
+                normalised(part, self._each_norm[at], part)
+        if self._joined_norm is not None:
+            normalised(joined, self._joined_norm, joined)
         out[:] = self._host.norm_linear(joined, None, [self._join])[0]
 
     def _guesses(self, x: np.ndarray, most: int) -> list[int]:
@@ -192,10 +233,10 @@ class Eagle3Drafts(StateDrafts):
             drafted.append(self._likeliest.token(logits, self._history, drafted, self._numbers))
             if len(drafted) == most:
                 return drafted
-            x = self._run(drafted[-1:], x.copy())
+            x = self._run(drafted[-1:], normalised(x, self._norm, np.empty_like(x)) if self._own.fed_normed else x.copy())
 
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
-        own, host, tokens, w = self._own.config, self._host, known_tokens(ids), self._layer
+        own, host, tokens, w = self._own.config, self._host, known_tokens(ids), self._layers[0]
         width, (kv_heads, size) = own.hidden_size, own.heads_of(0)
         joined = host.workspace.take("joined", len(tokens), 2 * width)
         if self._embed is None:
@@ -209,9 +250,12 @@ class Eagle3Drafts(StateDrafts):
         with host.together():
             step = self._cache.begin(len(tokens))
             q, k, v = host.norm_linear(joined, None, [w.q, w.k, w.v])
-            q = host.rope_heads(q, own.num_attention_heads, size, step.positions, self._rope, None)
-            k = host.rope_heads(k, kv_heads, size, step.positions, self._rope, None)
+            q = host.rope_heads(q, own.num_attention_heads, size, step.positions, self._ropes[0], w.q_norm)
+            k = host.rope_heads(k, kv_heads, size, step.positions, self._ropes[0], w.k_norm)
             x = host.linear_add(self._cache.layer(0).attend(q, k, v), w.o, x)
             x = host.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, own.hidden_act)
+            for layer, weights in enumerate(self._layers[1:], 1):
+                x = llama.block(host, weights, x, self._cache.layer(layer), step.positions, self._ropes[layer], own, layer,
+                                lambda name, layer, value: None)
         self._cache.commit()
         return x

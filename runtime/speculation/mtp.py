@@ -42,7 +42,7 @@ class OwnDrafts(StateDrafts):
         self._block, self._head = families.get(config.family).block, FrequentHead()
         spec = attention_specs(config)[config.attention_layers.index(self._layer)]
         states = host.workspace.take("states", min(chunk, ctx) + FEW, config.hidden_size)
-        super().__init__(host, spec, ctx, config.vocab_size, states)
+        super().__init__(host, [spec], ctx, config.vocab_size, states)
 
     def _put(self, x: np.ndarray, out: np.ndarray) -> None:
         with self._model.outer() as outer:

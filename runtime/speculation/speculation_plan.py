@@ -51,6 +51,11 @@ class Speculating:
         return 0 if self.draft is None else self.draft.placement.total_bytes - self.draft.placement.baseline_bytes
 
     @property
+    def draft_bits(self) -> int:
+        """To how many bits it is rounded as it is read, 0 for as it is stored."""
+        return self.draft.bits if isinstance(self.draft, Trained) else 0
+
+    @property
     def reads(self) -> Reads:
         """What of the model's passes drafts read."""
         return reads_of(self.draft)

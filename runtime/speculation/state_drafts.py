@@ -47,10 +47,10 @@ def cache_shape(ctx: int) -> CacheShape:
     return CacheShape(tokens, 0, min(PAGE, tokens), min(PAGE, tokens))
 
 
-def layer_cache_nbytes(heads: tuple[int, int], ctx: int) -> int:
-    """Bytes of that cache. `heads`: key-value heads and their size."""
+def layer_cache_nbytes(heads: tuple[int, int], ctx: int, layers: int = 1) -> int:
+    """Bytes of that cache, of so many layers that are alike. `heads`: key-value heads and their size."""
     shape = cache_shape(ctx)
-    always, page = cache_nbytes([codec(KV)], [codec(KV).layout(*heads)], shape)
+    always, page = cache_nbytes([codec(KV)] * layers, [codec(KV).layout(*heads)] * layers, shape)
     return always + shape.pages * page
 
 
@@ -82,9 +82,9 @@ class StateDrafts(StateLayer):
     reads = None
     failed = ""  # of a layer of the model's own nothing can fail that does not fail in the model
 
-    def __init__(self, host: object, spec: AttnSpec, ctx: int, vocabulary: int, states: np.ndarray) -> None:
+    def __init__(self, host: object, specs: Sequence[AttnSpec], ctx: int, vocabulary: int, states: np.ndarray) -> None:
         self._host, self._states = host, states
-        self._cache, self._most = open_cache([host], [spec], codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
+        self._cache, self._most = open_cache([host] * len(specs), specs, codec(KV), cache_shape(ctx)), min(ctx, MOST_TOKENS)
         self._likeliest = Likeliest(vocabulary)
         self._history: Sequence[int] = []
         self.costs = GuessCosts()

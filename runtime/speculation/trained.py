@@ -17,9 +17,10 @@ from ... import UsageError
 from ...kernels.cpu.ops import CpuOps, plan_workspace
 from ...offload.checkpoint import CheckpointError
 from ...offload.pager import ResidentPager
+from ...offload.size import format_size
 from ...quant.weight import Linear, Norm, Weight
 from ..events import Progress
-from ..tensors import as_float32, typed
+from ..tensors import as_float32, tensors_of, typed
 from ..weights.weight_records import WeightRecords, made_norm
 
 if TYPE_CHECKING:
@@ -28,15 +29,17 @@ if TYPE_CHECKING:
     from ...kernels.threads import ThreadPool
     from ...kernels.workspace import Dims
     from ...offload.checkpoint import TensorInfo, TensorStore
+    from ...quant.spec import QuantSpec
     from ..cache import KVCache
     from ..config import ModelConfig
-    from ..families import LayerWeights
+    from ..families import LayerWeights, TensorRule
     from ..model import Model
     from ..tensors import ModelTensor
     from .drafts import ModelDrafts
 
 OTHER = "take the draft that was published for this model"
 NO_NUMBERS = "the draft model {}: its scores are no numbers: it drafts no longer"
+EXACT = ("centroids",)  # roles of small matrices that choose among others, which stay as they are stored
 NUMBERS = {"I64": "<i8", "I32": "<i4"}  # how numbers of tokens are stored
 
 
@@ -52,12 +55,14 @@ class Reads:
 @dataclass(frozen=True)
 class Run:
     """What of a run decides how large a draft is: its context at most, its threads, and the form of the model's cache: sealed pages are
-    packed, or of two kinds, through which attention goes in turns."""
+    packed, or of two kinds, through which attention goes in turns. `spec`: what its matrices are rounded to, None for as they are
+    stored."""
 
     ctx: int
     workers: int
     packed: bool = False
     in_turns: bool = False
+    spec: QuantSpec | None = None
 
 
 class Drafting(Protocol):
@@ -87,6 +92,20 @@ class Trained(Drafting):
     def infos(self) -> list[TensorInfo]:
         """Where all that is read of it lies."""
         return [*(tensor.info for roles in self.tensors.values() for tensor in roles.values()), *self.lists]
+
+    @property
+    def bits(self) -> int:
+        """Of the codes that its matrices are rounded to as they are read, 0 where they stay as they are stored."""
+        return next((tensor.spec.bits for roles in self.tensors.values() for tensor in roles.values() if not tensor.spec.is_raw), 0)
+
+    @property
+    def notice(self) -> str:
+        """What a person is told who did not ask for that; empty where there is nothing to say."""
+        if not self.bits:
+            return ""
+        made, stored = sum(info.nbytes for info in self.infos), sum(map(self.store.stored_nbytes, self.infos))
+        return (f"the draft model {self.folder.name} is rounded to {self.bits} bits as it is read, like the model: {format_size(made)} of "
+                f"memory for {format_size(stored)} of file")
 
     @property
     def nbytes(self) -> int:
@@ -123,7 +142,9 @@ class TrainedWeights:
     def linear(self, role: str) -> Linear:
         """A matrix outside the layers."""
         tensor = self._trained.tensors["outer"][role]
-        return Linear(Weight.raw(tensor.spec.scheme, tensor.shape, typed(self._raw[tensor.name], tensor.spec)))
+        raw = self._raw[tensor.name]
+        return Linear(Weight.raw(tensor.spec.scheme, tensor.shape, typed(raw, tensor.spec)) if tensor.spec.is_raw
+                      else Weight.low_bit(tensor.spec, tensor.shape, raw))
 
     def norm(self, role: str) -> Norm:
         """A norm outside the layers."""
@@ -138,6 +159,20 @@ def refuse_unless(fits: bool, place: Path, said: str, wanted: object, has: objec
     """Raises UsageError for a draft in `place` that is for another model: `said` of it is `wanted`, this model's is `has`."""
     if not fits:
         raise UsageError(f"the draft model {place} was trained for a model with {said} {wanted}, this one has {has}", OTHER)
+
+
+def read_as(spec: QuantSpec | None, store: TensorStore,
+            rules: Mapping[int | str, Mapping[str, TensorRule]]) -> tuple[TensorStore, dict[int | str, dict[str, ModelTensor]]]:
+    """The tensors of rules by group and role, and the store to read them from: `store`, or where its matrices are rounded to `spec` one
+    that takes its place. Raises CheckpointError for a tensor that is missing or has another shape or type."""
+    stored = {key: tensors_of(own, store) for key, own in rules.items()}
+    if spec is None:
+        return store, stored
+    from ..stores.rounded_store import RoundedStore
+
+    rounded = RoundedStore(store, [each.info for roles in stored.values() for role, each in roles.items()
+                                   if each.is_matrix and role not in EXACT], spec)
+    return rounded, {key: tensors_of(own, rounded, rounded.container.tensors) for key, own in rules.items()}
 
 
 def numbers_info(store: TensorStore, name: str, count: int) -> TensorInfo:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.checkpoint import TensorStore
+from ...offload.pickled import open_pickled
 from ...quant.kv import codec
 from ..config_reader import read_json
+from ..stores.rounded_store import format_like
 from . import assistant, eagle3
 from .draft_types import is_assistant, is_eagle3
 from .trained import Run, Trained
@@ -17,8 +19,10 @@ from .trained import Run, Trained
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..prepare import EngineOptions
+    from ..stores.container import Container
 
 Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", Run], Trained]
+PICKLED = "pytorch_model.bin"
 ON_DISK = "reads this model's keys and values, all of which then stay in memory"
 
 
@@ -31,18 +35,25 @@ def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
     return None if found is None else (found, raw)
 
 
-def trained_in(folder: Path, target: ModelConfig, options: EngineOptions) -> Trained | None:
-    """The plan for a draft model that was trained for `target`; None where `folder` holds another kind. Raises UsageError for one that was
-    trained for another model, and what opening it raises."""
+def _opened(folder: Path) -> TensorStore:
+    """The weights of a draft model: safetensors, or where there are none a file of torch.save, as the first heads were published."""
+    pickled = folder / PICKLED
+    return open_pickled(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
+
+
+def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> Trained | None:
+    """The plan for a draft model that was trained for `target`; None where `folder` holds another kind. Where `container` says that the
+    target's weights are codes, its own become codes of as many bits. Raises UsageError for one that was trained for another model, and
+    what opening it raises."""
     from ..prepare import worker_count
 
     found = planner_of(folder)
     if found is None:
         return None
     kv = codec(options.kv)
-    run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy))
+    run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
     plan, raw = found
-    store = TensorStore.open(folder)
+    store = _opened(folder)
     try:
         made = plan(folder, raw, store, target, run)
         if made.reads.cache and options.kv_ram:
