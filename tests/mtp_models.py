@@ -17,6 +17,9 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.speculation.mtp_tensors import PLACES, like
 
+LING = (("self_attn", "attention"), ("o_proj", "dense"), ("q_norm", "query_layernorm"), ("k_norm", "key_layernorm"),
+        ("e_score_correction_bias", "expert_bias"))
+
 
 @dataclass
 class Own:
@@ -26,13 +29,15 @@ class Own:
     layer: nn.Module
     join: nn.Linear
     norms: tuple[nn.Module, nn.Module, nn.Module]  # of embeddings, of states, before the head
+    state_first: bool = False
 
     def logits(self, ids: list[int]) -> torch.Tensor:
         """Scores float64 [T - 1, V] of the token behind each but the first of a text, by what the model makes of those before it."""
         base, tokens = text_part(self.model), torch.tensor([ids])
         with torch.inference_mode():
             states = base(tokens, use_cache=False).last_hidden_state[:, :-1]
-            both = torch.cat([self.norms[0](base.embed_tokens(tokens[:, 1:])), self.norms[1](states)], -1)
+            both = [self.norms[0](base.embed_tokens(tokens[:, 1:])), self.norms[1](states)]
+            both = torch.cat(both[::-1] if self.state_first else both, -1)
             alone = copy.copy(base)
             alone.config = copy.deepcopy(base.config)
             alone.config.num_hidden_layers = 1
@@ -69,7 +74,7 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
         if counts:
             _count(model, layer, join, norms)
     names = [text.format(config.num_hidden_layers) for text in (place.prefix, place.block)]
-    tensors = {f"{names[1]}{name}": value for name, value in layer.state_dict().items()}
+    tensors = {f"{names[1]}{name}": value for name, value in published(config.family, layer.state_dict()).items()}
     own_names = zip((place.join, *place.norms), (join, *norms), strict=True)
     tensors |= {f"{names[0]}{name}.weight": each.weight for name, each in own_names if name}
     stored = load_file(path)
@@ -82,7 +87,18 @@ def with_layer(case: Case, folder: Path, counts: bool = False) -> Own:
     inner["mtp_num_hidden_layers" if names[0] == "mtp." else "num_nextn_predict_layers"] = 1
     (folder / "config.json").write_text(json.dumps(raw))
     base.config._experts_implementation = "eager"  # which knows float64
-    return Own(model.double(), layer.double().eval(), join.double(), tuple(each.double() for each in norms))
+    return Own(model.double(), layer.double().eval(), join.double(), tuple(each.double() for each in norms), place.state_first)
+
+
+def published(family: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """A layer's tensors as checkpoints of a family have them that transformers does not know."""
+    if family != "bailing_moe_v2":
+        return tensors
+    found = {name: value for name, value in tensors.items() if name.split(".")[1] not in ("q_proj", "k_proj", "v_proj")}
+    found["self_attn.query_key_value.weight"] = torch.cat([tensors[f"self_attn.{each}_proj.weight"] for each in "qkv"])
+    for theirs, own in LING:
+        found = {name.replace(theirs, own): value for name, value in found.items()}
+    return found
 
 
 def source(name: str, folder: Path) -> Path:

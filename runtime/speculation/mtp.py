@@ -17,7 +17,7 @@ from ...quant.kv import codec
 from .. import families
 from ..kv.cache_shape import attention_specs, index_type
 from .frequent_head import FrequentHead
-from .mtp_tensors import like
+from .mtp_tensors import PLACES, like
 from .state_drafts import KV, StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
 
 if TYPE_CHECKING:
@@ -67,7 +67,8 @@ class OwnDrafts(StateDrafts):
             joined = host.workspace.take("joined", len(tokens), 2 * width)
             x = host.embed(tokens, outer.embed, config.embedding_multiplier)
             host.flush()
-            for place, values, norm in ((0, x, own.embed_norm), (width, states, own.state_norm)):
+            at = (width, 0) if PLACES[config.family].state_first else (0, width)
+            for place, values, norm in zip(at, (x, states), (own.embed_norm, own.state_norm), strict=True):
                 normalised(values, norm, joined[:, place : place + width])
             (made,) = host.norm_linear(joined, None, [own.join])
             host.flush()
