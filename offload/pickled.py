@@ -22,6 +22,7 @@ from typing import Any, NoReturn
 from .checkpoint import OpenFile, TensorStore, open_regular
 from .header import AGAIN, DTYPE_BITS, MAX_RANK, CheckpointError, TensorInfo, damaged, pread_exactly, shown
 
+FILE = "pytorch_model.bin"  # what a folder calls it
 MOST_NBYTES = 1 << 20  # of the pickle; that of a draft model has a few thousand
 LOCAL, LOCAL_NBYTES = b"PK\x03\x04", 30  # what a member of an archive begins with
 STORAGES = {"DoubleStorage": "F64", "FloatStorage": "F32", "HalfStorage": "F16", "BFloat16Storage": "BF16", "LongStorage": "I64",
@@ -72,6 +73,12 @@ def open_pickled(path: Path) -> TensorStore:
         file.close()
         raise
     return TensorStore(path.parent, {info.name: info for info in infos}, {path: file})
+
+
+def open_either(folder: Path) -> TensorStore:
+    """The tensors of a folder: of safetensors, or of a file of torch.save where there are none."""
+    pickled = folder / FILE
+    return open_pickled(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
 
 
 def _tensors(path: Path, file: OpenFile) -> list[TensorInfo]:

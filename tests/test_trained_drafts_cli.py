@@ -40,9 +40,12 @@ def test_one_by_itself_says_what_it_is_for(head: Path) -> None:
     assert "effllm run THAT-MODEL --draft THIS-ONE" in ran.err and len(ran.err.splitlines()) == 2
 
 
-def test_one_comes_from_a_hub(head: Path, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("pickled", (False, True), ids=("safetensors", "by torch.save"))
+def test_one_comes_from_a_hub(head: Path, pickled: bool, tmp_path: Path, hub: Hub, monkeypatch: pytest.MonkeyPatch) -> None:
     measure_nothing(monkeypatch)
     person, name = Person(tmp_path / "home", hub.endpoint), "org/fox-eagle3"
+    if pickled:
+        saved_head(head := tmp_path / "pickled", 256, 4096, 512, pickled=True)
     hub.add(name, files={path.name: path.read_bytes() for path in head.iterdir()})
     assert "it drafts for another model: effllm plan THAT-MODEL --draft THIS-ONE" in person.types("pull", name, "--dry-run").err
     assert "drafts for another model, and runs as it is stored" in person.types("pull", f"{name}:4bit").refused(2)

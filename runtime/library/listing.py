@@ -262,14 +262,15 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
 def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
                  before: ListedBefore | None = None) -> LocalModel:
     from ...offload.checkpoint import TensorStore
+    from ...offload.pickled import open_either
     from ..config import read_config
     from ..encoders import is_encoder
     from ..encoders.shape import read_encoder_config
     from ..stores.container import read_container
 
-    config = draft_in(folder) or (read_encoder_config if is_encoder(folder) else read_config)(folder)
-    made = read_container(folder)
-    with TensorStore.open(folder) as store:
+    drafts = draft_in(folder)
+    config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
+    with (TensorStore.open if drafts is None else open_either)(folder) as store:
         elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
+from ...offload.pickled import FILE as PICKLED
 from ...offload.size import format_size
 from ...quant.spec import QuantSpec
 from .. import hub
@@ -152,7 +153,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
         files = named_files(repository, wish.reference.file)
         sees = projector_file(repository, files[0].name)
     else:
-        files = [*companions(repository), *weights(repository, wish.entry.exclude if wish.entry else "")]
+        files = [*companions(repository), *_weights(wish, repository, client)]
     alternative = _alternative(wish, repository, files, env)
     head, section = GgufHead(), None
     try:
@@ -219,6 +220,16 @@ def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile]
     if wish.entry is not None and wish.entry.alternative:
         return wish.entry.alternative
     return open_alternative(catalog(env), 2 * repository.parameters if repository.parameters else sum(file.size for file in files))
+
+
+def _weights(wish: Wish, repository: Repository, client: Client) -> list[RemoteFile]:
+    """One copy of the weights. Of a pickle no model is read, but for a head that drafts (`offload/pickled.py`)."""
+    try:
+        return weights(repository, wish.entry.exclude if wish.entry else "")
+    except ModelNotFound:
+        if PICKLED in repository.files and "config.json" in repository.files and is_eagle3(_raw_config(wish, repository, client)[0]):
+            return [repository.files[PICKLED]]
+        raise
 
 
 def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Mapping[str, object], int]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.pickled import open_pickled
+from ...offload.pickled import open_either
 from ...quant.kv import codec
 from ..config_reader import read_json
 from ..stores.rounded_store import format_like
@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from ..stores.container import Container
 
 Planner = Callable[[Path, Mapping[str, object], TensorStore, "ModelConfig", Run], Trained]
-PICKLED = "pytorch_model.bin"
 ON_DISK = "reads this model's keys and values, all of which then stay in memory"
 
 
@@ -33,12 +32,6 @@ def planner_of(folder: Path) -> tuple[Planner, Mapping[str, object]] | None:
     raw = read_json(folder / "config.json")
     found = assistant.planned if is_assistant(raw) else eagle3.planned if is_eagle3(raw) else None
     return None if found is None else (found, raw)
-
-
-def _opened(folder: Path) -> TensorStore:
-    """The weights of a draft model: safetensors, or where there are none a file of torch.save, as the first heads were published."""
-    pickled = folder / PICKLED
-    return open_pickled(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
 
 
 def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, container: Container | None = None) -> Trained | None:
@@ -53,7 +46,7 @@ def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, contai
     kv = codec(options.kv)
     run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
     plan, raw = found
-    store = _opened(folder)
+    store = open_either(folder)  # the first heads were published by torch.save
     try:
         made = plan(folder, raw, store, target, run)
         if made.reads.cache and options.kv_ram:
