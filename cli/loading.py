@@ -308,7 +308,8 @@ def follow(items: Iterable[object], screen: Screen, wanted: type[Result]) -> Ite
             if isinstance(item, Progress):
                 screen.progress(item)
             elif isinstance(item, Notice):
-                screen.note_once(item.text)
+                if not item.is_detail:
+                    screen.note_once(item.text)
             elif isinstance(item, wanted):
                 screen.clear()
                 yield item

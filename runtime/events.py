@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ..offload.notes import Detail
+
 if TYPE_CHECKING:
     import numpy as np
 
@@ -32,6 +34,10 @@ class Notice:
     """A decision or a fallback, in one line."""
 
     text: str
+
+    @property
+    def is_detail(self) -> bool:
+        return isinstance(self.text, Detail)
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,8 @@ from effllm.cli.figures import margin, rounded
 from effllm.cli.loading import follow
 from effllm.cli.prompt import read_prompt
 from effllm.cli.screen import Screen, broken, cell_width, describe
-from effllm.runtime.events import Progress
+from effllm.offload.notes import Detail
+from effllm.runtime.events import Notice, Progress
 
 
 class Terminal(io.StringIO):
@@ -168,6 +169,12 @@ def test_progress_is_taken_away_where_a_failure_is_told_next() -> None:
         list(follow(broken_off(), shown, str))
     err = texts(shown)[1]
     assert "downloading  1.00 MiB of 4.00 MiB" in err and err.endswith("\r\x1b[K")
+
+
+def test_a_run_leaves_out_what_only_a_plan_says() -> None:
+    said = (Notice(Detail("weights are put in order")), Notice("the context is shorter"), "opened")
+    shown = screen()
+    assert list(follow(said, shown, str)) == ["opened"] and texts(shown)[1] == "the context is shorter\n"
 
 
 def test_an_operation_of_the_same_name_begins_anew() -> None:

@@ -21,7 +21,7 @@ from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import TensorStore
 from ...offload.gguf import GgufHeader, GgufTensor
 from ...offload.header import CheckpointError, TensorInfo, shown
-from ...offload.notes import Fallback
+from ...offload.notes import Detail, Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports.arranged import put_blocks
@@ -70,7 +70,7 @@ class GgufStore(MadeStore):
                 sizes = (sum(self.tensors[name].nbytes for name in names), sum(self._sources[name].nbytes for name in names))
                 said = (f"weights in blocks ({listed}) {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file")
-                yield said if ours else Fallback(said)
+                yield Detail(said) if ours else Fallback(said)
 
     def place(self, info: TensorInfo) -> int | None:
         if info.name not in self._sources:

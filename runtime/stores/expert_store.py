@@ -22,7 +22,7 @@ from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.direct import READ_NBYTES
 from ...offload.header import AGAIN, TensorInfo, damaged, shown
-from ...offload.notes import Fallback
+from ...offload.notes import Detail, Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports import mxfp4
@@ -63,8 +63,9 @@ class ExpertStore(MadeStore):
         nbytes = sum(info.nbytes for info in joint)
         self.container = _container(stored, tensors) if stored else None
         if stored:
-            self.notices = (f"{len(stored)} MXFP4 weights are put in the order of the kernels as they are read: "
-                            f"{format_size(sum(each.nbytes for each in stored.values()))} of memory for {format_size(nbytes)} of file",)
+            held = format_size(sum(each.nbytes for each in stored.values()))
+            self.notices = (Detail(f"{len(stored)} MXFP4 weights are put in the order of the kernels as they are read: {held} of memory "
+                                   f"for {format_size(nbytes)} of file"),)
         elif joint:
             wide = sum(tensors[name].nbytes for name, part in self._parts.items() if part.scales is not None)
             self.notices = (Fallback(f"MXFP4 weights are widened to bf16 as they are read: {format_size(wide)} of memory for "

@@ -23,7 +23,7 @@ from ...kernels.tiles import ROWS
 from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import TensorStore
 from ...offload.header import TensorInfo, damaged, shown
-from ...offload.notes import Fallback
+from ...offload.notes import Detail, Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.codes import Codes
@@ -126,7 +126,7 @@ class ImportedStore(TensorStore):
                 method = "MXFP4" if layout in MXFP4 else self._method
                 said = (f"{len(names)} {method} weights {what}{rounded} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file{'; their inputs are grouped by activation order' if ordered else ''}")
-                yield said if ours else Fallback(said)
+                yield Fallback(said) if not ours else said if rounded else Detail(said)
 
     def _scales_rounded(self, name: str) -> bool:
         """Does a weight stay codes, of integers under scales of 32 bits?"""

@@ -20,7 +20,7 @@ from ...kernels.tiles import ROWS
 from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, damaged, shown
-from ...offload.notes import Fallback
+from ...offload.notes import Detail, Fallback
 from ...offload.size import format_size
 from ...offload.streaming import Range
 from ...quant.imports import mlx
@@ -144,7 +144,7 @@ class MlxStore(MadeStore):
                 sizes = sum(self.tensors[name].nbytes for name in names), sum(self.stored_nbytes(self.tensors[name]) for name in names)
                 said = (f"{len(names)} MLX weights of {bits} bits {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file")
-                yield said if ours else Fallback(said)
+                yield Detail(said) if ours else Fallback(said)
         if missing:
             yield Fallback(missing)
 

@@ -16,7 +16,7 @@ import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, damaged, shown
-from ...offload.notes import Fallback
+from ...offload.notes import Detail, Fallback
 from ...offload.size import format_size
 from ...quant.imports import ternary
 from ...quant.pack import put_rows
@@ -91,7 +91,7 @@ class TernaryStore(MadeStore):
                     what = "rounded to -1, 0 or 1 times the mean of their magnitudes, as the model rounds them whenever it runs,"
                 said = (f"{len(names)} ternary weights are {what} as they are read: {format_size(sizes[0])} of memory for "
                         f"{format_size(sizes[1])} of file")
-                yield said if codes else Fallback(said)
+                yield Fallback(said) if not codes else said if floats else Detail(said)
 
     def _file_nbytes(self, name: str) -> int:
         return sum(part.nbytes for part in self._parts[name] if part is not None)
