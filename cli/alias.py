@@ -18,16 +18,16 @@ EXAMPLES = """examples
   effllm alias                              # yours, and where they are kept
   effllm alias story fable
   effllm alias work ./my-model-4bit
-  effllm alias mario --modelfile ./Modelfile   # of Ollama: its PARAMETER and SYSTEM become settings of yours
+  effllm alias mario --modelfile ./Modelfile   # Ollama's; its PARAMETER and SYSTEM become settings
   effllm alias --rm work
 """
 
-Name = Annotated[str | None, typer.Argument(metavar="NAME", help="small letters, digits, dots and dashes", show_default=False)]
-Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="what it stands for: a model that is here, or one of the catalog",
+Name = Annotated[str | None, typer.Argument(metavar="NAME", help="lower-case letters, digits, dots and dashes", show_default=False)]
+Target = Annotated[str | None, typer.Argument(metavar="MODEL", help="the model it stands for: one that is here, or a name from `effllm "
+                                                                    "list -a`",
                                               autocompletion=complete_model, show_default=False)]
-Remove = Annotated[bool, flag(OUTPUT, "--rm", "", "take the name away; the model stays")]
-Modelfile = Annotated[str | None, flag(OUTPUT, "--modelfile", "FILE", "what NAME stands for, and its settings, as a Modelfile of Ollama "
-                                       "says it")]
+Remove = Annotated[bool, flag(OUTPUT, "--rm", "", "remove the name; the model stays")]
+Modelfile = Annotated[str | None, flag(OUTPUT, "--modelfile", "FILE", "take the model and its settings from an Ollama Modelfile")]
 
 
 def register(app: typer.Typer) -> None:
@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def alias(context: typer.Context, name: Name = None, model: Target = None, modelfile: Modelfile = None, rm: Remove = False,
           json: Json = False) -> None:
-    """Give a model a short name of yours, or list those that you gave."""
+    """Give a model a short name, or list the names you gave."""
     from ..runtime.hub import shown_licence
     from ..runtime.library.aliases import check_alias, own_aliases, own_file, packaged, remove_alias, write_alias
     from ..runtime.library.listing import entry_for

@@ -39,8 +39,8 @@ EXAMPLES = """examples
   effllm quantize ./my-model -o ./my-model-4bit --bits 4
   effllm bench fable -p 512 -n 64
 
-The answer goes to stdout, everything else to stderr. Every flag is also a variable: --ctx-size is EFFLLM_CTX_SIZE (a flag whose variable
-is another says so), and most may stand in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
+The answer goes to stdout, everything else to stderr. Every flag has an environment variable: EFFLLM_CTX_SIZE for --ctx-size (a flag with
+another name for its variable says so). Most can also be set in a file: ctx-size = 4096 in effllm.toml (`effllm config show --help`).
 
 exit codes: 0 ok, 1 failure, 2 usage, 3 model not found or gated, 4 does not fit, 5 context overflow, 6 download failed or offline,
 130 interrupted

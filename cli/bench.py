@@ -27,11 +27,12 @@ EXAMPLES = """examples
 With --spec lookup, --spec mtp or --draft the model writes its likeliest text instead of reading random tokens.
 """
 
-Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE", "random weights of a named shape or a config.json")]
-PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "tokens of the prompt (512); several after commas")]
+Synthetic = Annotated[str | None, flag(MEASURE, "--synthetic", "SHAPE",
+                                       "use random weights, in the shape of a known name or of a config.json")]
+PromptTokens = Annotated[str | None, flag(MEASURE, "-p --n-prompt", "N,…", "tokens of the prompt (512); several, separated by commas")]
 GenTokens = Annotated[str | None, flag(MEASURE, "-n --n-gen", "N,…", "tokens to write (64)")]
-Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens that the cache holds already (0)")]
-Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "times that each test is run (3)")]
+Depth = Annotated[str | None, flag(MEASURE, "-d --n-depth", "N,…", "tokens already in the cache (0)")]
+Repetitions = Annotated[int | None, flag(MEASURE, "-r --repetitions", "N", "how often to run each test (3)")]
 Columns = Annotated[int | None, flag(MEASURE, "--columns", "N", "tokens per pass of the answer, as in speculation (1)")]
 Output = Annotated[Literal["md", "json", "csv"], flag(OUTPUT, "-o --output", "md|json|csv", "Markdown, JSON or comma-separated (md)")]
 Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o json does")]
@@ -48,7 +49,7 @@ def register(app: typer.Typer) -> None:
 def bench(context: typer.Context, model: AnyModel = None, synthetic: Synthetic = None, prompt: PromptTokens = None, gen: GenTokens = None,
           depth: Depth = None, repetitions: Repetitions = None, columns: Columns = None, *, engine: RunFlags, weights: WeightFlags,
           output: Output = "md", json: Rows = False) -> None:
-    """Tokens per second: reading a prompt (pp) and writing an answer (tg)."""
+    """Measure tokens per second: reading a prompt (pp) and writing an answer (tg)."""
     from ..runtime.engine import Engine, open_prepared
     from ..runtime.measuring.bench import BenchOptions, BenchRow, context_for
     from ..runtime.measuring.bench import bench as measure

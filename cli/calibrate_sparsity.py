@@ -25,8 +25,8 @@ EXAMPLES = """examples
   effllm calibrate-sparsity ./neurons --predictor 64
 """
 Tokens = Annotated[int | None, flag(TEXT, "--tokens", "N", "tokens of it (2048)")]
-Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "keep which neurons every token activates, as an .npz file")]
-Predictor = Annotated[int | None, flag(OUTPUT, "--predictor", "RANK", "train predictors of this rank: run --predict-neurons (none)")]
+Trace = Annotated[str | None, flag(OUTPUT, "--trace", "FILE", "write which neurons each token activates to an .npz file")]
+Predictor = Annotated[int | None, flag(OUTPUT, "--predictor", "RANK", "train predictors of this rank, for run --predict-neurons (none)")]
 
 
 def register(app: typer.Typer) -> None:
@@ -35,7 +35,7 @@ def register(app: typer.Typer) -> None:
 
 def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None, tokens: Tokens = None, trace: Trace = None,
                        predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
-    """Record which neurons of a ReLU model a text activates, and keep beside it what a window would read: plan predicts with it."""
+    """Record which neurons of a ReLU model a text activates, so that plan can predict what it reads from the disk."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.library.programs import demand_place_beside
     from ..runtime.prepare import EngineOptions

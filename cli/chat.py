@@ -36,7 +36,7 @@ def register(app: typer.Typer) -> None:
 
 def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags, weights: WeightFlags,
          saving: SessionFlags, tools: ToolFlags, show: ShowFlags, mmproj: Mmproj = None, yes: Yes = False) -> int:
-    """Chat in the terminal; piped text is answered once, as by `run`."""
+    """Chat in the terminal. Piped text gets one answer, as with `run`."""
     from .run import answer_once
 
     screen = Screen(context.obj, show.markdown)

@@ -29,23 +29,24 @@ EXAMPLES = f"""examples
   effllm config show --origin
   effllm config show fable --json
 
-A setting is a flag's long name without its dashes, in {PROJECT_FILE} in the working directory or in the user's file (named by --origin):
+A setting is a flag's long name without its dashes. It goes into {PROJECT_FILE} in the working directory, or into the user's file (--origin
+shows where that is):
 
   temp = 0.5
   ctx-size = 4096
 
-  [model.qwen3-4b]                  # of this model alone, by the name that is typed, an alias for one
+  [model.qwen3-4b]                  # for this model only, under the name you type (an alias works too)
   system = "Answer in one sentence."
   kv = "8bit"
 
-A flag wins over its variable (EFFLLM_TEMP), that over {PROJECT_FILE}, that over the user's file, that over the model's
-generation_config.json, that over what is built in.
+The strongest comes first: a flag, its variable (EFFLLM_TEMP), {PROJECT_FILE}, the user's file, the model's generation_config.json, the
+built-in value.
 """
 OF_MACHINE = frozenset({"ram", "vram", "kv_ram", "device", "gpu_layers"})  # fields that it may not have
 BUILT_IN, GENERATION = "built in", "generation_config.json"
 SWITCH = {**dict.fromkeys(("1", "true", "t", "yes", "y", "on"), True), **dict.fromkeys(("0", "false", "f", "no", "n", "off"), False)}
 
-Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "say where each value comes from, and which files were looked for")]
+Origin = Annotated[bool, flag(OUTPUT, "--origin", "", "show where each value comes from, and which files were looked for")]
 
 
 @dataclass(frozen=True)
@@ -58,13 +59,13 @@ class Shown:
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Settings that stay, and where they come from.")
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Show settings and where they come from.")
     add_command(group, "show", "commands", show, EXAMPLES)
     app.add_typer(group, name="config", rich_help_panel="look around")
 
 
 def show(context: typer.Context, model: AnyModel = None, origin: Origin = False, json: Json = False) -> None:
-    """Every setting and its value; with MODEL, the values that this model's own defaults lead to."""
+    """Show every setting and its value; with MODEL, the values for that model."""
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     ref = asked_model(model, screen) if model is not None else None

@@ -38,11 +38,11 @@ sys.exit(main(sys.argv[1:], environment))
 """
 TRIAL_TIMEOUT_S = 300
 
-Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again, whatever is known of them")]
+Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again")]
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]
 Warm = Annotated[bool, flag(OUTPUT, "--warm", "", "compile and measure the kernels now, so that the next run starts at once")]
 
-Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads that are measured (all physical cores)")]
+Threads = Annotated[int | None, flag(COMPUTE, "-t --threads", "N", "CPU threads to measure with (all physical cores)")]
 
 
 def register(app: typer.Typer) -> None:
@@ -51,7 +51,7 @@ def register(app: typer.Typer) -> None:
 
 def doctor(context: typer.Context, warm: Warm = False, probe: Probe = False, no_probe: NoProbe = False, threads: Threads = None,
            json: Json = False) -> int:
-    """What this machine offers, how fast it is, which kernels run on it, and whether they work."""
+    """Check this machine: what it has, how fast it is, which kernels it runs, and whether they work."""
     from ..runtime.planning.diagnose import diagnose, warm_up
     from ..runtime.prepare import EngineOptions, worker_count
 

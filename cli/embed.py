@@ -32,17 +32,19 @@ EXAMPLES = """examples
   effllm embed ./my-embedder -f sentences.txt -o vectors.npy
   sort -u names.txt | effllm embed ./my-embedder --dimensions 256 > vectors.jsonl
 
-Without -o and --rank, a line of JSON comes for each text: {"index": 0, "embedding": [...]}.
+Without -o and --rank, each text gets a line of JSON: {"index": 0, "embedding": [...]}.
 """
 
-Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT ...", help="texts, each has a vector", show_default=False)]
-File = Annotated[str | None, flag(TEXT, "-f --file", "FILE", "texts, one a line; - is standard input")]
-PromptName = Annotated[str | None, flag(TEXT, "--prompt-name", "NAME", "what the model was trained to see before a text, by the name "
-                                        "that its files have for it (the model's usual one; with --rank, query and document)")]
-Rank = Annotated[str | None, flag(OUTPUT, "--rank", "QUERY", "the texts by how near they are to this one, the nearest first")]
-Dimensions = Annotated[int | None, flag(OUTPUT, "--dimensions", "N", "the first N numbers of a vector, at length 1 again (all)")]
+Texts = Annotated[list[str] | None, typer.Argument(metavar="TEXT ...", help="texts to turn into vectors", show_default=False)]
+File = Annotated[str | None, flag(TEXT, "-f --file", "FILE", "read texts from a file, one a line; - is standard input")]
+PromptName = Annotated[str | None, flag(TEXT, "--prompt-name", "NAME",
+                                        "which of the model's prompts to put before each text (the model's usual one; with --rank, query "
+                                        "and document)")]
+Rank = Annotated[str | None, flag(OUTPUT, "--rank", "QUERY", "sort the texts by how close they are to this one, closest first")]
+Dimensions = Annotated[int | None, flag(OUTPUT, "--dimensions", "N",
+                                        "keep the first N numbers of a vector, scaled to length 1 again (all)")]
 Out = Annotated[str | None, flag(OUTPUT, "-o --out", "FILE.npy",
-                                 "write the vectors as a NumPy array, float32, a row for each text")]
+                                 "write the vectors as a NumPy array: float32, a row for each text")]
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +54,7 @@ def register(app: typer.Typer) -> None:
 def embed(context: typer.Context, model: Model, texts: Texts = None, file: File = None, prompt_name: PromptName = None,
           rank: Rank = None, dimensions: Dimensions = None, out: Out = None, *, engine: EngineFlags, weights: WeightFlags,
           json: Json = False) -> None:
-    """Vectors of texts by a model made for it, or texts by how near they are to another."""
+    """Turn texts into vectors with an embedding model, or rank them by how close they are to a query."""
     from ..runtime.answers.embedding import in_numbers, shortened
     from ..runtime.events import Embedded
 

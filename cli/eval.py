@@ -33,7 +33,7 @@ KLD_EXAMPLES = """examples
   effllm eval kld fable --text story.txt
   effllm eval kld ./my-model --against ./my-model-original --text story.txt --json
   effllm eval kld fable --text story.txt --kv 4bit --by-token
-  effllm eval kld ./my-model --lora ./my-adapter --text story.txt   # what the adapter does to it
+  effllm eval kld ./my-model --lora ./my-adapter --text story.txt   # what the adapter changes
 """
 
 PROFILE_EXAMPLES = """examples
@@ -48,11 +48,11 @@ RECALL_EXAMPLES = """examples
 """
 
 Text = Annotated[str, flag(TEXT, "--text", "FILE", "the text to score, - is standard input")]
-Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "time to take at most, about (60)")]
+Seconds = Annotated[float | None, flag(TEXT, "--seconds", "S", "how long it may take, in seconds, about (60)")]
 Samples = Annotated[int, flag(TEXT, "--samples", "N", "texts with facts and questions at each distance (8)")]
-Against = Annotated[str | None, flag(TEXT, "--against", "MODEL", "the reference model (the same one as it is stored, with a "
-                                         "32-bit cache and no adapter)")]
-ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "one token at a time, as an answer is written; slower than a prompt's pages")]
+Against = Annotated[str | None, flag(TEXT, "--against", "MODEL",
+                                     "the reference model (the same one as it is stored, with a 32-bit cache and no adapter)")]
+ByToken = Annotated[bool, flag(TEXT, "--by-token", "", "read one token at a time, as an answer is written; slower")]
 
 
 @dataclass(frozen=True)
@@ -74,7 +74,7 @@ def register(app: typer.Typer) -> None:
 
 
 def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, json: Json = False) -> None:
-    """Perplexity over windows of -c tokens (1024) that share nothing."""
+    """Perplexity over separate windows of -c tokens (1024)."""
     from ..runtime.measuring.evaluate import PerplexityResult, perplexity
 
     screen = Screen(context.obj)
@@ -93,7 +93,7 @@ def ppl(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
 
 def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, against: Against = None,
         by_token: ByToken = False, json: Json = False) -> None:
-    """KL divergence of the next-token distributions from a reference, token by token."""
+    """KL divergence of next-token probabilities from those of a reference model."""
     from dataclasses import replace
 
     from ..runtime.config import read_config
@@ -136,7 +136,7 @@ def kld(context: typer.Context, model: Model, text: Text, engine: WindowFlags, w
 
 def kv_profile(context: typer.Context, model: Model, text: Sample = None, seconds: Seconds = None, threads: Threads = None,
                json: Json = False) -> None:
-    """Record where a packed cache needs its bits, and keep that beside the model for --kv 8bit to 2bit."""
+    """Record where a packed cache needs its bits; --kv 8bit to 2bit then use that record."""
     from ..runtime.calibrate import built_in_text
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import recorded, report
@@ -168,7 +168,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
 
 def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags, weights: WeightFlags, samples: Samples = 8,
            json: Json = False) -> None:
-    """Numbers stated far back, asked for again: how many come right with this cache, and with an exact one."""
+    """Ask for numbers stated far back: how many answers are right with this cache, and with an exact one."""
     from ..runtime.engine import Engine
     from ..runtime.measuring.evaluate import open_reference
     from ..runtime.measuring.recall import RecallResult

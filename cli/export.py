@@ -24,15 +24,17 @@ EXAMPLES = """examples
   effllm export ./my-model -o ./my-model-tuned --lora ./my-adapter
 """
 
-Out = Annotated[str, flag(OUTPUT, "-o --out", "OUT", "the file to make, for compressed-tensors the folder")]
+Out = Annotated[str, flag(OUTPUT, "-o --out", "OUT", "the file to write; for compressed-tensors, the folder")]
 Format = Annotated[Literal["gguf", "compressed-tensors"] | None,
-                   flag(FORMAT, "--format", "gguf|compressed-tensors", "for llama.cpp and its kin, or for transformers and vLLM (gguf)")]
+                   flag(FORMAT, "--format", "gguf|compressed-tensors",
+                        "gguf for llama.cpp and others, compressed-tensors for transformers and vLLM (gguf)")]
 Type = Annotated[str | None, flag(FORMAT, "--type", "F16|Q8_0|Q4_0|INT8|INT4",
-                                  "precision of the matrices (F16); the integers are those of compressed-tensors (INT4)")]
-Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER", "merge a LoRA adapter, a folder or a GGUF file, into the model: a folder as "
-                                  "the model's comes of it", "export")]
-Sees = Annotated[bool, flag(FORMAT, "--mmproj", "", "write what the model sees or hears with, as a GGUF file of its own (mmproj), "
-                            "instead of its text part", "export")]
+                                  "precision of the matrices (F16); INT8 and INT4 are for compressed-tensors (INT4)")]
+Lora = Annotated[str | None, flag(FORMAT, "--lora", "ADAPTER",
+                                  "merge a LoRA adapter (folder or GGUF file) into the model, and "
+                                  "write a folder like the model's", "export")]
+Sees = Annotated[bool, flag(FORMAT, "--mmproj", "", "write the model's vision or audio part as a GGUF file of its own (mmproj), instead "
+                                                    "of the text part", "export")]
 Force = Annotated[bool, flag(OUTPUT, "--force", "", "replace a GGUF file", "export")]
 
 

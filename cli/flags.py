@@ -74,7 +74,7 @@ def set_debug(context: typer.Context, value: bool) -> bool:
     return value
 
 
-NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, also where FORCE_COLOR asks for it", callback=set_no_color,
+NoColor = Annotated[bool, flag("general", "--no-color", "", "no colour, even if FORCE_COLOR is set", callback=set_no_color,
                                is_eager=True)]
 Debug = Annotated[bool, flag("general", "--debug", "", "show the traceback of a failure", callback=set_debug, is_eager=True)]
 

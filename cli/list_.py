@@ -12,8 +12,8 @@ from .flags import add_command, flag
 from .options import OUTPUT, Json
 from .screen import Screen
 
-All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also the names whose files are not here")]
-Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "which version of each is here, and whether it has a chat template")]
+All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show names of models that are not here")]
+Long = Annotated[bool, flag(OUTPUT, "-l --long", "", "show each model's revision, and whether it has a chat template")]
 SHOWN = 12  # digits of a commit
 
 
@@ -22,7 +22,7 @@ def register(app: typer.Typer) -> None:
 
 
 def list_models(context: typer.Context, all: All = False, long: Long = False, json: Json = False) -> None:
-    """The models on this machine."""
+    """List the models on this machine."""
     from ..offload.size import format_size
     from ..runtime.catalog import catalog
     from ..runtime.hub import shown_licence

@@ -65,8 +65,8 @@ def complete_session(incomplete: str) -> list[str]:
 
 
 def model_argument(metavar: str = "MODEL", complete: Callable[[str], list[str]] = complete_model) -> Any:
-    return typer.Argument(metavar=metavar, help="alias (`effllm list -a`), org/repo, folder, GGUF file or ollama:NAME; then @revision, "
-                          ":4bit, :FILE or :Q4_K_M", autocompletion=complete, show_default=False)
+    return typer.Argument(metavar=metavar, help="a name from `effllm list -a`, org/repo, a folder, a GGUF file or ollama:NAME; may end in "
+                                                "@revision, :4bit, :FILE or :Q4_K_M", autocompletion=complete, show_default=False)
 
 
 Model = Annotated[str, model_argument()]
@@ -99,32 +99,43 @@ CONTRADICTIONS = ((("kv", None), ("cache_k", None)), (("kv", None), ("cache_v", 
 class EngineFlags(Group):
     """Where and how a model runs."""
 
-    device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda", "where layers live (auto)")] = None
+    device: Annotated[Literal["auto", "cpu", "cuda"] | None, flag(COMPUTE, "--device", "auto|cpu|cuda",
+                                                                  "where to run the layers (auto)")] = None
     threads: Threads = None
     kernel: Annotated[Literal["auto", "dot", "lut"] | None, flag(COMPUTE, "--kernel", "auto|dot|lut",
-                                                                 "low-bit weights: dot products or lookup, by measurement (auto)")] = None
-    exact: Annotated[bool, flag(COMPUTE, "--exact", "", "low-bit weights times float32 activations: slower, nothing rounded")] = False
-    gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "the last N layers on the GPU (as many as fit)")] = None
-    strict: Annotated[bool, flag(COMPUTE, "--strict", "", "a fallback is an error: less context than the model's, weights from the disk "
-                                          "or widened, slower kernels, a missing template, an unknown key in its config")] = False
+                                                                 "for low-bit weights: dot products, table lookup, or whichever measures "
+                                                                 "faster (auto)")] = None
+    exact: Annotated[bool, flag(COMPUTE, "--exact", "",
+                                "multiply low-bit weights by float32 activations: slower, nothing is rounded")] = False
+    gpu_layers: Annotated[int | None, flag(COMPUTE, "-ngl --gpu-layers", "N", "put the last N layers on the GPU (as many as fit)")] = None
+    strict: Annotated[bool, flag(COMPUTE, "--strict", "",
+                                 "make a fallback an error: less context than the model has, weights from the disk or widened, slower "
+                                 "kernels, a missing template, an unknown key in the config")] = False
     ctx: Annotated[int | None, flag(MEMORY, "-c --ctx-size --ctx", "N",
-                                    "tokens of context, 16k is 16384 (the model's, or what fits of it)"), token_count] = None
-    ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "memory to use at most, as 6G or 512MiB (what is free)")] = None
-    vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "GPU memory to use at most (what is free)")] = None
-    load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap", "read the weights, or map the files (ram)")] = None
-    force: Annotated[bool, flag(MEMORY, "--force", "", "allow a context beyond what the model was made for, and a --kv that breaks "
-                                         "it")] = False
-    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS", "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, 4bit+POLICY "
-                                   "(4bit+x names them), auto (16bit)", autocompletion=completing(CACHES))] = None
-    cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE", "type of the keys, as llama.cpp names it (as --kv)")] = None
+                                    "size of the context in tokens; 16k is 16384 (the model's, or what fits of it)"), token_count] = None
+    ram: Annotated[str | None, flag(MEMORY, "--ram", "SIZE", "most memory to use, such as 6G or 512MiB (what is free)")] = None
+    vram: Annotated[str | None, flag(MEMORY, "--vram", "SIZE", "most GPU memory to use (what is free)")] = None
+    load: Annotated[Literal["ram", "mmap"] | None, flag(MEMORY, "--load", "ram|mmap",
+                                                        "read the weights into memory, or map the files (ram)")] = None
+    force: Annotated[bool, flag(MEMORY, "--force", "",
+                                "allow a context longer than the model was made for, and a --kv that breaks it")] = False
+    kv: Annotated[str | None, flag(CACHE, "--kv", "BITS",
+                                   "precision of the cache: 32bit, 16bit, 8bit to 2bit, k8v4, auto, or 4bit+POLICY; 4bit+x lists the "
+                                   "policies (16bit)", autocompletion=completing(CACHES))] = None
+    cache_k: Annotated[str | None, flag(CACHE, "-ctk --cache-type-k", "TYPE",
+                                        "type of the keys, by llama.cpp's name for it (as --kv)")] = None
     cache_v: Annotated[str | None, flag(CACHE, "-ctv --cache-type-v", "TYPE", "type of the values (as --kv)")] = None
-    kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "first tokens that stay exact (64, or by the profile)")] = None
-    kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N", "newest tokens that stay exact (128, or by the profile)")] = None
-    kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE", "memory for the cache, the rest goes to the disk (what is left)")] = None
+    kv_sink: Annotated[int | None, flag(CACHE, "--kv-sink", "N", "how many of the first tokens stay exact (64, or by the profile)")] = None
+    kv_window: Annotated[int | None, flag(CACHE, "--kv-window", "N",
+                                          "how many of the newest tokens stay exact (128, or by the profile)")] = None
+    kv_ram: Annotated[str | None, flag(CACHE, "--kv-ram", "SIZE",
+                                       "most memory for the cache; the rest goes to the disk (what is left)")] = None
     kv_read: Annotated[Literal["exact", "sparse"] | None, flag(CACHE, "--kv-read", "exact|sparse",
-                                                               "pages on the disk: all, or those that seem to matter (exact)")] = None
-    disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "the most that the cache takes of the disk (what is free)")] = None
-    spill_dir: Annotated[str | None, flag(CACHE, "--spill-dir", "DIR", "where the cache goes on the disk (the user's cache folder)")] = None
+                                                               "of pages on the disk, read all or only those "
+                                                               "that seem to matter (exact)")] = None
+    disk: Annotated[str | None, flag(CACHE, "--disk", "SIZE", "most disk space for the cache (what is free)")] = None
+    spill_dir: Annotated[str | None, flag(CACHE, "--spill-dir", "DIR",
+                                          "folder for the part of the cache on the disk (the user's cache folder)")] = None
 
     def options(self, **more: object) -> EngineOptions:
         """EngineOptions with what was given; `more` adds what only some commands ask."""
@@ -143,8 +154,9 @@ class EngineFlags(Group):
         return EngineOptions(**values, preset=settled, **{name: value for name, value in more.items() if value is not None})
 
 
-Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER", "a LoRA adapter, a folder or a GGUF file, beside the weights as they "
-                                        "are; ADAPTER:0.5 is half of it; repeat it for more")]
+Lora = Annotated[list[str] | None, flag(COMPUTE, "--lora", "ADAPTER",
+                                        "apply a LoRA adapter (folder or GGUF file) beside the weights; ADAPTER:0.5 is half its strength; "
+                                        "may be repeated")]
 
 
 @dataclass(frozen=True)
@@ -152,38 +164,41 @@ class RunFlags(EngineFlags):
     """Where and how a model runs that writes."""
 
     spec: Annotated[Literal["auto", "off", "lookup", "mtp"] | None, flag(COMPUTE, "--spec", "auto|off|lookup|mtp",
-                                                                         "guesses that a pass verifies, with the same text: "
-                                                                         "lookup from what was said, mtp also by the model's "
-                                                                         "own layer for it, auto what pays (auto)")] = None
-    draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL", "let a model draft: of the same tokenizer, or trained for this")] = None
+                                                                         "speculative decoding, which changes no text: lookup drafts from "
+                                                                         "the text so far, mtp also with the model's own layer "
+                                                                         "for it, auto picks what pays (auto)")] = None
+    draft: Annotated[str | None, flag(COMPUTE, "--draft", "MODEL",
+                                      "draft model for speculative decoding: with the same tokenizer, or trained for this model")] = None
     lora: Lora = None
-    predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "", "read neurons before it is certain that they are used")] = False
+    predict_neurons: Annotated[bool, flag(COMPUTE, "--predict-neurons", "",
+                                          "read the neurons that a predictor expects, before it is certain")] = False
 
 
 @dataclass(frozen=True)
 class BitsFlag(Group):
     """Weights made small while they are loaded: what a plan is told of it."""
 
-    bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights on load (as they are stored)")] = None
+    bits: Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights while loading (as they are stored)")] = None
 
 
 @dataclass(frozen=True)
 class WeightFlags(BitsFlag):
     """Weights made small while they are loaded."""
 
-    keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, to be found by the next run")] = False
+    keep: Annotated[bool, flag(MEMORY, "--keep", "", "keep what --bits makes, for the next run")] = False
 
 
-Mmproj = Annotated[str | None, flag(COMPUTE, "-mm --mmproj", "FILE", "what a GGUF model sees or hears with (the mmproj*.gguf beside it)")]
-Parallel = Annotated[int, flag(MEMORY, "-np --parallel", "N", "answers written at once; each has a context and a cache of its own (1)")]
-SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "disk for the caches of all sessions (4G)")]
+Mmproj = Annotated[str | None, flag(COMPUTE, "-mm --mmproj", "FILE",
+                                    "the vision or audio part of a GGUF model (the mmproj*.gguf beside it)")]
+Parallel = Annotated[int, flag(MEMORY, "-np --parallel", "N", "how many answers to write at once, each with its own context and cache (1)")]
+SessionDisk = Annotated[str | None, flag(ANSWER, "--session-disk", "SIZE", "most disk space for the caches of all sessions (4G)")]
 
 
 @dataclass(frozen=True)
 class SessionFlags(Group):
     """A conversation that outlives the process."""
 
-    session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "go on with this conversation, or begin it; saved with its cache",
+    session: Annotated[str | None, flag(ANSWER, "--session", "NAME", "continue this conversation, or start it; it is saved with its cache",
                                         autocompletion=complete_session)] = None
     session_disk: SessionDisk = None
 
@@ -192,10 +207,10 @@ class SessionFlags(Group):
 class ToolFlags(Group):
     """Tools that an answer may call. A folder from elsewhere must not decide what programs are begun, so no file of settings has these."""
 
-    mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the answer call tools of the MCP servers in this file, each call after "
-                                    "a question")] = None
-    yes_tools: Annotated[bool, flag(TOOLS, "--yes-tools", "", "call them without a question")] = False
-    tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "times that an answer goes on behind its calls (25)")] = None
+    mcp: Annotated[str | None, flag(TOOLS, "--mcp", "FILE", "let the model call tools of the MCP servers in this file; asks before each "
+                                                            "call")] = None
+    yes_tools: Annotated[bool, flag(TOOLS, "--yes-tools", "", "call tools without asking")] = False
+    tool_rounds: Annotated[int | None, flag(TOOLS, "--tool-rounds", "N", "most rounds of tool calls in one answer (25)")] = None
 
 
 NO_BREAKERS = "none"
@@ -217,38 +232,48 @@ RANDOM = -1  # as a seed, in llama.cpp and its kin
 class SamplingFlags(Group):
     """How the next token is drawn. What is not given comes from the model's generation_config.json, then from SamplerSettings."""
 
-    temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 takes the likeliest token (0.8)")] = None
-    top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "only the K likeliest tokens; 0 is off (40)")] = None
-    top_p: Annotated[float | None, flag(SAMPLING, "--top-p", "P", "only the likeliest tokens that make up P; 1 is off (0.95)")] = None
-    min_p: Annotated[float | None, flag(SAMPLING, "--min-p", "P", "only tokens of at least P times the likeliest; 0 is off (0.05)")] = None
-    typical_p: Annotated[float | None, flag(SAMPLING, "--typical", "P", "only typical tokens that make up P; 1 is off (1.0)")] = None
-    repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X", "above 1 avoids what was said (1.0)")] = None
-    presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X", "subtracted once from what was said (0.0)")] = None
-    frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X", "subtracted each time it was said (0.0)")] = None
-    penalty_last_n: Annotated[int | None, flag(SAMPLING, "--repeat-last-n", "N", "how many tokens these three look back; -1 is all "
-                                               "(-1)")] = None
-    dry_multiplier: Annotated[float | None, flag(SAMPLING, "--dry-multiplier", "X", "DRY: subtracted where tokens repeat, more the longer "
-                                                 "the repeat; 0 is off (0.0)")] = None
-    dry_base: Annotated[float | None, flag(SAMPLING, "--dry-base", "X", "DRY: how many times more with each further token (1.75)")] = None
-    dry_allowed_length: Annotated[int | None, flag(SAMPLING, "--dry-allowed-length", "N", "DRY: tokens from which on a repeat counts "
-                                                   "(2)")] = None
-    dry_penalty_last_n: Annotated[int | None, flag(SAMPLING, "--dry-penalty-last-n", "N", "DRY: how many tokens it looks back; -1 is all, "
-                                                   "0 is off (-1)")] = None
-    dry_sequence_breakers: Annotated[list[str] | None, flag(SAMPLING, "--dry-sequence-breaker", "TEXT", "DRY: no repeat goes on over this; "
-                                                            "may be repeated, none for none (\\n, :, \" and *)")] = None
-    xtc_probability: Annotated[float | None, flag(SAMPLING, "--xtc-probability", "P", "XTC: how often all likely tokens but the last of "
-                                                  "them are left out; 0 is off (0.0)")] = None
-    xtc_threshold: Annotated[float | None, flag(SAMPLING, "--xtc-threshold", "P", "XTC: from where on a token is likely; above 0.5 is off "
-                                                "(0.1)")] = None
-    top_n_sigma: Annotated[float | None, flag(SAMPLING, "--top-nsigma --top-n-sigma", "X", "only tokens whose logit is within X standard "
-                                              "deviations of the largest; 0 or less is off (-1.0)")] = None
-    mirostat: Annotated[int | None, flag(SAMPLING, "--mirostat", "0|1|2", "Mirostat in the place of all filters: its version; 0 is off "
-                                         "(0)")] = None
-    mirostat_tau: Annotated[float | None, flag(SAMPLING, "--mirostat-ent --mirostat-tau", "BITS", "Mirostat: how much a token is to "
-                                               "surprise (5.0)")] = None
-    mirostat_eta: Annotated[float | None, flag(SAMPLING, "--mirostat-lr --mirostat-eta", "X", "Mirostat: how fast it corrects itself "
-                                               "(0.1)")] = None
-    seed: Annotated[int | None, flag(SAMPLING, "--seed", "N", "same seed and flags, same text (random, also -1; --stats tells it)")] = None
+    temperature: Annotated[float | None, flag(SAMPLING, "--temp", "T", "temperature; 0 always takes the likeliest token (0.8)")] = None
+    top_k: Annotated[int | None, flag(SAMPLING, "--top-k", "K", "keep the K likeliest tokens; 0 is off (40)")] = None
+    top_p: Annotated[float | None, flag(SAMPLING, "--top-p", "P",
+                                        "keep the likeliest tokens that together have probability P; 1 is off (0.95)")] = None
+    min_p: Annotated[float | None, flag(SAMPLING, "--min-p", "P",
+                                        "keep tokens at least P times as likely as the likeliest; 0 is off (0.05)")] = None
+    typical_p: Annotated[float | None, flag(SAMPLING, "--typical", "P",
+                                            "keep the most typical tokens that together have probability P; 1 is off (1.0)")] = None
+    repetition_penalty: Annotated[float | None, flag(SAMPLING, "--repeat-penalty", "X",
+                                                     "penalty for repeated tokens, a factor; 1 is off (1.0)")] = None
+    presence_penalty: Annotated[float | None, flag(SAMPLING, "--presence-penalty", "X",
+                                                   "penalty for a repeated token, the same however often; 0 is off (0.0)")] = None
+    frequency_penalty: Annotated[float | None, flag(SAMPLING, "--frequency-penalty", "X",
+                                                    "penalty for a repeated token, for each time; 0 is off (0.0)")] = None
+    penalty_last_n: Annotated[int | None, flag(SAMPLING, "--repeat-last-n", "N",
+                                               "how many tokens back these three penalties look; -1 is all (-1)")] = None
+    dry_multiplier: Annotated[float | None, flag(SAMPLING, "--dry-multiplier", "X",
+                                                 "DRY: penalty for continuing a repeat, larger for longer ones; 0 is off (0.0)")] = None
+    dry_base: Annotated[float | None, flag(SAMPLING, "--dry-base", "X",
+                                           "DRY: factor by which the penalty grows with each repeated token (1.75)")] = None
+    dry_allowed_length: Annotated[int | None, flag(SAMPLING, "--dry-allowed-length", "N",
+                                                   "DRY: shortest repeat that counts, in tokens (2)")] = None
+    dry_penalty_last_n: Annotated[int | None, flag(SAMPLING, "--dry-penalty-last-n", "N",
+                                                   "DRY: how many tokens back it looks; -1 is all, 0 is off (-1)")] = None
+    dry_sequence_breakers: Annotated[list[str] | None, flag(SAMPLING, "--dry-sequence-breaker", "TEXT",
+                                                            "DRY: text that ends a repeat; may be repeated; none stands for no text (\\n, "
+                                                            ':, " and *)')] = None
+    xtc_probability: Annotated[float | None, flag(SAMPLING, "--xtc-probability", "P",
+                                                  "XTC: how often to drop all likely tokens but the least likely "
+                                                  "of them; 0 is off (0.0)")] = None
+    xtc_threshold: Annotated[float | None, flag(SAMPLING, "--xtc-threshold", "P",
+                                                "XTC: probability from which a token is likely; above 0.5 is off (0.1)")] = None
+    top_n_sigma: Annotated[float | None, flag(SAMPLING, "--top-nsigma --top-n-sigma", "X",
+                                              "keep tokens whose logit is within X standard deviations of the largest; 0 or less is off "
+                                              "(-1.0)")] = None
+    mirostat: Annotated[int | None, flag(SAMPLING, "--mirostat", "0|1|2",
+                                         "use Mirostat, of this version, instead of all filters; 0 is off (0)")] = None
+    mirostat_tau: Annotated[float | None, flag(SAMPLING, "--mirostat-ent --mirostat-tau", "BITS",
+                                               "Mirostat: target surprise of a token (5.0)")] = None
+    mirostat_eta: Annotated[float | None, flag(SAMPLING, "--mirostat-lr --mirostat-eta", "X", "Mirostat: learning rate (0.1)")] = None
+    seed: Annotated[int | None, flag(SAMPLING, "--seed", "N",
+                                     "the same seed and flags give the same text (random, also -1; --stats tells it)")] = None
 
     def settings(self, folder: Path, remark: Callable[[str], None]) -> SamplerSettings:
         """Settings for the model in `folder`; what its file of defaults says in vain is told to `remark`."""
@@ -274,8 +299,8 @@ class SamplingFlags(Group):
 class ShowFlags(Group):
     """What a person sees of an answer."""
 
-    stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, say on stderr what it cost")] = False
-    markdown: Annotated[bool, flag(OUTPUT, "--markdown", "", "draw markdown on a terminal; into a pipe the text stays as it is")] = False
+    stats: Annotated[bool, flag(OUTPUT, "--stats", "", "after the answer, print its speed and memory on stderr")] = False
+    markdown: Annotated[bool, flag(OUTPUT, "--markdown", "", "render markdown on a terminal; in a pipe the text stays as it is")] = False
 
 
 @dataclass(frozen=True)
@@ -283,18 +308,21 @@ class AnswerFlags(Group):
     """What a conversation is told and when an answer ends."""
 
     system: Annotated[str | None, flag(ANSWER, "-s --system", "TEXT", "the system prompt")] = None
-    predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "tokens to write at most; -1 is no limit (-1)")] = None
-    stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "end before this text; may be repeated")] = None
-    schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|{…}|json", "the answer is JSON: of the schema in this file, or "
-                                            "written here; json is any object")] = None
-    grammar: Annotated[str | None, flag(ANSWER, "--grammar", "FILE|GBNF", "the answer is of the grammar in this file (GBNF or "
-                                             "Lark), or written here (GBNF)")] = None
+    predict: Annotated[int | None, flag(ANSWER, "-n --predict", "N", "most tokens to write; -1 is no limit (-1)")] = None
+    stop: Annotated[list[str] | None, flag(ANSWER, "--stop", "TEXT", "stop before this text; may be repeated")] = None
+    schema: Annotated[str | None, flag(ANSWER, "--schema", "FILE|{…}|json",
+                                       "answer in JSON that follows a schema: a file, the schema itself, or json for any object")] = None
+    grammar: Annotated[str | None, flag(ANSWER, "--grammar", "FILE|GBNF",
+                                        "answer in text that follows a grammar: a file (GBNF or "
+                                        "Lark), or the grammar itself (GBNF)")] = None
     think: Annotated[Literal["auto", "on", "off"] | None, flag(ANSWER, "--think", "auto|on|off",
-                                                               "let a model reason first, dim on stderr (auto)")] = None
-    reasoning_budget: Annotated[int | None, flag(ANSWER, "--reasoning-budget", "N", "tokens of reasoning at most, then the answer "
-                                                 "begins; -1 is no limit (-1)")] = None
+                                                               "let the model reason first; its reasoning goes "
+                                                               "to stderr, dimmed (auto)")] = None
+    reasoning_budget: Annotated[int | None, flag(ANSWER, "--reasoning-budget", "N",
+                                                 "most tokens of reasoning before the answer begins; -1 is no limit (-1)")] = None
     overflow: Annotated[Literal["error", "shift"] | None, flag(ANSWER, "--overflow", "error|shift",
-                                                               "a full context ends the answer, or forgets its middle (error)")] = None
+                                                               "when the context is full, end the answer or forget the middle of the text "
+                                                               "(error)")] = None
 
     @property
     def max_tokens(self) -> int | None:

@@ -40,10 +40,11 @@ class Given:
 class ShownFlags(Group):
     """The files that a prompt is about, as they were named."""
 
-    image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture that the prompt is about; may be repeated")] = None
-    video: Annotated[list[str] | None, flag(ANSWER, "--video", "FILE", "a video, seen as pictures of its moments; may be repeated")] = None
-    frames: Annotated[int | None, flag(ANSWER, "--frames", "N", "pictures of a video, at most one of each second (16)")] = None
-    audio: Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound that the prompt is about; may be repeated")] = None
+    image: Annotated[list[str] | None, flag(ANSWER, "--image", "FILE", "a picture to send with the prompt; may be repeated")] = None
+    video: Annotated[list[str] | None, flag(ANSWER, "--video", "FILE",
+                                            "a video to send with the prompt, as a series of pictures; may be repeated")] = None
+    frames: Annotated[int | None, flag(ANSWER, "--frames", "N", "most pictures to take from a video, one a second at most (16)")] = None
+    audio: Annotated[list[str] | None, flag(ANSWER, "--audio", "FILE", "a sound to send with the prompt; may be repeated")] = None
 
     @property
     def named(self) -> list[tuple[str, str]]:

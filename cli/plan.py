@@ -34,13 +34,13 @@ EXAMPLES = """examples
   effllm plan fable
   effllm plan tinyllama --ram 2G -c 4096
   effllm plan tinyllama --bits 4 -p 1000 --json
-  effllm plan llama3 --ram 6G           # not here yet: from what the hub says of it
+  effllm plan llama3 --ram 6G           # not here yet: planned from what the hub says
 """
 BAR, MARGIN, MOST_RUNS = 40, 13, 4
 WEIGHTS, CACHE, OTHER, FREE = "█", "▓", "▒", "·"
 
-PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "tokens of a prompt whose wait is predicted (512)")]
-NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict from what is known of this machine, or not at all")]
+PromptTokens = Annotated[int | None, flag(OUTPUT, "-p --n-prompt", "N", "length of the prompt whose wait is predicted, in tokens (512)")]
+NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: predict only from what is known of this machine")]
 
 
 def register(app: typer.Typer) -> None:
@@ -49,7 +49,7 @@ def register(app: typer.Typer) -> None:
 
 def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, parallel: Parallel = 1, no_probe: NoProbe = False, *,
          engine: RunFlags, mmproj: Mmproj = None, weights: BitsFlag, json: Json = False) -> None:
-    """What goes where, whether it fits, and how fast it will be."""
+    """Predict whether a model fits, what goes where, and how fast it will be."""
     from ..runtime.catalog import Absent
     from ..runtime.encoders import is_encoder
     from ..runtime.planning import forecast

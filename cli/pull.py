@@ -31,19 +31,19 @@ MARGIN = 10  # columns of the names of a plan's lines
 EXAMPLES = """examples
 
   effllm pull tinyllama
-  effllm pull qwen3-4b --bits 4       # quantized as it comes, one file of the original at a time
+  effllm pull qwen3-4b --bits 4       # quantized as it arrives, one file of the original at a time
   effllm pull org/repo@v1.0 --dry-run
   effllm pull org/repo:model.Q4_K_M.gguf
   effllm pull org/repo:Q4_K_M         # the one GGUF file of that precision
 
-Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them; what --bits makes goes into effllm's own
-folder. A pull that was stopped goes on where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
+Files go into the Hugging Face cache (HF_HUB_CACHE, HF_HOME), where other tools find them. What --bits makes goes into effllm's own
+folder. A stopped pull continues where it stopped. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
 """
 
-Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights as they come, and keep those alone")]
-Keep = Annotated[bool, flag(MEMORY, "--keep", "", "with --bits: keep the published weights too")]
-DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what it would take and load nothing")]
-Offline = Annotated[bool, flag(NETWORK, "--offline", "", "no network: use what is here, or fail")]
+Bits = Annotated[int | None, flag(MEMORY, "--bits", "8|6|5|4|3|2", "quantize the weights as they arrive, and keep only those")]
+Keep = Annotated[bool, flag(MEMORY, "--keep", "", "with --bits: also keep the published weights")]
+DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what it would take, and download nothing")]
+Offline = Annotated[bool, flag(NETWORK, "--offline", "", "use no network: work with what is here, or fail")]
 
 
 def register(app: typer.Typer) -> None:
@@ -52,7 +52,7 @@ def register(app: typer.Typer) -> None:
 
 def pull(context: typer.Context, model: AbsentModel, bits: Bits = None, keep: Keep = False, dry_run: DryRun = False,
          offline: Offline = False, yes: Yes = False, json: Json = False) -> None:
-    """Download a model, or make it small as it comes."""
+    """Download a model; with --bits, quantize it as it arrives."""
     from ..runtime.library.model_name import parse_reference
     from ..runtime.pull.client import Client
     from ..runtime.pull.plan import wish_of

@@ -33,20 +33,22 @@ EXAMPLES = """examples
 """
 
 Out = Annotated[str, flag(OUTPUT, "-o --out", "DIR", "the folder to make")]
-Bits = Annotated[int | None, flag(FORMAT, "--bits", "8|6|5|4|3|2", "bits per weight, in the format that serves them best")]
+Bits = Annotated[int | None, flag(FORMAT, "--bits", "8|6|5|4|3|2", "bits per weight, in the best format for that many")]
 Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4bit, ternary, codebook4:16, affine4:64, symmetric8:32",
                                          "quantize")]
 TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SPEC",
-                                              "another format for tensors of that name; may be repeated, the last that matches wins")]
-Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by the damage measured")]
+                                              "another format for tensors whose name matches; may be repeated, the last match wins")]
+Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by measured damage, to reach this average")]
 Method = Annotated[str | None, flag(FORMAT, "--method", "rtn|hqq|gptq|smooth|spqr", "how the codes are chosen (rtn)")]
-BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "", "keep the values, lay each neuron of a ReLU model out to be read alone")]
+BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "",
+                                 "keep the values, but lay out a ReLU model so that each neuron can be read alone")]
 GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",
                                             "with --bundle-ffn, for other models: count this share of gates as zero (lossy)")]
 GateRule = Annotated[Literal["weighed", "magnitude"] | None, flag(FORMAT, "--gate-rule", "weighed|magnitude",
-                                                                  "of which gates: weighed by their neuron, or by size alone (weighed)")]
+                                                                  "which gates count as zero: by size weighed with their neuron, or by "
+                                                                  "size alone (weighed)")]
 Calib = Annotated[str | None, flag(CALIBRATION, "--calib", "FILE", "text for the methods that need one, - is standard input (a sample)")]
-CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "tokens of it at most (16384)")]
+CalibTokens = Annotated[int | None, flag(CALIBRATION, "--calib-tokens", "N", "most tokens of it to use (16384)")]
 Eval = Annotated[str | None, flag(MEASURE, "--eval", "FILE", "score this text before and after, - is standard input")]
 NoKvProfile = Annotated[bool, flag(CALIBRATION, "--no-kv-profile", "", "do not record where a packed KV cache needs its bits (a minute)")]
 DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "print the sizes and write nothing")]

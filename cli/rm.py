@@ -18,10 +18,10 @@ EXAMPLES = """examples
 
   effllm rm llama3:4bit
   effllm rm org/repo@v1.0 --dry-run
-  effllm rm org/repo:Q4_K_M           # of a GGUF file, whole or partly downloaded, and no other
+  effllm rm org/repo:Q4_K_M           # only this GGUF file, whole or partly downloaded
 """
 
-DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what would go and remove nothing")]
+DryRun = Annotated[bool, flag(OUTPUT, "--dry-run", "", "say what would be removed, and remove nothing")]
 
 
 def register(app: typer.Typer) -> None:
@@ -29,7 +29,7 @@ def register(app: typer.Typer) -> None:
 
 
 def rm(context: typer.Context, model: Model, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
-    """Remove a model. Asks first, or takes -y."""
+    """Remove a model. Asks first; -y answers yes."""
     from ..offload.size import format_size
     from ..runtime.library.remove import demand_idle, plan_removal, remove
 

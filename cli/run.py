@@ -50,10 +50,10 @@ EXAMPLES = """examples
 """
 
 Prompt = Annotated[str | None, typer.Argument(metavar="PROMPT", show_default=False,
-                                              help="what to answer; text on standard input comes before it")]
-File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT comes after it")]
-Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it stands, without the chat template")]
-IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "write on past the model's end of text, up to -n or the context")]
+                                              help="the prompt; text from standard input goes before it")]
+File = Annotated[str | None, flag(ANSWER, "-f --file", "FILE", "read the prompt from a file, - is standard input; PROMPT goes after it")]
+Raw = Annotated[bool, flag(ANSWER, "--raw", "", "continue the text as it is, without the chat template")]
+IgnoreEos = Annotated[bool, flag(ANSWER, "--ignore-eos", "", "keep writing past the model's end of text, up to -n or the context")]
 
 
 def register(app: typer.Typer) -> None:

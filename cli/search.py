@@ -22,18 +22,18 @@ EXAMPLES = """examples
 
   effllm search qwen3 coder
   effllm search gemma gguf --sort new
-  effllm search --sort trending       # whatever writes text
-  effllm search bert --all            # with those that do not run, and why
+  effllm search --sort trending       # any model that writes text
+  effllm search bert --all            # also those that do not run, and why
 
-"fits" goes by size alone: yes, at 4 bits (with --bits 4, or as a Q4_K_M file), or larger than memory, from which some run still.
-`effllm plan NAME` reads a model's header and is exact. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
+The column "fits" goes by size alone: yes, at 4 bits (with --bits 4, or as a Q4_K_M file), or larger (than memory; some of these run from
+the disk). `effllm plan NAME` reads a model's header and is exact. HF_TOKEN, HF_ENDPOINT, HF_HUB_OFFLINE and HTTPS_PROXY are honoured.
 """
 
-Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS ...", help="words of its name", show_default=False)]
+Words = Annotated[list[str] | None, typer.Argument(metavar="WORDS ...", help="words in the model's name", show_default=False)]
 Sort = Annotated[Literal["downloads", "likes", "trending", "new"],
                  flag(NETWORK, "--sort", "downloads|likes|trending|new", "what comes first (downloads)")]
-Limit = Annotated[int, flag(OUTPUT, "--limit", "N", "show so many at most, 100 at most (20)")]
-All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also what does not run here, and why")]
+Limit = Annotated[int, flag(OUTPUT, "--limit", "N", "how many to show, 100 at most (20)")]
+All = Annotated[bool, flag(OUTPUT, "-a --all", "", "also show models that do not run here, and why")]
 MOST = 100
 
 
@@ -43,7 +43,7 @@ def register(app: typer.Typer) -> None:
 
 def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downloads", limit: Limit = 20, all: All = False,
                offline: Offline = False, json: Json = False) -> None:
-    """Find models of the hub that run here."""
+    """Find models on the hub that run here."""
     from ..runtime.pull.client import Client
     from ..runtime.pull.search import memory, search
 

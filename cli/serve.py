@@ -60,30 +60,33 @@ EXAMPLES = """examples
   effllm serve                                   # every model on this machine, by name
   effllm serve qwen3-4b fable --keep-alive 1h    # these two
 
-A browser finds a chat at http://127.0.0.1:8080. Programs that speak OpenAI's API are pointed at http://127.0.0.1:8080/v1, those of
-Anthropic's and Ollama's at http://127.0.0.1:8080 (--port 11434 is where the latter look); any key will do unless --api-key is given.
-One answer is written at a time, with --parallel N so many, and others wait in order. What a request does not say is as the flags here
-say it. Without MODEL, or with several, a request names its model: it is loaded when it is first asked for, and the one that rested
-longest goes where memory is short.
+Open http://127.0.0.1:8080 in a browser for a chat. Point programs for OpenAI's API to http://127.0.0.1:8080/v1, those for Anthropic's and
+Ollama's to http://127.0.0.1:8080 (--port 11434 is where the latter look). Any key will do unless --api-key is given. One answer is
+written at a time, or N with --parallel N; other requests wait in order. The flags set what a request leaves open. Without MODEL, or with
+several, each request names its model. A model is loaded when it is first asked for; when memory is short, the one that was unused
+longest is unloaded.
 """
 
-Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen at; 0.0.0.0 is every one of this machine (127.0.0.1)")]
-Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen at; 0 takes one that is free, and says it (8080)")]
-ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "the key that requests must bring (none)")]
-Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "what the one MODEL is called in requests and answers (as MODEL)")]
-Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN", "pages of this origin may ask, as https://chat.example; * is all; "
-                                        "may be repeated (those of this machine)")]
-SlotSavePath = Annotated[str | None, flag(SERVER, "--slot-save-path", "DIR", "where programs may save and restore slots, by "
-                                          "llama-server's /slots/N (nowhere)")]
-Queue = Annotated[int, flag(SERVER, "--queue", "N", "answers that may wait for those that are written (32)")]
-KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "", "keep what was read of conversations when the server ends, for the "
-                                   "next one")]
-MaxModels = Annotated[int | None, flag(SERVER, "--max-models", "N", "of several: models that are loaded at once (as many as fit)")]
-KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME", "of several: how long one stays loaded that nobody asks for, as "
-                                       "30s or 1h; 0 ends it behind its answer, -1 never (5m)")]
-LoadTimeout = Annotated[str | None, flag(SERVER, "--load-timeout", "TIME", "of several: how long a load may go on without progress "
-                                          "before it is given up; -1 for ever (5m)")]
-NoWebui = Annotated[bool, flag(SERVER, "--no-webui", "", "show browsers no chat at the server's address")]
+Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen on; 0.0.0.0 is every address of this machine (127.0.0.1)")]
+Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen on; 0 takes a free one and prints it (8080)")]
+ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "key that requests must send (none)")]
+Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "name of the one MODEL in requests and answers (as MODEL)")]
+Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN",
+                                        "let web pages of this origin send requests, such as https://chat.example; * is all; may be "
+                                        "repeated (those of this machine)")]
+SlotSavePath = Annotated[str | None, flag(SERVER, "--slot-save-path", "DIR",
+                                          "folder where programs may save and restore slots, with llama-server's /slots/N (nowhere)")]
+Queue = Annotated[int, flag(SERVER, "--queue", "N", "how many requests may wait their turn (32)")]
+KeepPrompts = Annotated[bool, flag(SERVER, "--keep-prompts", "",
+                                   "save the caches of conversations when the server ends, for its next start")]
+MaxModels = Annotated[int | None, flag(SERVER, "--max-models", "N", "with several models: how many may be loaded at once (as many as fit)")]
+KeepAlive = Annotated[str | None, flag(SERVER, "--keep-alive", "TIME",
+                                       "with several models: how long an unused one stays loaded, such as 30s or 1h; 0 unloads it after "
+                                       "its answer, -1 never (5m)")]
+LoadTimeout = Annotated[str | None, flag(SERVER, "--load-timeout", "TIME",
+                                         "with several models: how long loading may go without progress before it is given up; -1 is for "
+                                         "ever (5m)")]
+NoWebui = Annotated[bool, flag(SERVER, "--no-webui", "", "serve no chat page for browsers")]
 Quiet = Annotated[bool, flag(OUTPUT, "--quiet", "", "no line for each request")]
 
 
@@ -97,7 +100,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
           keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, no_webui: NoWebui = False, *, answer: AnswerFlags,
           sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, quiet: Quiet = False,
           json: Json = False, yes: Yes = False) -> int:
-    """Serve a model to other programs, by APIs like OpenAI's, Anthropic's and Ollama's; without MODEL, all that are on this machine.
+    """Serve a model by APIs like OpenAI's, Anthropic's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
     screen = Screen(context.obj) if overseer is None else overseer.screen()

@@ -28,19 +28,21 @@ SECONDARY = ("its own", "cache", "tokens", "size")  # what a narrow terminal doe
 MORE = " ..."
 LEAST_WORDS = 20  # columns of a beginning by which a conversation is known again
 
-Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="sessions", autocompletion=complete_session, show_default=False)]
-Cache = Annotated[bool, flag(OUTPUT, "--cache", "", "remove the KV cache alone: the conversation stays, and is read again when it goes on")]
+Names = Annotated[list[str], typer.Argument(metavar="NAME...", help="names of sessions", autocompletion=complete_session,
+                                            show_default=False)]
+Cache = Annotated[bool, flag(OUTPUT, "--cache", "",
+                             "remove only the KV cache: the conversation stays, and is read again when it continues")]
 
 
 def register(app: typer.Typer) -> None:
-    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="Conversations that were saved, with their KV cache.")
+    group = typer.Typer(cls=PlainGroup, rich_markup_mode=None, help="List and remove saved conversations.")
     add_command(group, "list", "commands", list_sessions, EXAMPLES)
     add_command(group, "rm", "commands", rm, EXAMPLES)
     app.add_typer(group, name="session", rich_help_panel="talk to a model")
 
 
 def list_sessions(context: typer.Context, json: Json = False) -> None:
-    """The sessions on this machine, the newest first."""
+    """List the sessions on this machine, newest first."""
     from ..offload.size import format_size
     from ..runtime.sessions.session_store import SessionStore
 
@@ -92,7 +94,7 @@ def shortened(text: str, width: int) -> str:
 
 
 def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = False, json: Json = False) -> None:
-    """Remove sessions. Asks first, or takes -y."""
+    """Remove sessions. Asks first; -y answers yes."""
     from ..offload.size import format_size
     from ..runtime.sessions.session_name import removing
     from ..runtime.sessions.session_store import SessionStore

@@ -66,7 +66,7 @@ class Facts:
 
 
 def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json = False) -> None:
-    """What a model is: shape, context, precision, licence."""
+    """Show what a model is: shape, context, precision, licence."""
     from ..runtime.encoders import is_encoder
 
     screen = Screen(context.obj)
