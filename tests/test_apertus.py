@@ -23,6 +23,7 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Curve, Linear, Norm, Weight
 from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_rope import RopeConfig
 from effllm.runtime.gguf import apertus
 from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
@@ -96,7 +97,15 @@ def test_the_published_config_is_known_to_the_last_key() -> None:
     assert config.hidden_act == "xielu" and config.qk_norm and config.curves == () and config.rope.kind == "llama3"
     silent = {key: value for key, value in {**LLAMA, **PUBLISHED}.items() if not key.startswith("rope_")}
     assert parse_config(silent, strict=True).ropes == config.ropes, "as transformers takes for granted"
-    assert parse_config({**silent, "rope_theta": 5e5}, strict=True).rope.kind == "default"
+    assert parse_config({**silent, "rope_theta": 12_000_000}, strict=True).ropes == config.ropes
+    plain = parse_config({**silent, "rope_parameters": {"rope_type": "default"}}, strict=True)
+    assert plain.rope == RopeConfig(12_000_000.0, "default", {})
+
+
+def test_a_theta_without_a_section_is_refused() -> None:
+    """transformers stretches and turns by what it takes for granted then, whatever the theta is."""
+    silent = {key: value for key, value in {**LLAMA, **PUBLISHED}.items() if not key.startswith("rope_")}
+    refused({**silent, "rope_theta": 5e5}, "rope_theta")
 
 
 @pytest.mark.parametrize(("key", "value"), [

@@ -28,8 +28,9 @@ KEYS_USED = frozenset({"attention_bias", *CURVES})
 KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
 REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
-# Of positions where a config says nothing of them.
-STRETCHED = {"rope_type": "llama3", "rope_theta": 12_000_000.0, "factor": 8.0, "original_max_position_embeddings": 8192,
+# Of positions where a config has no section about them.
+THETA = 12_000_000.0
+STRETCHED = {"rope_type": "llama3", "rope_theta": THETA, "factor": 8.0, "original_max_position_embeddings": 8192,
              "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ACT = "xielu"
 
@@ -38,10 +39,13 @@ def config(keys: Keys) -> ModelConfig:
     if (act := keys.text("hidden_act", ACT)) != ACT:
         raise ConfigError(f"config.json: hidden_act = {show(act)} is not supported for apertus models", f"known: {ACT}")
     own = {"hidden_act": "silu"}  # which stands for the other until it is put in its place
-    if all(keys.raw.get(name) is None for name in ("rope_parameters", "rope_scaling", "rope_theta")):
+    if all(keys.raw.get(name) is None for name in ("rope_parameters", "rope_scaling")):
+        if (theta := keys.number("rope_theta", THETA, above=1.0)) != THETA:  # which some releases of transformers pass over, others do not
+            raise ConfigError(f"config.json: rope_theta = {theta:g} is not supported for apertus models without rope_parameters",
+                              f"where no section says how their positions are stretched, they turn by {THETA:g}")
         own["rope_parameters"] = STRETCHED
     bias = keys.flag("attention_bias", False)
-    base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
+    base = Defaults(max_position_embeddings=65_536, bos=1, eos=(2,), norm_eps=1e-5, theta=THETA, sizes=SIZES)
     made = decoder_config(keys.saying(**own), base, qkv_bias=bias, o_bias=bias, qk_norm=True)
     above, below = (_numbers(keys, name, made.num_hidden_layers) for name in CURVES)
     if (above is None) != (below is None):

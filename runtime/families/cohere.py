@@ -30,13 +30,14 @@ REFUSED_UNLESS: Mapping[str, object] = {
     "use_gated_activation": True, "use_parallel_block": True}
 SIZES = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40, "num_attention_heads": 64}
 LOGIT_SCALE = 0.0625
+THETA = 500_000.0  # of this family alone, not of Cohere 2
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, neighbours=True),) * layers
+        return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
 
     normed = keys.flag("use_qk_norm", False)
     return cohere_config(keys, ropes, qk_norm=normed, qk_norm_each=normed)

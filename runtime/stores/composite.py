@@ -103,6 +103,10 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "mistral": (32_000, 4096, 14_336, 32, 32, 8), "qwen2": (151_936, 4096, 22_016, 32, 32, 32), "qwen2_5_vl_text": _LARGE,
     "qwen2_vl_text": _LARGE, "qwen3": (151_936, 4096, 22_016, 32, 32, 32), "qwen3_vl_text": (151_936, 4096, 22_016, 32, 32, 32),
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
+# What text parts say by saying nothing where that is not what their family says then.
+UNSAID_INSIDE: Mapping[str, Mapping[str, object]] = {
+    "voxtral": {"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8,
+                "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8}}
 # Rotary positions of several numbers, of which those of a token of text are one -> what they are then.
 BY_PLACE = {"ernie_3d": "default", "mrope": "default", "xdrope": "dynamic"}
 
@@ -130,6 +134,7 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     if kind in AS_INSIDE and inner.get("tie_word_embeddings") is True:
         stated["tie_word_embeddings"] = True
     unsaid = dict(zip(SIZE_KEYS, SIZES.get(str(family), ()), strict=False)) if inner else {}
+    unsaid |= UNSAID_INSIDE.get(kind, {})
     return families.of_its_family({**unsaid, **inner, **stated, "model_type": family, "architectures": None})
 
 
