@@ -37,6 +37,7 @@ def test_what_the_text_part_of_voxtral_does_not_say() -> None:
     inner = AutoConfig.for_model("voxtral", text_config={"hidden_size": 64, "intermediate_size": 88}).text_config
     own = {"hidden_size": 64, "intermediate_size": 88, "tie_word_embeddings": False}
     config = parse_config({"model_type": "voxtral", "text_config": {**own, "num_attention_heads": 32}})
-    assert (config.rope.theta, config.head_dim, config.norm_eps) == (inner.rope_parameters["rope_theta"], inner.head_dim, inner.rms_norm_eps)
+    theta = inner.rope_parameters["rope_theta"]
+    assert (config.rope.theta, config.head_dim, config.norm_eps) == (theta, inner.head_dim, inner.rms_norm_eps)
     assert (config.vocab_size, config.num_hidden_layers, config.num_key_value_heads, config.max_position_embeddings) == (
         inner.vocab_size, inner.num_hidden_layers, inner.num_key_value_heads, inner.max_position_embeddings)
