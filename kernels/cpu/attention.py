@@ -344,11 +344,11 @@ def write_kv(args, worker, counter):
         begin = PAGE * fetch_add(counter, 1)
         if begin >= a[W_TOKENS]:
             return
-        for t in range(begin, min(begin + PAGE, a[W_TOKENS])):
-            row = i64_at(a[W_ROWS])[t]
-            page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
-            row %= part
-            for head in range(heads):
+        for head in range(heads):  # all tokens of one first: the lines that their keys share stay in the cache
+            for t in range(begin, min(begin + PAGE, a[W_TOKENS])):
+                row = i64_at(a[W_ROWS])[t]
+                page = a[W_EXACT] + i64_at(a[W_SLOTS])[t] * a[W_PAGE_STRIDE] + row // part * a[W_PART_STRIDE] + HEADER_NBYTES
+                row %= part
                 k, v = f32_at(a[W_K] + 4 * (t * heads + head) * depth), f32_at(a[W_V] + 4 * (t * heads + head) * depth)
                 keys, values = page + head * stride, page + head * stride + a[W_SIDE]
                 if a[W_DTYPE] == F32:
@@ -356,6 +356,8 @@ def write_kv(args, worker, counter):
                     for i in range(depth):
                         wide_k[i * part + row], wide_v[row * depth + i] = k[i], v[i]
                 else:
-                    narrow_k, narrow_v = u16_at(keys), u16_at(values)
+                    narrow_k, narrow_v = u16_at(keys), u16_at(values + 2 * row * depth)
+                    for i in range(depth):  # vectors; keys go channel by channel, one by one
+                        narrow_v[i] = narrow_half(v[i])
                     for i in range(depth):
-                        narrow_k[i * part + row], narrow_v[row * depth + i] = narrow_half(k[i]), narrow_half(v[i])
+                        narrow_k[i * part + row] = narrow_half(k[i])
