@@ -322,8 +322,6 @@ def share_angles(engine: Engine, model: PreTrainedModel) -> None:
             placed = sum(rotary.mrope_section[:2])
             ours = ours[[*range(0, placed, 2), *range(1, placed, 2), *range(placed, len(ours))]]
         learned = getattr(rotary, "alpha", torch.zeros(1))
-        if hasattr(rotary, "recomposition_frequencies"):  # in the order in which the axes of a picture take them up
-            ours = ours[np.argsort(np.argsort(-rotary.inv_freq.numpy()))]
         assert np.allclose((rotary.inv_freq * learned.exp()).numpy(), ours, rtol=1e-6, atol=0)
         learned.zero_()
         rotary.inv_freq = torch.from_numpy(ours.copy())
