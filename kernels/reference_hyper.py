@@ -24,7 +24,12 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
 def numbers(say: np.ndarray, scale: np.ndarray, base: np.ndarray, count: int, least: float,
             rounds: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """What a branch reads of each stream [T, S], what each has of the branch [T, S], and of each stream the next ones [T, S, S], row by
-    row, of `say` [T, S * (2 + S)]; `scale` [3] and `base` [S * (2 + S)]. `least` is added to what is divided by."""
+    row, of `say` [T, S * (2 + S)]; `scale` [3] and `base` [S * (2 + S)]. `least` is added to what is divided by. Without `rounds` streams
+    are not mixed, and of `say` [T, 2 * S] none of the last kind are made; `least` is then added to those of the second too."""
+    if not rounds:
+        (reads, writes), (of_reads, of_writes) = np.split(say.astype(np.float64), 2, axis=1), np.split(base.astype(np.float64), 2)
+        return (_sigmoid(reads * scale[0] + of_reads) + least, 2 * _sigmoid(writes * scale[1] + of_writes) + least,
+                np.empty((len(say), 0, 0)))
     reads, writes, mixes = np.split(say.astype(np.float64), [count, 2 * count], axis=1)
     of_reads, of_writes, of_mixes = np.split(base.astype(np.float64), [count, 2 * count])
     reads = _sigmoid(reads * scale[0] + of_reads) + least
@@ -46,6 +51,8 @@ def gathered(streams: np.ndarray, reads: np.ndarray) -> np.ndarray:
 
 def mixed(streams: np.ndarray, branch: np.ndarray, writes: np.ndarray, mixes: np.ndarray) -> np.ndarray:
     """The streams behind a branch [T, D], [T, S, D]."""
+    if not mixes.size:
+        return streams + writes[..., None] * branch[:, None].astype(np.float64)
     return writes[..., None] * branch[:, None].astype(np.float64) + np.einsum("tsn,tsd->tnd", mixes, streams.astype(np.float64))
 
 

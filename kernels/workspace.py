@@ -37,7 +37,8 @@ class Dims:
     numbers by way of which streams say what a branch reads of them, 0 where they do not; `ngrams`: what `ngram_layers` layers are given of
     the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
     before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads. `gated_norms`:
-    what norms give has gates, and queries and gates of what is attended to are made of a latent normed and as it is.
+    what norms give has gates, and queries and gates of what is attended to are made of a latent normed and as it is. `gate_width`: of
+    the gates of what latent attention attends to, where layers that choose have them too.
     """
 
     hidden: int
@@ -80,6 +81,7 @@ class Dims:
     between: int = 0
     differs: bool = False
     gated_norms: bool = False
+    gate_width: int = 0
 
     @property
     def alike(self) -> tuple[Dims, ...]:

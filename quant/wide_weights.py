@@ -12,7 +12,8 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Hyper:
     """How a branch meets the `count` streams of a token, S (`kernels/reference_hyper.py`): a `matrix` [S * (2 + S), S * D] that reads all
-    of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1."""
+    of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1. Without
+    `rounds` streams are not mixed with one another: 2 * S rows, 2 * S and 2."""
 
     count: int
     norm: Norm

@@ -71,7 +71,8 @@ class ModelConfig:
     of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made. `keys_marked`: every
     key adds a number of its own to scores, and heads are wider in attention by a channel for it, as with slopes. `norms_gated`: what norms
     give says by way of so many numbers how much of each channel is read, 0 where it does not; queries of latent attention, and gates of
-    what is attended to, are then made of their latent twice, normed and as it is.
+    what is attended to, are then made of their latent twice, normed and as it is. `streams_kept`: streams are read and written by numbers
+    of a token's own, to which `mix_least` is added, and not mixed with one another.
     """
 
     family: str
@@ -177,6 +178,7 @@ class ModelConfig:
     differs: bool = False
     keys_marked: bool = False
     norms_gated: int = 0
+    streams_kept: bool = False
     warnings: tuple[str, ...] = ()
 
     @property
@@ -196,6 +198,13 @@ class ModelConfig:
         return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)
 
     @property
+    def mixes_on_host(self) -> bool:
+        """Whether the CPU alone has stages that mix streams, or that carry what routers say, in a model without keys of several tokens."""
+        return self.mix_rank > 0 or self.says_mixes or self.router_rank > 0
+    @property
+    def says_mixes(self) -> bool:
+        """Whether a token says by numbers of its own how branches meet its streams, in a model without keys of several tokens."""
+        return self.mix_rounds > 0 or self.streams_kept
     def shares_by_turns(self) -> bool:
         """Whether a layer with keys and values of its own comes behind one that attends to others'."""
         return any(source != layer for layer, source in enumerate(self.kv_sources[: max(self.attention_layers, default=0)]))

@@ -21,4 +21,5 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.indexed.shape if config.indexed else None,
                 config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
                 SLOTS if config.cross_layers else 0, config.mix_rank, config.ngrams and config.ngrams.shape,
-                len(config.ngrams.layers) if config.ngrams else 0, config.mix_rounds > 0, between, config.differs, config.norms_gated > 0)
+                len(config.ngrams.layers) if config.ngrams else 0, config.says_mixes, between, config.differs, config.norms_gated > 0,
+                config.num_attention_heads * config.latent.value if config.streams_kept else 0)

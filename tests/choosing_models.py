@@ -20,6 +20,8 @@ CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].change
             "glm_moe_dsa": Case("glm_moe_dsa", {**CASES["glm_moe_dsa"].changes, **CALM, "index_topk": 150, "num_hidden_layers": 4,
                                                 "indexer_types": ["full", "shared", "full", "shared"]}),
             "axk2": Case("axk2", {**CASES["axk2"].changes, **CALM, "index_topk": 70, "vocab_size": 300}),
+            "hy_v4": Case("hy_v4", {**CASES["hy_v4"].changes, **CALM, "index_topk": 70, "vocab_size": 300, "num_hidden_layers": 4,
+                                    "indexer_types": ["full", "full", "shared", "shared"]}),
             "mistral_large4": Case("mistral_large4_text", {
                 **CASES["mistral_large4"].changes, **{key: value for key, value in CALM.items() if key != "q_lora_rank"},
                 "index_topk": 70, "num_hidden_layers": 5, "no_rope_layers": [1, 0, 1, 0, 1], "kv_source_layers": [0, 1, 0, 1, 4],
@@ -27,7 +29,7 @@ CHOOSING = {"deepseek_v32": Case("deepseek_v32", {**CASES["deepseek_v32"].change
             "minimax_m3": Case("minimax_m3_vl_text", {
                 **CASES["minimax_m3_vl_text"].changes, "hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": 640,
                 "dense_intermediate_size": 192, "index_topk_blocks": 4, "index_block_size": 16})}
-LIKE_OTHERS = ("axk2", "mistral_large4")  # of which slow tests ask what others show in every run
+LIKE_OTHERS = ("axk2", "hy_v4", "mistral_large4")  # of which slow tests ask what others show in every run
 
 
 @contextmanager

@@ -14,6 +14,8 @@ ZAYA = {"head_dim": 32, "num_experts": 6, "moe_intermediate_size": 40, "router_h
 AXK_2 = {**LATENT, "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8, "gated_norm_rank": 12, "initializer_range": 0.15}
 ERNIE = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 7,
          **rope("default", mrope_section=[3, 3, 2])}
+HY_4 = {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "hc_mult": 2, "index_topk": 300,
+        "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15}
 NEWEST = {
     "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", ERNIE, inside="ernie4_5_vl_moe"),
     "ernie4_5_vl_moe, nothing shared, other layers, bfloat16": Case("ernie4_5_vl_moe_text", {
@@ -44,6 +46,15 @@ NEWEST = {
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
+    "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", {**WORDS, "vocab_size": 301}, inside="ernie4_5_vl_moe"),
+    "ernie4_5_vl_moe, other layers, nothing shared, own head, bfloat16": Case("ernie4_5_vl_moe_text", {
+        **WORDS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2, "moe_num_shared_experts": 0,
+        "tie_word_embeddings": False}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
+    "hy_v4": Case("hy_v4", {**HY_4, "vocab_size": 301}),
+    "hy_v4, three streams, other layers, groups, tied, bfloat16": Case("hy_v4", {
+        **HY_4, "num_hidden_layers": 5, "hc_mult": 3, "hc_eps": 1e-3, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"],
+        "indexer_types": ["full", "shared", "shared", "full", "shared"], "n_group": 4, "topk_group": 2, "n_shared_experts": 1,
+        "tie_word_embeddings": True, "norm_topk_prob": False, "index_topk": CONTEXT}, dtype="bfloat16"),
     "axk2": Case("axk2", {**AXK_2, "vocab_size": 301}),
     "axk2, groups, other layers, tied, bfloat16": Case("axk2", {
         **AXK_2, "n_group": 4, "topk_group": 2, "mlp_layer_types": ["sparse", "dense", "sparse"], "n_shared_experts": 1, "gated_norm_rank":

@@ -212,7 +212,8 @@ def test_what_chooses_stays_as_it_is_in_a_converted_folder(folder: Path, tmp_pat
     kept = {job.role for job in plan.jobs if made.tensors[job.name].spec.is_raw and len(job.shape) == 2}
     assert kept == ({"router", "index_q", "index_k"} if plan.config.latent is None else
                     {"router", "index_q", "index_k", "index_weights", "kv_b", *(
-                        f"{norm}_{end}" for norm in ("input_norm", "post_norm") for end in ("in", "out") if plan.config.norms_gated)})
+                        f"{norm}_{end}" for norm in ("input_norm", "post_norm") for end in ("in", "out") if plan.config.norms_gated),
+                     *(("attn_mix", "mlp_mix", "leave_mix") if plan.config.streams_kept else ())})
     engine = opened(tmp_path / "4bit")
     read(engine, IDS[:300])
     assert np.isfinite(engine.forward_logits([3])).all() and engine.cache.chosen is not None
@@ -225,7 +226,8 @@ def test_what_a_choice_cannot_have_is_refused_beyond_what_all_see(folder: Path, 
     most = prepare(folder, EngineOptions(device="cpu")).config.indexed.shape.whole
     with pytest.raises(UsageError, match=f"beyond {most} tokens") as caught:
         prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}))
-    assert caught.value.message.startswith(flag) and f"-c {most}" in caught.value.hint
+    nowhere = prepare(folder, EngineOptions(device="cpu")).config.mixes_on_host and flag in ("--device cuda", "-ngl 2")
+    assert caught.value.message.startswith(flag) and (f"-c {most}" in caught.value.hint) == (not nowhere)
     placed = prepare(folder, EngineOptions(ctx=most + 1, **{"device": "cpu", **asked}, preset=frozenset(asked)))
     assert any(flag in said and "left out" in said for said in placed.notices)
 

@@ -59,7 +59,7 @@ from config_samples import LLAMA, PARTED, SMALL, in_a_file, in_one, refused
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
 LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "mistral4",
-          "mistral_large4_text", "youtu", "minicpm3", "axk2")
+          "mistral_large4_text", "youtu", "minicpm3", "axk2", "hy_v4")
 DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 

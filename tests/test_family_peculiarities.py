@@ -89,6 +89,9 @@ PECULIAR = {
                 {"gate_bounds": ((None, 0.5), (None, 0.5), (0.4, 0.3), (0.7, None), (0.4, None))},
                 {"gate_bounds": ((None, None), (None, None), (0.4, 0.4), (0.7, None), (None, None))}] + [
         {"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0}, {"shared_width": None})],
+    "hy_v4": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"factor": 1.0}, {"shared_width": None})] + [
+        {"norm_eps": 1e-1}, {"ropes": {"neighbours": True}}, {"attn_scale": 1 / 4}],
+    "hy_v4, three streams, other layers, groups, tied, bfloat16": [{"mix_least": 0.0}],
     "axk2": [{"mixture": each} for each in ({"renormalise": False}, {"corrected": False}, {"factor": 1.0}, {"shared_width": None})] + [
         {"norm_eps": 1e-1}, {"ropes": {"neighbours": False}}, {"attn_scale": 1 / 4}],
     "axk1": [{"mixture": each} for each in ({"sigmoid": False}, {"groups": 1, "kept_groups": 1}, {"corrected": False})] + [

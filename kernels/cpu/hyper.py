@@ -120,4 +120,4 @@ def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarr
     ops.flush()
     split, count = x.reshape(len(x), hyper.count, -1), hyper.count
     _, writes, mixes = np.split(said, [count, 2 * count], axis=1)
-    split[:] = meaning.mixed(split, branch, writes, mixes.reshape(-1, count, count))
+    split[:] = meaning.mixed(split, branch, writes, mixes.reshape(len(x), *((count, count) if hyper.rounds else (0, 0))))

@@ -49,14 +49,14 @@ SPELLED = {"axk1": "AXK1", "axk2": "AXK2", "bitnet": "BitNet", "codegen": "CodeG
            "gemma3n_text": "Gemma3n", "gemma4_text": "Gemma4", "gpt2": "GPT2", "gpt_bigcode": "GPTBigCode", "gpt_neo": "GPTNeo",
            "gpt_neox": "GPTNeoX", "gptj": "GPTJ", "granite_swa": "GraniteSWA", "granitemoe": "GraniteMoe", "granitemoe_swa":
            "GraniteMoeSWA", "granitemoehybrid": "GraniteMoeHybrid", "granitemoeshared": "GraniteMoeShared", "hunyuan_v1_dense":
-           "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hyperclovax": "HyperCLOVAX", "internlm3": "Llama",
-           "iquestcoder": "Llama", "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3", "minimax": "MiniMax",
-           "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL", "modernbert_decoder": "ModernBertDecoder", "nanochat":
-           "NanoChat", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5", "qwen4_exp_text": "Qwen4Exp", "smollm3":
-           "SmolLM3", "stablelm": "StableLm", "vaultgemma": "VaultGemma"}
+           "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hy_v4": "HYV4", "hyperclovax": "HyperCLOVAX",
+           "internlm3": "Llama", "iquestcoder": "Llama", "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3",
+           "minimax": "MiniMax", "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL", "modernbert_decoder":
+           "ModernBertDecoder", "nanochat": "NanoChat", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5",
+           "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3", "stablelm": "StableLm", "vaultgemma": "VaultGemma"}
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
-               **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "minimax_m3_vl_text",
-                                "mistral_large4_text", "qwen4_exp_text"),
+               **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "hy_v4",
+                                "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text"),
                                "this version writes no indexer, which other tools want"),
                "mllama_text_model": "no other tool was found to read its text part without the rest of the model",
                "gemma3n_text": "no other tool was found to read what makes its streams so",

@@ -160,9 +160,9 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
     """What o reads, [T, H * value], of what a layer reads."""
     tap("block_in", layer, x)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
-    beside = () if w.attn_gate is None else (w.attn_gate,)  # [T, H], of what is attended to
-    if w.index is not None:
-        beside = w.index.k, w.index.weights
+    beside = () if w.index is None else (w.index.k, w.index.weights)
+    if w.attn_gate is not None:
+        beside += (w.attn_gate,)  # [T, H] or [T, H * value], of what is attended to
     if own.q_down is None:
         q, latent, *gated = ops.norm_linear(x, w.input_norm, [own.q, own.kv_down, *beside])  # [T, H * (nope + rope)], [T, rank + rope]
     else:
@@ -172,7 +172,7 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
         tap("q_in", layer, q)
         if w.index is not None:  # before the queries take the place of its own
             (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.index.q])
-            choose(ops, w.index, chosen_by, *gated, kv, positions, rope, config.indexed.shape)
+            choose(ops, w.index, chosen_by, *gated[:2], kv, positions, rope, config.indexed.shape)
         (q,) = ops.norm_linear(q, own.q_norm, [own.q])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:
@@ -180,8 +180,8 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
     tap("q", layer, q)
     tap("k", layer, k)
     tap("v", layer, k)
-    attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
+    attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, own.expand)  # [T, H * value]
     if w.attn_gate is not None:
-        attended = ops.gate_heads(attended, last_of(gated[0], len(attended)), heads, shape.value)
+        attended = ops.gate_heads(attended, last_of(gated[-1], len(attended)), heads, shape.value)
     tap("attn_out", layer, attended)
     return attended

@@ -33,14 +33,15 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_rank: int, groups: tuple[int, int], heads: int,
-                   neighbours: bool, chooses: Sequence[bool] | None = None, own: Mixture | None = None) -> ModelConfig:
+                   neighbours: bool, chooses: Sequence[bool] | None = None, own: Mixture | None = None,
+                   turned: bool = True) -> ModelConfig:
     """What a config with an indexer says, from keys with these defaults; `groups` of experts, and how many of them a token's are in;
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do. `own`: the
-    experts, where they are not as V3's by default."""
+    experts, where they are not as V3's by default. `turned`: whether neighbouring channels of heads turn together."""
     layers = base.size(keys, "num_hidden_layers")
     check_kinds(keys, layers)
     own = sparse(keys, layers, own or corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
-    made = latent_config(keys, base, widths, query_rank, True, mixture=grouped(keys, own, *groups))
+    made = latent_config(keys, base, widths, query_rank, turned, mixture=grouped(keys, own, *groups))
     rope, rank = made.latent.rope, made.latent.query_rank
     width, count = keys.integer("index_head_dim", 128, high=1024), keys.integer("index_topk", CHOSEN, high=2**27)
     if width < rope or rank is None:

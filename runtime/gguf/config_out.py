@@ -56,7 +56,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compa
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm5_next_text": INDEXED, "glm_moe_dsa": INDEXED,
-               "minimax_m3_vl_text": INDEXED,
+               "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
                "mistral_large4_text": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mistral4": ": this version does not write how their queries grow",

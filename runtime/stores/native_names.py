@@ -14,8 +14,12 @@ MISTRAL = (
     (r"\.attention_norm\.", ".input_layernorm."), (r"\.ffn_norm\.", ".post_attention_layernorm."), (r"\.feed_forward\.", ".mlp."),
     (r"(\.\d+)\.(gate|experts|shared_experts)\.", r"\1.mlp.\2."), (r"\.w1\.", ".gate_proj."), (r"\.w2\.", ".down_proj."),
     (r"\.w3\.", ".up_proj."), (r"\.ssmax_scaling\.s$", ".softmax_scaling.scale"), (r"\.ssmax_scaling\.b$", ".softmax_scaling.bias"))
-TRANSLATED: Mapping[str, Sequence[tuple[str, str]]] = {"mistral_large4_text": MISTRAL}
-ABOUT = {"mistral_large4_text": re.compile(r"(?:tok_embeddings|lerope|output|layers|norm)\..+")}  # the text part
+HUNYUAN = (
+    (r"\.hc_pre\.hc_", ".hc_"), (r"\.hc_attn_layer\.hc_", ".attn_hc."), (r"\.hc_mlp_layer\.hc_", ".ffn_hc."),
+    (r"\.hc_head_(fn|base|scale)$", r".hc_\1"), (r"\.learnable_sink_param$", ".sinks"), (r"\.linear_gate\.", ".gate_proj."))
+TRANSLATED: Mapping[str, Sequence[tuple[str, str]]] = {"hy_v4": HUNYUAN, "mistral_large4_text": MISTRAL}
+ABOUT = {"hy_v4": re.compile(r"model\..+"),
+         "mistral_large4_text": re.compile(r"(?:tok_embeddings|lerope|output|layers|norm)\..+")}  # the text part
 
 
 def translated(name: str, model_type: str) -> str:

@@ -28,10 +28,11 @@ from ..config import ModelConfig
 from .made_store import MadeStore
 
 # Whose folders hold matrices in one another, row by row, or in another order of their rows.
-IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "internlm2", "minimax", "persimmon", "qwen3_next")
+IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "hy_v4", "internlm2", "minimax", "persimmon", "qwen3_next")
 STACKED = ("stablelm",)  # and those that may hold rows of one apart
 # And those that hold parts of one apart.
 JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
+VECTORS = (".bias", "_norm.weight")  # endings of what is no matrix
 WIDE = ("F64", "F32", "F16", "BF16")
 TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
 ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that choose experts
@@ -169,7 +170,7 @@ def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
         info = store.tensors.get(whole)
         if name in store.tensors or info is None:
             continue
-        if len(info.shape) != (1 if name.endswith(".bias") else 2) or info.shape[0] != heights[whole]:
+        if len(info.shape) != (1 if name.endswith(VECTORS) else 2) or info.shape[0] != heights[whole]:
             raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
                                   "the config and the weights are of different models")
         parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)

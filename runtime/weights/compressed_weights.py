@@ -29,7 +29,7 @@ def hyper_weights(config: ModelConfig, role: str, linear: Callable[[str], Linear
 def hyper_around(config: ModelConfig, linear: Callable[[str], Linear], vector: Callable[[str], object],
                  put: Callable[[np.ndarray], object]) -> tuple[Hyper, Hyper] | None:
     """How both branches of a layer meet the streams, in a model without keys of several tokens."""
-    return tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER) if config.mix_rounds else None
+    return tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER) if config.says_mixes else None
 
 
 def wide_weights(config: ModelConfig, layer: int, linear: Callable[[str], Linear], vector: Callable[[str], object],

@@ -48,7 +48,7 @@ class StoredStates:
             matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
             split = states.reshape(len(states), self.config.streams, -1)
             say = reference_hyper.said(split, matrix, self.config.norm_eps)
-            return reference_hyper.left(split, say, scale, base, self.config.compressed.least).astype(np.float32)
+            return reference_hyper.left(split, say, scale, base, self.config.mixes[1]).astype(np.float32)
         first, *others = np.split(states, max(1, self.config.streams), axis=1)
         made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
         return left(first, np.stack(made)).astype(np.float32) if made else first

@@ -1,0 +1,112 @@
+"""Hy 4 (Hunyuan 4): latent attention to chosen tokens with sinks and with gates of what is attended to, and Hunyuan 3's mixture; around
+both a token has several streams, which it reads and writes by numbers of its own and does not mix.
+
+Layers share the choice of the last one that has an indexer. Gates of routed experts are bounded, those of the expert that all visit are
+not. Of a head of an indexer the last channels turn, which are read as the first (`parted_rows.py`). Checkpoints call what is about
+streams and gates by names of their own (`native_names.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.layout import SILU_LIMIT
+from ..config import Defaults, ModelConfig
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule, deepseek_v32, llama
+from .deepseek_v3 import attended_to
+from .deepseek_v4 import mix_tensors
+from .deepseek_v32 import NAMES, indexed_config
+from .glm4_moe import corrected
+from .glm_moe_dsa import choosing
+
+if TYPE_CHECKING:
+    from ..block_ops import HostOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
+
+KEYS_USED = deepseek_v32.KEYS_USED | {"hc_eps", "hc_mult", "indexer_types", "swiglu_limit"}
+KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init"}  # of training
+REFUSED_UNLESS: Mapping[str, object] = {
+    **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if key != "rope_interleave"}, "hc_magnitude": 2.0,
+    "rope_interleave": False}
+SIZES = {"vocab_size": 120_832, "hidden_size": 2816, "intermediate_size": 6912, "num_hidden_layers": 34, "num_attention_heads": 32}
+WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
+QUERY_RANK, EVERY = 1536, 4  # layers behind the first of which one chooses
+BOUNDED = "clamped_silu"
+# Of what makes index queries and keys, with channels in another order than they are stored in, and what that is.
+CALLED = {"index_q": "turned_q.weight", "index_k": "turned_k.weight", "index_k_norm": "turned_k_norm.weight",
+          "index_k_norm_bias": "turned_k_norm.bias"}
+STORED = ("wq_b.weight", "wk.weight", "k_norm.weight", "k_norm.bias")
+
+
+def config(keys: Keys) -> ModelConfig:
+    """Raises ConfigError."""
+    base = Defaults(max_position_embeddings=262_144, norm_eps=1e-5, sizes=SIZES, bos=120_000, eos=(120_025,))
+    layers = base.size(keys, "num_hidden_layers")
+    if (limit := keys.raw.get("swiglu_limit", SILU_LIMIT)) != SILU_LIMIT:
+        raise ConfigError(f"config.json: swiglu_limit = {show(limit)} is not supported for hy_v4 models",
+                          f"this family runs only with swiglu_limit = {SILU_LIMIT}")
+    keys.asked.add("swiglu_limit")
+    usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
+    chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
+    own = corrected(keys, layers, 256, 8, 1, True, 2.827, 768)
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, chooses, replace(own, apart=True), False)
+    if made.o_bias or made.hidden_act != "silu":
+        raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
+                          "hy_v4 models", "no biases, and silu")
+    return replace(made, gates_apart=True, streams=keys.integer("hc_mult", 4, low=2, high=16), streams_kept=True,
+                   mix_least=keys.number("hc_eps", 1e-6))
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, prefix = deepseek_v32.layer_tensors(config, layer), f"model.layers.{layer}."
+    heads, hidden = config.num_attention_heads, config.hidden_size
+    rules |= {"attn_gate": TensorRule(f"{prefix}self_attn.gate_proj.weight", (heads * config.latent.value, hidden)),
+              "sinks": TensorRule(f"{prefix}self_attn.sinks", (heads,))}
+    for role, name in CALLED.items():
+        if role in rules:
+            rules[role] = replace(rules[role], name=f"{prefix}self_attn.indexer.{name}")
+    for role, name in (("attn_mix", "attn_hc"), ("mlp_mix", "ffn_hc")):
+        rules |= mix_tensors(config, role, [f"{prefix}{name}.{part}" for part in ("fn", "base", "scale")], 2, 2)
+    return rules
+
+
+def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
+    """What makes index queries and keys, with the channels that turn in front -> as in `parted_rows`."""
+    if config.indexed is None or (own := config.indexed.of(layer)) is None:
+        return {}
+    prefix, turned = f"model.layers.{layer}.self_attn.indexer.", np.roll(np.arange(own.width), own.rope)
+    rows = {"index_q": (np.arange(own.heads)[:, None] * own.width + turned).reshape(-1)}
+    return {prefix + name: (prefix + stored, rows.get(role, turned)) for (role, name), stored in zip(CALLED.items(), STORED, strict=True)}
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    names = [f"model.hc_head.hc_{part}" for part in ("fn", "base", "scale")]
+    return llama.outer_tensors(config) | mix_tensors(config, "leave_mix", names, 1, 1)
+
+
+def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
+    around_attention, around_mlp = w.around
+    own = ops.gathered(x, around_attention)
+    (branch,) = ops.norm_linear(attended_to(ops, w, own, kv, positions, rope, config, layer, tap), None, [w.o])
+    x = ops.mixed(x, branch, around_attention)
+    own = ops.gathered(x, around_mlp)
+    tap("mlp_in", layer, own)
+    if w.experts:
+        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, BOUNDED,
+                                   partial(tap, "visits", layer), w.correction, w.shared)
+    else:
+        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+    x = ops.mixed(x, branch, around_mlp)
+    tap("block_out", layer, x)
+    return x
