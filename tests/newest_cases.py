@@ -46,10 +46,6 @@ NEWEST = {
     "zaya, windows, longer convolutions, bfloat16": Case("zaya", {
         **ZAYA, "cca_time0": 3, "cca_time1": 4, "num_key_value_heads": 1, "sliding_window": 40, "tie_word_embeddings": False,
         "layer_types": ["hybrid_sliding", "hybrid", "hybrid_sliding"]}, dtype="bfloat16"),
-    "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", {**WORDS, "vocab_size": 301}, inside="ernie4_5_vl_moe"),
-    "ernie4_5_vl_moe, other layers, nothing shared, own head, bfloat16": Case("ernie4_5_vl_moe_text", {
-        **WORDS, "num_hidden_layers": 4, "mlp_layer_types": ["dense", "sparse"] * 2, "moe_num_shared_experts": 0,
-        "tie_word_embeddings": False}, dtype="bfloat16", inside="ernie4_5_vl_moe"),
     "hy_v4": Case("hy_v4", {**HY_4, "vocab_size": 301}),
     "hy_v4, three streams, other layers, groups, tied, bfloat16": Case("hy_v4", {
         **HY_4, "num_hidden_layers": 5, "hc_mult": 3, "hc_eps": 1e-3, "mlp_layer_types": ["sparse", "dense", "sparse", "sparse", "dense"],

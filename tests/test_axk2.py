@@ -32,6 +32,7 @@ from config_samples import SMALL, refused
 from conversions import FABLE, options, run
 from export_models import SIZES
 from family_models import CASES
+from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 
@@ -50,7 +51,8 @@ PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "axk2", "architect
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("axk2") / "model"
-    saved(replace(CASES["axk2"], changes={**CASES["axk2"].changes, "initializer_range": 0.08, "vocab_size": SIZES["vocab_size"]}), made)
+    calm = {"initializer_range": 0.08, "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 640}
+    saved(replace(CASES["axk2"], changes={**CASES["axk2"].changes, **calm}), made)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (made / file).write_bytes((FABLE / file).read_bytes())
     return made
@@ -156,6 +158,13 @@ def test_quantized_with_and_without_a_text(folder: Path, tmp_path: Path) -> None
         off[spec, method] = np.square(got - expected).mean() / np.square(expected - expected.mean()).mean()
     assert off["8bit", "rtn"] < 3e-3 and off["4bit", "rtn"] < 0.2, off
     assert off["4bit", "gptq"] < 0.8 * off["4bit", "rtn"], off
+
+
+@pytest.mark.slow
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    stats = assert_calibration_is_a_pass(folder)
+    assert stats[1].roles["attn_gate"] is stats[1].roles["q_b"] and len(stats[1].roles["q_b"].mean_square) == 2 * 36
+    assert {"kv_a", "q_a", "o", "shared.gate", "experts.3.up"} <= set(stats[1].roles) and "gate" in stats[0].roles
 
 
 @pytest.mark.slow

@@ -33,6 +33,7 @@ from config_samples import SMALL, refused
 from conversions import FABLE, options, run
 from export_models import SIZES
 from family_models import CASES
+from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 
@@ -52,7 +53,8 @@ IDS = np.random.default_rng(3).integers(0, 301, 120).tolist()
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hy4") / "model"
-    saved(replace(CASES["hy_v4"], changes={**CASES["hy_v4"].changes, "initializer_range": 0.08, "vocab_size": SIZES["vocab_size"]}), made)
+    calm = {"initializer_range": 0.08, "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 640}
+    saved(replace(CASES["hy_v4"], changes={**CASES["hy_v4"].changes, **calm}), made)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (made / file).write_bytes((FABLE / file).read_bytes())
     return made
@@ -151,6 +153,13 @@ def test_quantized_with_and_without_a_text(folder: Path, tmp_path: Path) -> None
         run(folder, out := tmp_path / f"{spec}-{method}", options(spec, method=method, calibration_tokens=2048))
         off[spec, method] = np.square(rows(opened(out, kv="32bit")) - expected).mean() / np.square(expected - expected.mean()).mean()
     assert off["8bit", "rtn"] < 1e-2 and off["4bit", "gptq"] < off["4bit", "rtn"] < 0.3, off
+
+
+@pytest.mark.slow
+def test_calibration_is_a_pass_of_the_model(folder: Path) -> None:
+    stats = assert_calibration_is_a_pass(folder)
+    assert stats[1].roles["attn_gate"] is stats[1].roles["kv_a"] and "gate" in stats[0].roles
+    assert {"q_b", "o", "shared.gate", "experts.3.up"} <= set(stats[1].roles)
 
 
 @pytest.mark.slow
