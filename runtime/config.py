@@ -37,7 +37,7 @@ BARE = "Model"  # of those that make vectors and have no head
 BOTH_WAYS, ALSO = ("llama", "ministral3", "mistral", "qwen2", "qwen3"), frozenset({"is_causal", "auto_map", "pooling", "temperature"})
 LISTWISE, LISTED = "JinaForRanking", 512  # of Qwen 3 models that rank documents of one text, and how many numbers they compare
 OLDER = "LMHeadModel"  # as GPT-2's of the former
-SPEAKING = "OmniModel"  # and what the first model that speaks was called
+SPEAKING = ("OmniModel", "Omni_Reasoning_V3")  # and what models that hear and see were called
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     ranks_lists = architectures == [LISTWISE] and made.get("model_type") == "qwen3"
     kind = str(raw.get("model_type"))
     first = OUTER_CLASSES.get(kind, (GENERATOR,) if kind in INNER else ())  # as their own code called them
-    endings = (suffix, SPEAKING if composite else OLDER, *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()), *first)
+    endings = (suffix, *(SPEAKING if composite else (OLDER,)), *((BARE,) if vectors else ()), *((LISTWISE,) if ranks_lists else ()), *first)
     if not isinstance(architectures, list) or architectures and not any(str(name).endswith(endings) for name in architectures):
         raise ConfigError(f"config.json: architectures is {show(architectures)}, expected a ...{suffix}", "effllm runs text generators")
     if composite:

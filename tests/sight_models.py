@@ -25,6 +25,7 @@ from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProces
 import effllm
 from effllm.runtime.config import read_config
 from effllm.runtime.images import PLACE, Sight, Work, sight_of
+from effllm.runtime.images.preprocessor import CLIP_MEAN, CLIP_STD
 from effllm.runtime.images.senses import PICTURES as SEEN
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -264,6 +265,32 @@ def _read_functions(family: str, names: tuple[str, ...]) -> Callable[..., object
     made: dict[str, object] = {"np": np, "math": math, "lru_cache": lru_cache}
     exec(compile(ast.Module(found, []), family, "exec"), made)
     return made[names[-1]]
+
+
+class NemotronReady:
+    """Nemotron 3 Nano Omni's, whose module asks for torchvision: sizes by its own function, pictures made of that size by torch."""
+
+    def __init__(self, **says: object) -> None:
+        self.says = {"image_processor_type": "NemotronH_Omni_Reasoning_V3ImageProcessor", "patch_size": 8, "min_num_patches": 40,
+                     "max_num_patches": 120, "max_model_len": 16_384, **says}
+
+    def save_pretrained(self, folder: Path) -> None:
+        (folder / "preprocessor_config.json").write_text(json.dumps(self.says))
+
+    def grid(self, height: int, width: int) -> tuple[int, int]:
+        least, most, room = (self.says[name] for name in ("min_num_patches", "max_num_patches", "max_model_len"))
+        most = max(min(max(4 * (room - 4), least), most), least)
+        own = _read_functions("nemotron_h_omni", ("get_patch_grid_size",))
+        return own(height, width, self.says["patch_size"], 2, least, most)
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        side, (rows, columns) = self.says["patch_size"], self.grid(*picture.shape[:2])
+        points = torch.tensor(picture).permute(2, 0, 1)[None].float()
+        if points.shape[2:] != (rows * side, columns * side):
+            points = torch.nn.functional.interpolate(points, (rows * side, columns * side), mode="bicubic", antialias=True)
+        mean, std = (torch.tensor(each)[:, None, None] for each in (CLIP_MEAN, CLIP_STD))
+        made = ((points / 255 - mean) / std).reshape(3, rows, side, columns, side)
+        return {"pixel_values": made.permute(1, 3, 0, 2, 4).reshape(rows * columns, -1), "image_grid_hw": torch.tensor([[rows, columns]])}
 
 
 class PerceptionReady:

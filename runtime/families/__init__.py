@@ -100,8 +100,9 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bail
             "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu",
             "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
-# Nemotron models that see, as their own code calls them and as transformers does.
-NEMOTRON_SEEING = ("NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Nano_VL_V2", "nemotron_h_omni")
+# As transformers calls it, and as its checkpoints were published; and with those of which the text part alone is read.
+NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3")
+NEMOTRON_SEEING = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "cohere2_vision": ("cohere2", "cohere2_moe"),
     "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),

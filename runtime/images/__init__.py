@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
-from ..families import COMPOSITE
+from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..sounds import HEARING, hears
 from .senses import PICTURES, SOUNDS, Sense
@@ -40,7 +40,7 @@ SIGHTS: dict[str, str] = {
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",
     "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
-    "molmo2": "molmo2",
+    "molmo2": "molmo2", **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni"),
     "ovis2": "ovis2",
     "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma", "perception_lm": "perception_lm",
     "qianfan_ocr": "qianfan_ocr",

@@ -68,12 +68,13 @@ class PaddleOcrVl(QwenPatches):
         return rows
 
 
-def within(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+def within(table: np.ndarray, places: np.ndarray, across: int | None = None) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
-    those of the square: in proportion to the two that lie nearest, beyond a border by what lies on it."""
+    those of the square, or those of a corner of one with so many patches `across`: in proportion to the two that lie nearest, beyond a
+    border by what lies on it."""
     side, taps = len(table), []
     for axis in (0, 1):
-        count = np.float32(places[:, axis].max() + 1)
+        count = np.float32(across or places[:, axis].max() + 1)
         at = (places[:, axis].astype(np.float32) + np.float32(0.5)) * np.float32(side) / count - np.float32(0.5)
         low = np.floor(at)
         near = low.astype(np.int64)

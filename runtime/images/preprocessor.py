@@ -82,6 +82,15 @@ def resized(picture: np.ndarray, height: int, width: int, resample: int) -> np.n
     return np.asarray(Image.fromarray(picture).resize((width, height), resample=Image.Resampling(resample)))
 
 
+def resized_in_floats(picture: np.ndarray, height: int, width: int, resample: int) -> np.ndarray:
+    """Of a picture uint8 [height, width, 3] float32: what a filter makes beyond black and white stays."""
+    from PIL import Image
+
+    made = [Image.fromarray(picture[..., channel].astype(np.float32)).resize((width, height), resample=Image.Resampling(resample))
+            for channel in range(3)]
+    return np.stack([np.asarray(each) for each in made], axis=-1)
+
+
 def shorter_to(height: int, width: int, side: int) -> tuple[int, int]:
     """The (height, width) at which the shorter side is `side`."""
     long = int(side * max(height, width) / min(height, width))

@@ -70,6 +70,11 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
         "tokenizer_model_max_length", "tokenizer_padding_side", "tune_mm_mlp_adapter", "unfreeze_mm_vision_tower", "use_mm_proj"}),
     "idefics2": frozenset({"perceiver_config", "use_cache"}),
+    **dict.fromkeys(families.NEMOTRON_OMNI, frozenset({
+        "force_image_size", "img_context_token", "img_context_token_id", "img_end_token", "img_start_token", "llm_config", "norm_mean",
+        "norm_std", "projector_hidden_size", "ps_version", "sound_config", "sound_context_token", "sound_context_token_id", "template",
+        "use_thumbnail", "video_context_token_id", "video_pruning_rate", "video_temporal_patch_size", "vision_hidden_size",
+        "vit_hidden_size"})),
     "molmo2": frozenset({
         "adapter_config", "frame_end_token_id", "frame_start_token_id", "image_col_id", "image_low_res_id", "image_patch_id",
         "low_res_image_start_token_id", "use_frame_special_tokens", "vit_config"}),

@@ -1,0 +1,123 @@
+"""Nemotron 3 Nano Omni: sizes, values and rows of pictures are those of transformers, under the names of both layouts of its config."""
+
+import json
+import shutil
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from conversions import options
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sight_cases import CASES
+from sight_models import PICTURES, NemotronReady, config_changed, held_against, opened, seeing
+
+from effllm import EffllmError
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.convert import convert
+from effllm.runtime.images import Work
+from effllm.runtime.images.senses import PICTURES as SEEN
+from effllm.runtime.images.senses import SOUNDS
+from effllm.runtime.images.tower_parts import patches_of
+
+FAMILY = "nemotron_h_omni"
+PUBLISHED = {"text_config": "llm_config", "audio_config": "sound_config", "vision_hidden_size": "vit_hidden_size",
+             "image_token_id": "img_context_token_id"}
+
+
+@pytest.fixture(scope="module")
+def omni(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("omni")
+    return folder, seeing(folder, FAMILY, CASES[FAMILY]), CASES[FAMILY][-1]
+
+
+@pytest.mark.parametrize("name", PICTURES)
+def test_rows_are_those_of_transformers(omni, name):
+    folder, model, ready = omni
+    sight, picture = opened(folder), PICTURES[name]
+    made = ready(picture)
+    values = patches_of(sight.values(picture), 8)
+    assert values.shape == made["pixel_values"].shape and np.abs(values - made["pixel_values"].numpy()).max() < 2e-5
+    seen = held_against(sight, picture, SimpleNamespace(model=model), made)
+    rows, columns = made["image_grid_hw"][0].tolist()
+    assert len(seen.rows) == rows * columns // 4 and len(seen.tokens) == len(seen.rows) + 2
+
+
+def test_what_a_filter_makes_beyond_white_stays(omni):
+    edge = np.zeros((50, 50, 3), np.uint8)
+    edge[:, 25:] = 255
+    sight = opened(omni[0])
+    made = sight.values(edge) * np.array(sight.scale.std, np.float32) + np.array(sight.scale.mean, np.float32)
+    assert made.max() > 1.01 and made.min() < -0.01
+    assert np.abs(patches_of(sight.values(edge), 8) - omni[2](edge)["pixel_values"].numpy()).max() < 2e-5
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 3000), st.integers(1, 3000), st.sampled_from([(40, 120, 16_384), (1024, 13_312, 16_384), (40, 0, 24), (60, 60, 9)]))
+def test_sizes_are_those_of_transformers(omni, height, width, bounds):
+    least, most, room = bounds
+    sight, ready = opened(omni[0]), NemotronReady(min_num_patches=least, max_num_patches=most or 1 << 20, max_model_len=room)
+    sight.least, sight.most = least, max(min(max(4 * (room - 4), least), most or 1 << 20), least)
+    if max(height, width) <= 200 * min(height, width):
+        assert sight.grid(height, width) == ready.grid(height, width)
+
+
+def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
+    folder = shutil.copytree(omni[0], tmp_path / "published")
+    raw = json.loads((folder / "config.json").read_text())
+    raw = {PUBLISHED.get(key, key): value for key, value in raw.items()}
+    (folder / "config.json").write_text(json.dumps({
+        **raw, "model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {
+            "AutoModel": "modeling.NemotronH_Nano_Omni_Reasoning_V3"}, "sound_config": {"model_type": "parakeet"}}))
+    ready = json.loads((folder / "preprocessor_config.json").read_text())
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        **ready, "image_processor_type": "NemotronH_Nano_Omni_Reasoning_V3ImageProcessor", "norm_mean": [0.4, 0.5, 0.6],
+        "norm_std": [0.5, 0.25, 0.5]}))
+    config = read_config(folder, strict=True)
+    same = read_config(omni[0], strict=True)
+    assert (config.family, config.mixture, config.state_layers) == (same.family, same.mixture, same.state_layers)
+    sight = opened(folder)
+    assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.see(PICTURES["tall"], Work()).rows) == sight.places(150, 37) - 2
+    assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01
+
+
+def test_a_sound_is_refused_by_itself(omni):
+    from effllm.runtime.images import sights_of
+
+    assert set(sights_of(omni[0], read_config(omni[0]))) == {SEEN} and SOUNDS is not SEEN
+
+
+@pytest.mark.parametrize(("file", "changes", "message"), [
+    ("preprocessor_config.json", {"patch_size": 16}, "patch_size and downsample_ratio"),
+    ("config.json", {"vision_hidden_size": 64}, "vision_hidden_size is 64, expected the 48 of vision_config"),
+    ("config.json", {"vision_config": {**CASES[FAMILY][1], "model_type": "radio", "use_swiglu_ffn": True}}, "use_swiglu_ffn is True")])
+def test_what_is_not_read_is_refused_by_name(omni, tmp_path, file, changes, message):
+    folder = shutil.copytree(omni[0], tmp_path / "changed")
+    config_changed(folder, file, **changes)
+    with pytest.raises(EffllmError) as caught:
+        opened(folder)
+    assert message in caught.value.message, caught.value.message
+
+
+def test_a_quantized_folder_sees_the_same(omni, tmp_path):
+    list(convert(omni[0], tmp_path / "small", options("8bit")))
+    first, second = (opened(each).see(PICTURES["photo"], Work()) for each in (omni[0], tmp_path / "small"))
+    assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+
+
+def test_layers_that_predict_ahead_are_refused():
+    text = {**CASES[FAMILY][0], "hidden_size": 48, "num_attention_heads": 2, "num_nextn_predict_layers": 1}
+    with pytest.raises(EffllmError, match="num_nextn_predict_layers"):
+        parse_config({"model_type": FAMILY, "text_config": text, "vision_config": {}})
+
+
+def test_places_are_the_corner_of_a_square(omni):
+    """Of a long picture as well, whose square is never made."""
+    from effllm.runtime.images.paddleocr_vl import within
+
+    table = torch.randn(1, 5, 9, 9)
+    at = np.stack(np.divmod(np.arange(3 * 14), 14), axis=1)
+    whole = torch.nn.functional.interpolate(table, size=(14, 14), mode="bilinear", align_corners=False)[0, :, :3].permute(1, 2, 0)
+    ours = within(np.ascontiguousarray(table[0].permute(1, 2, 0).numpy()), at, 14)
+    assert np.abs(ours - whole.reshape(42, 5).numpy()).max() < 1e-5
