@@ -142,7 +142,7 @@ def test_files_go_with_a_message(page, tmp_path: Path) -> None:
     page.set_input_files("#attach-file", [str(note)])
     page.set_input_files("#attach-file", [str(blob)])
     page.wait_for_selector("#state.wrong")
-    assert page.inner_text("#state") == "blob.bin is no text, no picture and no sound"
+    assert page.inner_text("#state") == "blob.bin is no text, no picture, no video and no sound"
     say(page, "What does it say?")
     page.wait_for_selector(".message.assistant", timeout=LONG)
     assert messages(page)[0][1] == "note.md:\n````\na ```fence``` within\n````\n\nWhat does it say?"
@@ -168,6 +168,44 @@ def test_a_picture_goes_with_a_message_where_the_model_sees(browser, page, tmp_p
             other.click("#conversations .open")
             assert other.evaluate("document.images[0].naturalWidth") == 160 and len(messages(other)) == 2
         assert "picture of 160 × 120" in server.err
+
+
+def test_a_video_goes_with_a_message_as_pictures_of_moments(browser, page, tmp_path: Path) -> None:
+    from sight_cases import CASES
+    from sight_models import seeing
+    from video_files import as_video
+
+    (file := tmp_path / "clip.webm").write_bytes(as_video(3, "webm", "libvpx-vp9"))
+    (live := tmp_path / "live.webm").write_bytes(as_video(3, "webm", "libvpx-vp9", live="1"))
+    (wrong := tmp_path / "wrong.mkv").write_bytes(b"no video")
+    page.set_input_files("#attach-file", [str(file)])
+    page.wait_for_selector("#state.wrong")
+    assert page.inner_text("#state") == "clip.webm: this model sees no pictures"
+    (folder := tmp_path / "model").mkdir()
+    seeing(folder, "perception_lm", CASES["perception_lm"])
+    with serving("-n", "4", "-c", "512", model=str(folder)) as server:
+        for other in opened(browser, server):
+            other.wait_for_load_state("networkidle")  # until it knows that this model sees
+            sent = []
+            other.on("request", lambda request, sent=sent: sent.append(request.post_data) if request.post_data else None)
+            other.set_input_files("#attach-file", [str(wrong)])
+            other.wait_for_selector("#state.wrong")
+            assert other.inner_text("#state") == "wrong.mkv is a video that this browser does not read: give it as MP4 or WebM"
+            for named in (file, live):
+                other.set_input_files("#attach-file", [str(named)])
+                other.wait_for_selector("#attached li")
+                say(other, "What happens?")
+                answered(other)
+            asked = [json.loads(body)["messages"] for body in sent if "image_url" in body]
+            assert [[part["type"] for part in turns[0]["content"]] for turns in asked] == [["text", "image_url"] * 4 + ["text"]] * 2
+            captions = [[part["text"] for part in turn["content"] if part["type"] == "text"] for turn in asked[1] if turn["role"] == "user"]
+            first, *rest = captions[0][:-1]
+            assert first == "<0.0 seconds>\n" and [each[:3] for each in rest] == ["\n<0", "\n<1", "\n<2"] and len(captions[1]) >= 4
+            other.reload()
+            other.click("#conversations .open")
+            assert len(other.query_selector_all("img.moment")) == len(captions[0]) + len(captions[1]) - 2
+            assert other.get_attribute("img.moment", "title") == "0.0 seconds"
+        assert "picture of 64 × 48" in server.err
 
 
 def test_a_sound_goes_with_a_message_where_the_model_hears(browser, page, tmp_path: Path) -> None:

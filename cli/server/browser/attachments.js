@@ -1,9 +1,10 @@
-// Files that go with a message: pictures where the model sees, sounds where it hears, and texts as a part of the message.
+// Files that go with a message: pictures and videos where the model sees, sounds where it hears, and texts as a part of the message.
 
 import { fitting } from "./sounds.js";
 import { element } from "./thread.js";
+import { isVideo, moments } from "./videos.js";
 
-const LARGEST_TEXT = 1 << 20, LARGEST_PICTURE = 20 << 20, LARGEST_SOUND = 256 << 20; // bytes
+const LARGEST_TEXT = 1 << 20, LARGEST_PICTURE = 20 << 20, LARGEST_SOUND = 256 << 20, LARGEST_VIDEO = 2 ** 31; // bytes
 
 export class Attachments {
   #list;
@@ -11,6 +12,7 @@ export class Attachments {
   constructor(list) {
     this.#list = list;
     this.sees = this.hears = false;
+    this.tell = () => {}; // how far a file is that takes a while
     this.files = [];
   }
 
@@ -23,22 +25,25 @@ export class Attachments {
   }
 
   async #read(file) {
-    const isPicture = file.type.startsWith("image/"), isSound = file.type.startsWith("audio/");
-    if (isPicture && !this.sees) throw new Error(`${file.name}: this model sees no pictures`);
+    const isPicture = file.type.startsWith("image/"), isSound = file.type.startsWith("audio/"), moves = isVideo(file);
+    if ((isPicture || moves) && !this.sees) throw new Error(`${file.name}: this model sees no pictures`);
     if (isSound && !this.hears) throw new Error(`${file.name}: this model hears no sounds`);
-    if (file.size > (isPicture ? LARGEST_PICTURE : isSound ? LARGEST_SOUND : LARGEST_TEXT)) throw new Error(`${file.name} is too large`);
-    if (isPicture) return { picture: await dataUrl(file) };
+    const most = isPicture ? LARGEST_PICTURE : isSound ? LARGEST_SOUND : moves ? LARGEST_VIDEO : LARGEST_TEXT;
+    if (file.size > most) throw new Error(`${file.name} is too large`);
+    if (isPicture) return { pictures: [{ picture: await dataUrl(file) }] };
+    if (moves) return { pictures: await moments(file, (done, all) => this.tell(`${file.name}: picture ${done} of ${all}`)) };
     return isSound ? { sound: await dataUrl(await fitting(file)) } : { text: await textOf(file) };
   }
 
   // What a message with this text is, and none of them are left.
   taken(text) {
     const texts = this.files.filter((each) => each.text !== undefined).map((each) => quoted(each.name, each.text));
-    const of = (kind) => this.files.filter((each) => each[kind]).map((each) => each[kind]);
-    const pictures = of("picture"), sounds = of("sound");
+    const shown = this.files.flatMap((each) => each.pictures ?? []);
+    const pictures = shown.map((each) => each.picture), captions = shown.map((each) => each.caption ?? "");
+    const sounds = this.files.filter((each) => each.sound).map((each) => each.sound);
     this.files = [];
     this.#show();
-    const seen = pictures.length ? { pictures } : {}, heard = sounds.length ? { sounds } : {};
+    const seen = pictures.length ? { pictures, ...(captions.some(Boolean) ? { captions } : {}) } : {}, heard = sounds.length ? { sounds } : {};
     return { role: "user", content: [...texts, text].join("\n\n").trim(), ...seen, ...heard };
   }
 
@@ -62,7 +67,7 @@ async function textOf(file) {
   try {
     return new TextDecoder("utf-8", { fatal: true }).decode(await file.arrayBuffer());
   } catch {
-    throw new Error(`${file.name} is no text, no picture and no sound`);
+    throw new Error(`${file.name} is no text, no picture, no video and no sound`);
   }
 }
 

@@ -1,5 +1,5 @@
 // Conversations, kept in this browser alone (IndexedDB): { id, title, changed, messages }, a message being { role, content } and, where it
-// has them, reasoning, pictures and sounds (data URLs), cost and problem.
+// has them, reasoning, pictures and sounds (data URLs), captions (of pictures that are moments of a video), cost and problem.
 
 const NAME = "effllm", STORE = "conversations";
 const FORMAT = "effllm-session", VERSION = 1; // what /save FILE.json of `effllm chat` writes, and /load reads

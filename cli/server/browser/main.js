@@ -16,6 +16,7 @@ const settings = new Settings(byId("settings"), () => {
   refresh();
 });
 const attachments = new Attachments(byId("attached"));
+attachments.tell = say;
 const thread = new Thread(byId("thread"), { edit, again, remove });
 let conversations = null; // null: this browser keeps none
 let current = begun();
@@ -189,8 +190,8 @@ function systemOf() {
 // As a request has them. A question that was never answered and the next one are one: templates want turns.
 function inTurns(messages) {
   const turns = [];
-  for (const { role, content, pictures = [], sounds = [] } of messages) {
-    const parts = [...pictures.map(asPicture), ...sounds.map(asSound)];
+  for (const { role, content, pictures = [], captions = [], sounds = [] } of messages) {
+    const parts = [...asPictures(pictures, captions), ...sounds.map(asSound)];
     if (!content && !parts.length) continue;
     const last = turns.at(-1);
     if (last?.role !== role) turns.push({ role, content, parts });
@@ -199,8 +200,12 @@ function inTurns(messages) {
   return turns.map(({ role, content, parts }) => ({ role, content: parts.length ? [...parts, asText(content)] : content }));
 }
 
-function asPicture(url) {
-  return { type: "image_url", image_url: { url } };
+// Those of a video each behind its second, a line each, as the server has them of a video that it is sent.
+function asPictures(urls, captions) {
+  return urls.flatMap((url, place) => {
+    const picture = { type: "image_url", image_url: { url } }, caption = captions[place];
+    return caption ? [asText(`${captions[place - 1] ? "\n" : ""}${caption}\n`), picture] : [picture];
+  });
 }
 
 // OpenAI knows two formats by name; the server tells it from the bytes.
@@ -244,6 +249,7 @@ function failed(error) {
 async function attach(files) {
   try {
     await attachments.add(files);
+    say("");
   } catch (error) {
     say(error.message, true);
   }

@@ -80,7 +80,10 @@ function fill(article, message) {
   const body = article.querySelector(".body");
   article.querySelector(".cost").textContent = message.cost ?? "";
   if (message.role === "user") {
-    const pictures = (message.pictures ?? []).map((each) => element("img", { src: each, alt: "A picture of this message" }));
+    const pictures = (message.pictures ?? []).map((each, place) => {
+      const title = message.captions?.[place]?.replace(/[<>]/g, "") ?? "";
+      return element("img", { src: each, alt: "A picture of this message", title, className: title ? "moment" : "" });
+    });
     const player = { controls: true, ariaLabel: "A sound of this message" };
     const sounds = (message.sounds ?? []).map((each) => element("audio", { ...player, src: each }));
     const shown = pictures.length + sounds.length ? [element("div", { className: "pictures" }, ...pictures, ...sounds)] : [];

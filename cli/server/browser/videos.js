@@ -1,0 +1,54 @@
+// A video as the server makes it of one too: pictures of moments spread evenly over it, each with its second. They are taken here, so that
+// what a request carries are pictures, which are made to fit into it however long the video is.
+
+const MOST = 16, STEP = 1, POINTS = 16 * 448 * 448; // pictures; seconds between two of them, at least; points of all of them together
+const QUALITY = 0.9, BEYOND = 1e7, LATE = 30000; // of JPEG; a second that no video has; milliseconds that a moment may take
+const NAMES = /\.(mp4|m4v|mov|webm|mkv|avi|flv|mpe?g|ogv)$/i; // of files whose type a browser does not know
+
+export function isVideo(file) {
+  return file.type.startsWith("video/") || (!file.type && NAMES.test(file.name));
+}
+
+// [{ caption, picture }], a data URL each; `tell` hears how many there are of how many. Throws an Error with a line for a person.
+export async function moments(file, tell) {
+  const video = Object.assign(document.createElement("video"), { muted: true, preload: "auto", src: URL.createObjectURL(file) });
+  const unread = new Error(`${file.name} is a video that this browser does not read: give it as MP4 or WebM`);
+  try {
+    await happened(video, "loadeddata", unread);
+    if (!video.videoWidth) throw unread; // a sound in a file for videos
+    if (!Number.isFinite(video.duration)) await sought(video, BEYOND, unread); // as browsers record: its length is known at its end
+    const length = video.duration, count = Math.min(MOST, Math.floor(length / STEP) + 1), found = [];
+    for (let number = 0; number < count; number += 1) {
+      tell(number + 1, count);
+      const second = number * length / count;
+      if (second !== video.currentTime) await sought(video, second, unread);
+      found.push({ caption: `<${second.toFixed(1)} seconds>`, picture: drawn(video, POINTS / count) });
+    }
+    return found;
+  } finally {
+    URL.revokeObjectURL(video.src);
+    video.removeAttribute("src");
+  }
+}
+
+function sought(video, second, unread) {
+  const seeked = happened(video, "seeked", unread);
+  video.currentTime = second;
+  return seeked;
+}
+
+function happened(video, event, unread) {
+  return new Promise((resolve, reject) => {
+    const late = setTimeout(() => reject(unread), LATE);
+    video.addEventListener(event, () => { clearTimeout(late); resolve(); }, { once: true });
+    video.addEventListener("error", () => { clearTimeout(late); reject(unread); }, { once: true });
+  });
+}
+
+function drawn(video, points) {
+  const scale = Math.min(1, Math.sqrt(points / (video.videoWidth * video.videoHeight))), canvas = document.createElement("canvas");
+  canvas.width = Math.max(1, Math.floor(video.videoWidth * scale));
+  canvas.height = Math.max(1, Math.floor(video.videoHeight * scale));
+  canvas.getContext("2d").drawImage(video, 0, 0, canvas.width, canvas.height);
+  return canvas.toDataURL("image/jpeg", QUALITY);
+}
