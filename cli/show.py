@@ -181,7 +181,8 @@ def _experts(config: ModelConfig) -> str:
         return ""
     said = f"{experts.per_token} of {experts.experts} for a token, of width {experts.width}, in {len(experts.layers)} layers"
     said += f", or of {experts.handed} that hand on what they are given" if experts.handed else ""
-    return said + (f", beside a shared one of {experts.shared_width}" if experts.shared_width else "")
+    said += f", beside a shared one of {experts.shared_width}" if experts.shared_width else ""
+    return said + (f"; as many of width {experts.seen_width} for pictures" if experts.seen_width else "")
 
 
 def _positions(config: ModelConfig) -> str:

@@ -14,6 +14,7 @@ import torch
 from config_samples import SMALL, refused
 from conversions import options, run
 from family_models import assert_close
+from pulls import Person
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, seeing
 from streamed_models import paging
@@ -198,6 +199,11 @@ def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> Non
     assert shared_out(FAMILY, [6, 6, 4], config, "here").tolist() == [1, 2] * 6 + [0] * 4
     with pytest.raises(UsageError, match="rows and columns have not as many"):
         shared_out(FAMILY, [4, 6, 6], config, "here")
+
+
+def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:
+    said = person.types("show", made.folder).out
+    assert "2 of 5 for a token, of width 64, in 2 layers, beside a shared one of 128; as many of width 32 for pictures" in said
 
 
 def test_what_a_word_reads_is_without_the_experts_of_pictures(made: Made) -> None:
