@@ -25,6 +25,7 @@ from . import (
     gemma3n,
     gemma4,
     gemma_embedding2,
+    glm5_next,
     half_layers,
     jamba,
     kolibri1,
@@ -298,14 +299,13 @@ ARCHITECTURES = {
     channel_decays.KIMI: Architecture(
         "kimi_linear", experts=("block_sparse_moe", mixtral.NAMES), required=channel_decays.REQUIRED, read=channel_decays.READ,
         keys=channel_decays.KEYS[channel_decays.KIMI], whole=channel_decays.WHOLE[channel_decays.KIMI], kinds=channel_decays.KINDS,
-        layer_names={CORRECTION: "block_sparse_moe.gate.e_score_correction_bias", **channel_decays.NAMES[channel_decays.KIMI],
-                     **{part: f"block_sparse_moe.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+        layer_names=channel_decays.NAMED[channel_decays.KIMI]),
     channel_decays.LING: Architecture(
         "bailing_hybrid", experts=("mlp", qwen3_moe.NAMES), required=(*channel_decays.REQUIRED, channel_decays.BOUND),
         read=channel_decays.READ, keys=channel_decays.KEYS[channel_decays.LING], whole=channel_decays.WHOLE[channel_decays.LING],
         kinds=channel_decays.KINDS, outer={"token_embd.weight": "model.word_embeddings.weight"},
-        layer_names={CORRECTION: "mlp.gate.expert_bias", **channel_decays.NAMES[channel_decays.LING],
-                     **{part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}}),
+        layer_names=channel_decays.NAMED[channel_decays.LING]),
+    glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.SAID),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={

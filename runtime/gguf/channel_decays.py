@@ -39,6 +39,10 @@ NAMES = {KIMI: {**{part: f"self_attn.{own}" for part, own in _OF_LAYER.items()},
                 "self_attn.f_b_proj", "ssm_g_a": "self_attn.g_a_proj", "ssm_g_b": "self_attn.g_b_proj"},
          LING: {**{part: f"attention.{own}" for part, own in _OF_LAYER.items()}, "attn_output": "attention.dense", "attn_gate":
                 "attention.g_proj", "ssm_g_a": "attention.g_proj", "ssm_f_a": "attention.f_proj"}}
+_SHARED = {KIMI: "block_sparse_moe.shared_experts.", LING: "mlp.shared_experts."}  # what every token visits
+NAMED = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp": f"{_SHARED[name]}{part}_proj"
+                                                             for part in ("gate", "up", "down")}}
+         for name, correction in ((KIMI, "block_sparse_moe.gate.e_score_correction_bias"), (LING, "mlp.gate.expert_bias"))}
 WHOLE = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
          LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
 BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of decays, by which side of zero they are on in files

@@ -24,6 +24,7 @@ from . import (
     gemma3n,
     gemma4,
     gemma_embedding2,
+    glm5_next,
     half_layers,
     laguna,
     latent_attention,
@@ -139,7 +140,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
         TWO_KINDS[name](header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
-        if name not in (channel_decays.KIMI, channel_decays.LING, latent_attention.NAME, minicpm3.NAME):
+        if name not in (channel_decays.KIMI, channel_decays.LING, glm5_next.NAME, latent_attention.NAME, minicpm3.NAME):
             _heads(header, name, raw, found)
         add_family(header, raw)
         if name in sections.IN_TURN:

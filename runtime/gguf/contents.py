@@ -173,7 +173,7 @@ class _Reading:
     def _take_joined(self, name: str, parts: Mapping[int, Source]) -> None:
         own = self.found.joined[name] = joined(self.path, name, parts, self.wanted[name], self.config)
         first = own.parts[0].tensor
-        if self.low_bit and own.is_kept:
+        if self.low_bit and own.is_kept and name not in self.found.plain:
             self._store(name, first, own.shape)
         else:
             self._widen(name, first, own.shape, own.dtype(self.wide.lower()))

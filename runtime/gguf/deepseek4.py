@@ -9,6 +9,7 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
+from . import glm5_next
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
 ROOTS = 4  # how experts are scored
@@ -62,7 +63,7 @@ def is_behind(name: str, config: ModelConfig) -> bool:
     """Is a tensor of a layer that guesses ahead, which is left out?"""
     first, _, rest = name.partition(".")
     layer = rest.partition(".")[0]
-    return config.family == FAMILY and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
+    return config.family in (FAMILY, glm5_next.FAMILY) and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:

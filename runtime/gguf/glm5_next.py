@@ -1,0 +1,74 @@
+"""What GGUF files say otherwise of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`channel_decays.py`), latent
+attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. Read alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...kernels.layout import SILU_LIMIT
+from ...offload.gguf import GgufHeader, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import MAX_LAYERS
+from . import channel_decays
+from .latent_attention import WIDTHS
+
+FAMILY, NAME = "glm5_next_text", "glm5-next"
+TYPES, TAIL, CLAMPS = "attention.indexer.types", "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
+        "moe_intermediate_size", "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
+        "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func",
+        "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank",
+        "attention.q_lora_rank": "q_lora_rank", channel_decays.TAPS: "linear_conv_kernel_dim", channel_decays.WIDTH: "linear_head_dim",
+        channel_decays.BOUND: "linear_lower_bound", "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length":
+        "index_head_dim", "attention.indexer.top_k": "index_topk", "attention.indexer.kpool": "index_kpool", "hyper_connection.count":
+        "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters", "hyper_connection.epsilon": "hc_eps",
+        "nextn_predict_layers": "num_nextn_predict_layers"}
+REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_count_kv", *WIDTHS, channel_decays.TAPS,
+            channel_decays.WIDTH, "expert_feed_forward_length", "expert_shared_count", "attention.indexer.head_count",
+            "attention.indexer.key_length", "attention.indexer.top_k", "attention.indexer.kpool", "hyper_connection.count",
+            "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
+# The last is of the norm of index keys, which is what it is in every model.
+READ = frozenset((*WIDTHS, TYPES, TAIL, *CLAMPS, channel_decays.SAFE, "attention.layer_norm_epsilon"))
+_INDEXER = "self_attn.indexer."
+NAMES = {**channel_decays.NAMES[channel_decays.KIMI], "attn_qkv": "self_attn.qkv_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias",
+         "indexer.attn_q_b": f"{_INDEXER}wq_b", "indexer.attn_k": f"{_INDEXER}wk", "indexer.k_norm": f"{_INDEXER}k_norm", "indexer.proj":
+         f"{_INDEXER}weights_proj", **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
+WHOLE = {**channel_decays.WHOLE[channel_decays.KIMI],
+         **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
+         # under either of two names
+         **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
+            for part in ("ape", "gate")}}
+SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": channel_decays.KINDS}
+
+
+def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
+    widths = [data[f"{name}.{key}"] for key in WIDTHS]
+    for key, width in zip(WIDTHS, widths, strict=True):
+        if type(width) is not int or not 0 < width < 1 << 16:
+            damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
+    if (turned := data.get(f"{name}.rope.dimension_count", 0)) != 0:
+        raise CheckpointError(f"{path} states {name}.rope.dimension_count {shown_value(turned)}, which is not supported",
+                              "models of this family know no positions")
+    heads = raw["num_attention_heads"]
+    raw |= {"qk_rope_head_dim": 0, "qk_nope_head_dim": widths[0], "v_head_dim": widths[1], "num_key_value_heads": heads,
+            "linear_num_heads": heads, "index_kpool_always_select_tail": data.get(f"{name}.{TAIL}", True)}
+    for key in ("head_dim", "rope_theta", "sliding_window"):
+        raw.pop(key, None)
+    for key, usual in (("first_k_dense_replace", 0), ("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("n_group", 1),
+                       ("topk_group", 1), ("linear_lower_bound", None)):
+        raw.setdefault(key, usual)
+    behind = raw.setdefault("num_nextn_predict_layers", 0)
+    if type(behind) is not int or type(blocks) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
+        damaged(path, f"states {name}.nextn_predict_layers {shown_value(behind)} of {shown_value(blocks)} blocks")
+    layers = raw["num_hidden_layers"] = blocks - behind  # files count them in
+    if isinstance(kinds := raw.get("layer_types"), list):
+        raw["layer_types"] = kinds[:layers]
+    if (types := data.get(f"{name}.{TYPES}")) is not None:
+        if not isinstance(types, np.ndarray) or len(types) not in (layers, blocks) or not np.isin(types, (0, 1)).all():
+            damaged(path, f"states {name}.{TYPES} {shown_value(types)}, expected 0 or 1 for each of {layers} layers")
+        raw["indexer_types"] = [("shared", "full")[int(each)] for each in types[:layers]]
+    bounds = [np.atleast_1d(data.get(f"{name}.{key}", SILU_LIMIT))[:layers] for key in CLAMPS]
+    other = [float(each) for own in bounds for each in own if each != SILU_LIMIT]
+    raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
