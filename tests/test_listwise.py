@@ -15,10 +15,12 @@ from tokenizers import Tokenizer as Cut
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from effllm import ContextOverflow, UsageError
+from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.answers.listwise import ENDS_DOCUMENT, ENDS_QUERY, Listwise, listwise_of
 from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library.listing import local_model
 from effllm.runtime.text import Tokenizer
 
@@ -131,6 +133,36 @@ def test_every_document_is_in_one_text(replies: Replies, lengths: list[int], roo
     texts = list(replies.ranking.prompts("a", ["fox " * each for each in lengths], None, room))
     assert sum(ids.count(MARKS[0]) for ids in texts) == len(lengths)
     assert all(len(ids) <= room and 1 <= ids.count(MARKS[0]) <= 125 for ids in texts)
+
+
+def test_a_file_ranks_by_the_matrices_that_lie_beside_it(model: Path, replies: Replies, tmp_path: Path) -> None:
+    """As its maker publishes it; without them it is a Qwen 3 like others."""
+    plain, file = tmp_path / "plain", tmp_path / "m.gguf"
+    plain.mkdir()
+    tensors = load_file(model / "model.safetensors")
+    matrices = {name: tensors.pop(name) for name in ("projector.0.weight", "projector.2.weight")}
+    save_file(tensors, plain / "model.safetensors")
+    stated = json.loads((model / "config.json").read_text())
+    (plain / "config.json").write_text(json.dumps({**stated, "architectures": ["Qwen3ForCausalLM"], "auto_map": None}))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (plain / name).write_bytes((model / name).read_bytes())
+    list(export_gguf(plain, file, "F16", "a name"))
+    assert not read_config(file).ranks_lists
+    save_file({"projector.0.weight": matrices["projector.0.weight"]}, tmp_path / "projector.safetensors")
+    assert not read_config(file).ranks_lists
+    save_file(matrices, tmp_path / "projector.safetensors")
+    assert read_config(file, strict=True).ranks_lists
+    *_, engine = open_engine(file, EngineOptions(ctx=1024, kv="32bit"))
+    *_, ranked = Replies(engine, Tokenizer.load(file, engine.config)).rank(QUERY, DOCUMENTS)
+    engine.close()
+    *_, wanted = replies.rank(QUERY, DOCUMENTS)
+    assert ranked.scores == pytest.approx(wanted.scores, abs=2e-3)
+    person = Person(tmp_path, "http://127.0.0.1:9")
+    made = person.types("quantize", file, "-o", tmp_path / "b", "--bits", "8", "--no-kv-profile")
+    assert made.code == 0 and read_config(tmp_path / "b").ranks_lists, made.err
+    save_file({name: each[:-1] for name, each in matrices.items()}, tmp_path / "projector.safetensors")
+    with pytest.raises(CheckpointError, match="projector.0.weight"):
+        list(open_engine(file, EngineOptions(ctx=1024)))
 
 
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:

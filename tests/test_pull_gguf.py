@@ -117,3 +117,14 @@ def test_types_follow_from_the_length() -> None:
     mixed = chosen(matrices, weights * 18 // 32 + 1000 * 256 // 8 + 256 * 256 // 8)
     assert mixed == ["Q5_K", "Q4_K", "Q4_K", "Q4_K", "Q5_K"], "the table first, then what writers favour"
     assert chosen([("q", (256, 96))], 256 * 102) == ["Q8_0"] and chosen([("q", (256, 24))], 256 * 48) == ["F16"]
+
+
+def test_what_a_file_ranks_by_comes_and_goes_with_it(hub: Hub, person: Person, tmp_path: Path) -> None:
+    """It lies in the same folder, and is no model by itself."""
+    write_model(FABLE, tmp_path / FILE, "Q8_0", change=stated(7))
+    hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "projector.safetensors": b"x" * 64})
+    assert "holds GGUF files alone" in person.types("pull", REPO).refused(3)
+    assert person.types("pull", f"{REPO}:{FILE}").code == 0
+    (held,) = (person.blobs(REPO)[name] for name in person.blobs(REPO) if person.blobs(REPO)[name].stat().st_size == 64)
+    assert held.read_bytes() == b"x" * 64 and person.types("verify", f"{REPO}:{FILE}").code == 0
+    assert person.types("rm", f"{REPO}:{FILE}", answers="y").code == 0 and not person.blobs(REPO)

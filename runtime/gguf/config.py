@@ -28,6 +28,7 @@ from . import (
     half_layers,
     laguna,
     latent_attention,
+    listwise,
     minicpm3,
     qwen4,
     sections,
@@ -158,6 +159,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         raw[f"{role}_token_id"] = value if type(value) is int else None
     if name == qwen4.NAME:
         qwen4.end_texts(header, name, raw)
+    if listwise.lies_beside(path, name):
+        raw["architectures"] = [listwise.CLASS]
     return raw
 
 

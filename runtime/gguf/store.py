@@ -30,6 +30,7 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
 from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
+from . import listwise
 from .architectures import DIVISORS, architecture
 from .config import model_config, rotary_divisors
 from .contents import NO_SCALE, Contents, GgufFile, contents
@@ -47,7 +48,12 @@ class GgufStore(MadeStore):
         self._path, self._wide = file.header.path, wide
         found = contents(file, config, wide, low_bit)
         self._sources, self._halves, self._joined, self._scales = found.sources, found.halves, found.joined, found.scales
-        super().__init__(self._path, found.tensors, dict(file.opened))
+        opened = dict(file.opened)
+        if config.ranks_lists:
+            beside = listwise.beside(self._path)
+            found.tensors |= beside.tensors
+            opened |= beside.take_files()
+        super().__init__(self._path, found.tensors, opened)
         self.made = self._sources.keys() | self._halves.keys() | self._joined.keys()
         self.container = _container(file, found.stored, self._sources) if found.stored else None
         self.notices = tuple(self._said(found))

@@ -22,7 +22,7 @@ from .. import hub
 from ..catalog import Absent, find_entry, resolve
 from ..files.whole_file import UNFINISHED
 from ..files.written import MEASURED, foreign
-from ..gguf import names
+from ..gguf import listwise, names
 from ..pull.disk import allocated
 from . import half_made, storage, unfinished
 from .aliases import catalog
@@ -277,10 +277,12 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
 
 
 def _projectors(snapshot: Path, parts: Sequence[Path]) -> set[Path]:
-    """The parts of models that see (mmproj), where no other model than that of these files is left to see with them."""
+    """What models see with (mmproj) or rank by, where no other model than that of these files is left to do so."""
     found = [path for path in snapshot.rglob("*") if is_gguf(path)]
     others = {path for path in found if not names.is_projector(path.name)} - {*parts}
-    return set() if others or any(names.is_projector(part.name) for part in parts) else {*found} - {*parts}
+    if others or any(names.is_projector(part.name) for part in parts):
+        return set()
+    return {*found, *snapshot.rglob(listwise.FILE)} - {*parts}
 
 
 def _refs(root: Path, commit: str) -> list[Path]:

@@ -23,6 +23,7 @@ from ..config_reader import show
 from ..events import Progress
 from ..files.small_file import OddFile, read_whole
 from ..gguf.beside import projectors_beside
+from ..gguf.listwise import FILE
 from ..gguf.names import all_parts
 from ..hub import SETTINGS
 from ..kv.kv_profile_file import load_profile, profile_paths
@@ -149,8 +150,9 @@ def downloaded(model: Path) -> Downloaded:
 
 
 def _files(model: Path) -> list[Path]:
-    """Of a GGUF model: its parts, and what it sees with."""
-    return [*map(model.with_name, all_parts(model.name)), *projectors_beside(model)[:1]]
+    """Of a GGUF model: its parts, and what it sees with or ranks by."""
+    ranks = model.with_name(FILE)
+    return [*map(model.with_name, all_parts(model.name)), *projectors_beside(model)[:1], *([ranks] if os.path.lexists(ranks) else [])]
 
 
 def recording(folder: Path) -> str:

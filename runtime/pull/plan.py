@@ -34,7 +34,7 @@ from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
 from .gguf_head import DRAFTS, READS, GgufHead, read_head
 from .reckon import Run, reckon
-from .repository import Repository, companions, describe, named_files, projector_file, weights
+from .repository import Repository, companions, describe, named_files, projector_file, ranking_file, weights
 from .shards import at_once
 
 if TYPE_CHECKING:
@@ -176,7 +176,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
         raise Gated(f"{error.message} ({format_size(size)}, licence {licence or 'not stated'})",
                     error.hint + (f"; of about the same size without a gate: effllm pull {alternative}" if alternative else "")) from error
     nbytes_read += count
-    files += [sees] if sees else []
+    ranks = ranking_file(repository, files[0].name) if wish.reference.file is not None else None
+    files += [each for each in (sees, ranks) if each]
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,

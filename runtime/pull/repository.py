@@ -16,7 +16,7 @@ from urllib.parse import quote
 from ... import ModelNotFound
 from ..config_reader import ADAPTER as STATED
 from ..config_reader import is_count, show
-from ..gguf import names
+from ..gguf import listwise, names
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
 from .client import Client, DownloadFailed, RemoteFile
 
@@ -113,7 +113,7 @@ def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
     shards = sorted((name for name in files if SHARD.fullmatch(name)), key=lambda name: int(SHARD.fullmatch(name)[1]))
     if INDEX in files and shards:
         return [files[INDEX], *(files[name] for name in shards)]
-    lone = [name for name in files if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter_"))]
+    lone = [name for name in files if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter_", listwise.FILE))]
     if len(lone) == 1:
         return [files[lone[0]]]
     raise _no_weights(repository, lone)
@@ -152,6 +152,12 @@ def projector_file(repository: Repository, model: str) -> RemoteFile | None:
             break
         folder = folder.rpartition("/")[0]
     return repository.files[found[0]] if len(found) == 1 else None
+
+
+def ranking_file(repository: Repository, model: str) -> RemoteFile | None:
+    """The matrices by which the model in a GGUF file ranks documents of one text, which lie in its folder."""
+    folder = model.rpartition("/")[0]
+    return repository.files.get(f"{folder}/{listwise.FILE}" if folder else listwise.FILE)
 
 
 def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:

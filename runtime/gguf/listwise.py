@@ -1,0 +1,35 @@
+"""The two matrices of a model that ranks documents of one text (jina-reranker-v3), which lie beside its GGUF file in one of safetensors.
+
+A file of Qwen 3 with these beside it is such a model, whatever it is called; without them it is a Qwen 3, and ranks nothing.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.header import is_blob
+
+ARCHITECTURE, CLASS = "qwen3", "JinaForRanking"
+FILE = "projector.safetensors"
+NAMES = ("projector.0.weight", "projector.2.weight")
+
+
+def lies_beside(model: Path, architecture: object) -> bool:
+    """Whether the matrices lie beside the file of a model of this architecture. Raises CheckpointError for a damaged file of them."""
+    beside = model.parent / FILE
+    if architecture != ARCHITECTURE or is_blob(model.name) or not beside.is_file():
+        return False
+    store = TensorStore.of_file(beside)
+    store.close()
+    return {*NAMES} <= store.tensors.keys()
+
+
+def beside(model: Path) -> TensorStore:
+    """These matrices alone, open. Raises CheckpointError where they are gone."""
+    store = TensorStore.of_file(model.parent / FILE)
+    if not {*NAMES} <= store.tensors.keys():
+        store.close()
+        raise CheckpointError(f"{model.parent / FILE} lacks {NAMES[0]} or {NAMES[1]}", "download it again with the file beside it")
+    store.tensors = {name: store.tensors[name] for name in NAMES}
+    return store
