@@ -1,6 +1,7 @@
 """Connections of which one side is closed, or that are not read: who waits for an answer gets it, who has gone is noticed."""
 
 import asyncio
+import gc
 import os
 import signal
 import socket
@@ -149,3 +150,50 @@ def test_who_stops_reading_is_left(listened: Callable, monkeypatch: pytest.Monke
         until(lambda: application.gone == ["/large"] * 2)
 
     listened(client)
+
+
+class Litter(Exception):
+    """An error that knows what came, through its frames, and is known by one of them."""
+
+    there = 0
+
+    def __init__(self) -> None:
+        Litter.there += 1
+
+    def __del__(self) -> None:
+        Litter.there -= 1
+
+
+def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(listening, "LITTER_NBYTES", 1 << 20)
+    seen: list[int] = []
+
+    async def application(scope: dict, receive: Callable, send: Callable) -> None:
+        body = b""
+        while (message := await receive()).get("more_body"):
+            body += message["body"]
+        try:
+            raise Litter
+        except Litter as error:
+            known = error
+        seen.append(Litter.there)
+        await send({"type": "http.response.start", "status": 400, "headers": []})
+        await send({"type": "http.response.body", "body": type(known).__name__.encode()})
+
+    with listening.bound("127.0.0.1", 0) as bound:
+        def asking() -> None:
+            try:
+                for _ in range(40):
+                    with socket.create_connection(bound.getsockname()[:2], MINUTE) as client:
+                        client.sendall(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 300000\r\n\r\n" + bytes(300_000))
+                        client.recv(100)
+            finally:
+                os.kill(os.getpid(), signal.SIGTERM)
+
+        gc.disable()
+        try:
+            listening.listen(application, bound, desk, lambda: threading.Thread(target=asking).start(), print)
+        finally:
+            gc.enable()
+    assert len(seen) == 40 and max(seen) <= 8, seen
+    assert gc.get_freeze_count() == 0, "what was there before is looked through again"

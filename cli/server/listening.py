@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import logging
 import os
 import signal
@@ -22,6 +23,7 @@ from ... import EffllmError, UsageError
 GRACE_S = 0.5  # for answers that were ended to say so
 KEEP_S = 75  # that a connection is kept for the next request
 THERE_S, OLD_S = 5.0, 1.0  # between questions whether a client that says no more still listens; that one of HTTP/1.0 is waited for
+LITTER_NBYTES = 64 << 20  # that may have come since memory was last swept
 RESET_S = 0.2  # in which the machine of one that has gone says so
 STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -92,12 +94,24 @@ class Connection(H11Protocol):
 
     Whoever closes its own side behind a request may wait for the answer, or have gone: the system says the same of both. It tells them
     apart when something is sent, so an answer that has not begun is preceded by 100 (Continue), which every client of HTTP/1.1 passes over;
-    a stream is something sent anyway. HTTP/1.0 knows nothing that could be sent: what is not answered within a second is for nobody."""
+    a stream is something sent anyway. HTTP/1.0 knows nothing that could be sent: what is not answered within a second is for nobody.
+
+    What came with a request that was refused lies in cycles, since an error knows the frames that it went through. Python's collector looks
+    at how many objects there are, not at their bytes, and let gigabytes lie: so it is called by the bytes that came."""
+
+    litter = 0  # bytes that came to all connections since
 
     def connection_made(self, transport: asyncio.Transport) -> None:
         super().connection_made(transport)
         self._look = self.loop.call_later(KEEP_S, self._close_unused, self, 0)
         self._says_no_more, self._question = False, None
+
+    def data_received(self, data: bytes) -> None:
+        Connection.litter += len(data)
+        super().data_received(data)
+        if Connection.litter > LITTER_NBYTES:
+            Connection.litter = 0
+            gc.collect()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._look.cancel()
@@ -168,7 +182,12 @@ def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready:
         for each in STOPS:
             if signal.getsignal(each) is not signal.SIG_IGN:  # as `nohup` has it
                 loop.add_signal_handler(each, stop)
-        await server.serve([listening])
+        gc.collect()
+        gc.freeze()  # what is there by now stays: looking through it takes a tenth of a second each time
+        try:
+            await server.serve([listening])
+        finally:
+            gc.unfreeze()
         if closed is not None:
             await closed()
 
