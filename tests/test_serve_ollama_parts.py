@@ -17,7 +17,7 @@ from effllm.cli.server import streams
 from effllm.cli.server.desk import Desk
 from effllm.cli.server.fields import Body, parsed
 from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
-from effllm.cli.server.ollama_models import Listed, Running, digest_of, listed, running, tags
+from effllm.cli.server.ollama_models import Listed, Running, digest_of, known_by, listed, running, tags
 from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse, stamp
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
@@ -180,3 +180,10 @@ def test_a_digest_is_of_all_that_a_model_answers_by(tmp_path: Path) -> None:
 def test_a_moment_that_no_date_has_is_the_nearest() -> None:
     """As a file may have that was touched with a clock gone wrong."""
     assert stamp(1e15).startswith("9999-12-31") and stamp(-1e15).startswith("1970-01-01") and stamp(60) == "1970-01-01T00:01:00.000000Z"
+
+
+def test_a_model_whose_files_have_gone_is_listed_still(tmp_path):
+    """It is in memory, and answers."""
+    digest, changed = known_by("tale", tmp_path / "gone")
+    assert digest == known_by("tale", tmp_path / "other")[0] != known_by("fable", tmp_path / "gone")[0] and len(digest) == 64
+    assert changed == 0.0

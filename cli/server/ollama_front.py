@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import time
 from typing import TYPE_CHECKING
 
@@ -11,11 +10,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ... import EffllmError
 from .lasting import FOREVER_S
 from .lm_studio import LmStudioFront
 from .ollama import common_routes, named, version
-from .ollama_models import Listed, Running, digest_of, of_folder, running, shown, tags
+from .ollama_models import Listed, Running, known_by, of_folder, running, shown, tags
 from .problems import OLLAMA
 from .streams import json_response
 
@@ -55,11 +53,8 @@ def listed(state: State) -> Listed:
     """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
-    try:
-        digest, changed = digest_of(model.folder, model.variant or ""), model.folder.stat().st_mtime
-    except (EffllmError, OSError):
-        digest, changed = hashlib.sha256(model.name.encode()).hexdigest(), 0.0
-    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes, digest, changed, model.folder.is_file())
+    return Listed(model.name, family, params, model.variant or f"{bits:.4g}bit", nbytes,
+                  *known_by(model.name, model.folder, model.variant or ""), model.folder.is_file())
 
 
 def held(state: State) -> Running:

@@ -67,7 +67,7 @@ class Running:
 
 
 def listed(name: str, engine: Engine) -> Listed:
-    """The model of an engine. Reads its headers again. Raises EffllmError."""
+    """The model of an engine. Reads its headers again."""
     from ...runtime.tensors import parameters
 
     prepared, tensors, formats = engine.prepared, engine.model.tensors, Counter()
@@ -77,8 +77,8 @@ def listed(name: str, engine: Engine) -> Listed:
     stored = max(formats, key=formats.__getitem__)
     if prepared.folder.is_file() and prepared.container is not None:  # a GGUF file's blocks, as every program calls them
         stored = prepared.container.spec_text.partition(",")[0]
-    return Listed(name, engine.config.family, parameters(tensors), stored, prepared.store.nbytes,
-                  digest_of(prepared.folder), prepared.folder.stat().st_mtime, prepared.folder.is_file())
+    return Listed(name, engine.config.family, parameters(tensors), stored, prepared.store.nbytes, *known_by(name, prepared.folder),
+                  prepared.folder.is_file())
 
 
 def listed_encoder(name: str, folder: Path) -> Listed:
@@ -88,6 +88,15 @@ def listed_encoder(name: str, folder: Path) -> Listed:
     facts = local_model(name, folder)
     return Listed(name, facts.family, facts.params, f"{facts.bits:.4g}bit", facts.size_bytes, digest_of(folder), folder.stat().st_mtime,
                   folder.is_file())
+
+
+def known_by(name: str, folder: Path, variant: str = "") -> tuple[str, float]:
+    """A digest of a model, and when it changed. One whose files have gone, or are broken, may be loaded still, and hides no other: it has
+    one of its name."""
+    try:
+        return digest_of(folder, variant), folder.stat().st_mtime
+    except (EffllmError, OSError):
+        return hashlib.sha256(name.encode()).hexdigest(), 0.0
 
 
 def digest_of(folder: Path, variant: str = "") -> str:
