@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from effllm import UsageError
 from effllm.cli.server.custom_tools import function_of, input_of, regex_grammar
 from effllm.cli.server.problems import Problem
-from effllm.runtime.calls.free_text import FREE, arguments, within_json
+from effllm.runtime.calls.free_text import FREE, arguments, before, within_json
 
 LIST = """// what a person would write down
 start: title item+ end?
@@ -79,6 +79,22 @@ def test_what_would_be_too_much_as_one_terminal_is_left_to_the_model() -> None:
     doubled = "".join(f"a{at}: a{at + 1} a{at + 1}\n" for at in range(24))
     assert within_json(f'start: a0\n{doubled}a24: "x" /[^"]/') is None
     assert takes(within_json('start: a\na: b b\nb: "x" LF\n%import common.LF'), "x\\nx\\n")
+
+
+@settings(deadline=None, max_examples=100)
+@given(st.sampled_from(PATTERNS), st.text(st.sampled_from('ab xB"\\\n/1]</p>'), max_size=8), st.sampled_from(("\n</p>", "</p>", "\n", "")))
+def test_a_pattern_takes_before_a_mark_what_it_takes_alone(pattern: str, text: str, end: str) -> None:
+    """Behind a mark in letters no more may come, so these are nowhere in the text; one that is a token is in no text."""
+    grammar = regex_grammar(pattern)
+    assert takes(before(grammar, end, True), text + end) == takes(grammar, text)
+    if end:
+        assert takes(before(grammar, end, False), text + end) == (takes(grammar, text) and (text + end).find(end) == len(text))
+
+
+def test_a_grammar_of_lines_before_a_mark() -> None:
+    for text, is_right in (("# abc\n- abc\n", True), ('# abc\n- abc "q"\n', True), ("# abc\n", False), ("# abc\n- </p>\n", False)):
+        assert takes(before(LIST, "</p>", False), text + "</p>") == is_right
+    assert before(SUMS, "</p>", False) is None and before("start: A\n%ignore /[ ]+/\nA: \"a\"", "</p>", True) is None
 
 
 @pytest.mark.parametrize(("grammar", "words"), [

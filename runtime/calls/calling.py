@@ -14,7 +14,6 @@ from ..forms.schema_cost import without_slow
 from ..templates.template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
-from .free_text import within_json
 from .grammar import GUIDANCE, CallGrammar
 from .harmony import Harmony
 from .harmony_grammar import HarmonyGrammar
@@ -95,7 +94,7 @@ class Calling:
     def _loose(self, tools: Tools) -> list[str]:
         """Tools with a grammar of their text to which it is not held."""
         free = [tool["function"] for tool in tools.functions if tool["function"].get("grammar")]
-        return [each["name"] for each in free if not self._grammar.holds_text or within_json(each["grammar"]) is None]
+        return [each["name"] for each in free if not self._grammar.holds_text(each["grammar"])]
 
     def stops(self) -> tuple[str, ...]:
         """Strings that end an answer in which calls are read."""

@@ -1,8 +1,10 @@
-"""Text of a grammar as it stands within JSON: what a tool gets that takes free text.
+"""Text of a grammar as it stands in a call: what a tool gets that takes free text.
 
 A model writes such a text as the only argument of a function, so between quotes, where a quote, a backslash and the end of a line are two
 letters each. A grammar in Lark's notation is rewritten to say that. What a class of letters allows of those that are written otherwise is
 asked of Python's own regular expressions, letter by letter.
+
+Between tags the text is bare. What it is held to there ends with the mark behind it, and has it nowhere else.
 
 A lexer that takes the longest terminal does not look one letter ahead: within a line that may have quotes, a backslash is the first half of
 one, not of the line's end. So the rules become terminals too, of which one is the whole text. Rules that refer to themselves cannot: they
@@ -23,6 +25,7 @@ from ... import UsageError
 from ..forms.constraint import lark_form
 
 FREE = "input"  # the argument
+SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern
 WRITTEN_OTHERWISE = "\b\t\n\f\r\"\\"  # of the others below a blank, which are four digits there, a text that is held to a grammar has none
 INSIDE = r'["\\\x00-\x1F]'  # what stands for itself nowhere, as a class
 RANGE = re.compile(r"""("(?:\\.|[^"\\])")\s*\.\.\s*("(?:\\.|[^"\\])")""")
@@ -54,8 +57,7 @@ def within_json(grammar: str) -> str | None:
     """The grammar of a text's letters as JSON has them; None where a text cannot be held to it there. Raises UsageError for what is not
     read."""
     special = {letter for found in TOKEN.finditer(grammar) for letter in _special(found)}
-    rules = {name: f"RULE_{name.upper()}" for name in _rules(grammar) if name.islower()}
-    if "start" in rules and not _goes_round(grammar) and "%ignore" not in grammar:
+    if rules := _as_terminals(grammar):
         made = f"start: {rules['start']}\n{_rewrite(grammar, rules)}"
         try:
             lark_form(made, FREE, "the grammar")
@@ -64,6 +66,33 @@ def within_json(grammar: str) -> str | None:
         else:
             return made
     return None if len(special) > 1 else _rewrite(grammar, {})
+
+
+@lru_cache(64)
+def before(grammar: str, end: str, is_marked: bool) -> str | None:
+    """The grammar of a text as it stands, with the `end` behind it; `is_marked`: a token comes next that no text has, or else the end is
+    nowhere in the text. None where a text cannot be held to it there. Raises UsageError for what is not read."""
+    if not (rules := _as_terminals(grammar)):
+        return None
+    whole = f"{rules['start']} {json.dumps(end, ensure_ascii=False)}" if end else rules["start"]
+    only = "" if is_marked else f" & ~/(?s:.*){pattern(end)}(?s:.+)/"
+    made = f"start: WHOLE_TEXT\nWHOLE_TEXT: ({whole}){only}\n{_rewrite(grammar, rules, in_json=False)}"
+    try:
+        lark_form(made, FREE, "the grammar")
+    except UsageError:  # as one terminal it is too much
+        return None
+    return made
+
+
+def pattern(text: str) -> str:
+    """A text as a pattern has it."""
+    return SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
+
+
+def _as_terminals(grammar: str) -> dict[str, str]:
+    """What its rules are called as terminals; none where they cannot be."""
+    rules = {name: f"RULE_{name.upper()}" for name in _rules(grammar) if name.islower()}
+    return rules if "start" in rules and not _goes_round(grammar) and "%ignore" not in grammar else {}
 
 
 def _special(found: re.Match[str]) -> Iterator[str]:
@@ -95,8 +124,8 @@ def _goes_round(grammar: str) -> bool:
     return False
 
 
-def _rewrite(grammar: str, rules: Mapping[str, str]) -> str:
-    """Every terminal as JSON has it, and rules by other names. Raises UsageError."""
+def _rewrite(grammar: str, rules: Mapping[str, str], in_json: bool = True) -> str:
+    """Every terminal as JSON has it, or as it is, and rules by other names. Raises UsageError."""
     def rewritten(found: re.Match[str]) -> str:
         kind, text = found.lastgroup, found.group()
         if kind in ("comment", "alias", "mark"):
@@ -105,6 +134,8 @@ def _rewrite(grammar: str, rules: Mapping[str, str]) -> str:
             return rules.get(text, text)
         if kind == "special":
             raise UsageError(f"{text} in a grammar of text means no text", "leave it out")
+        if not in_json:
+            return text
         if kind == "import":
             return _imported(text)
         if kind == "regex":

@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from .free_text import arguments
+from .free_text import arguments, within_json
 from .messages import SHORT_ID
 from .style import ARGUMENTS, ID, LONG_ID, NAME, CallStyle
 from .tag_grammar import Lark, pattern, tag_rules
@@ -34,7 +34,6 @@ class CallGrammar:
         self._before, rest = sample[:at], sample[at + len(NAME) :]
         begin, end = _json_arguments(rest)
         self._tags = None if end else tag_rules(rest)
-        self.holds_text = end > 0  # and a text to a grammar of its own?
         self.holds = end > 0 or self._tags is not None  # are arguments held to their schema?
         self._between, self._behind = (rest[:begin], rest[end:]) if end else (rest[:1], "")
         self._marks = [number for word, number in words.items() if word in rest]
@@ -42,6 +41,12 @@ class CallGrammar:
     @property
     def _lark(self) -> Lark:
         return Lark(self._literal, lambda text: next((word for word in self.words if word in text), None), GUIDANCE)
+
+    def holds_text(self, grammar: str) -> bool:
+        """Whether a text is held to a grammar of its own. Raises UsageError for what is not read."""
+        if self._tags is not None:
+            return self._tags.holds(grammar, self._lark)
+        return self.holds and within_json(grammar) is not None
 
     @property
     def mark(self) -> str:
@@ -70,7 +75,7 @@ class CallGrammar:
             function = tool["function"]
             parts = [self._literal(self._before.removeprefix(said)), self._literal(function["name"])]
             if self._tags:
-                lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark)
+                lines += self._tags.rules(f"{rule}_args", function["parameters"], self._lark, grammar=function.get("grammar"))
                 parts.append(f"{rule}_args")
             elif self.holds:
                 lines.append(f"{rule}_args: {arguments(function, GUIDANCE)}")

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ..tokens.reasoning import ChannelFilter
-from .free_text import arguments
+from .free_text import arguments, within_json
 
 CONSTRAIN = "<|constrain|>"
 
@@ -15,12 +15,15 @@ CONSTRAIN = "<|constrain|>"
 class HarmonyGrammar:
     """As CallGrammar. `words` has the marks of channels."""
 
-    holds = holds_text = True
+    holds = True
 
     def __init__(self, words: Mapping[str, int], guidance: Mapping[str, Any]) -> None:
         self._guidance = guidance
         self._start, self._channel, self._message, self._end = (f"<[{words[mark]}]>" for mark in ChannelFilter.MARKS)
         self._json = f'(" json" | " " <[{words[CONSTRAIN]}]> "json")?' if CONSTRAIN in words else '" json"?'
+
+    def holds_text(self, grammar: str) -> bool:
+        return within_json(grammar) is not None
 
     def must_call(self, tools: Sequence[Mapping[str, Any]]) -> str:
         """A turn that is a call of one of the tools."""

@@ -17,11 +17,11 @@ from dataclasses import dataclass
 from os.path import commonprefix
 from typing import Any
 
+from .free_text import FREE, before, pattern
 from .gemma import QUOTE
 from .schema import kinds_of
 from .style import ARGUMENTS
 
-SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern
 QUOTES = (QUOTE, "'", '"')
 _TAG = re.compile(r".*[>\]|}]", re.DOTALL)  # a mark to its end
 
@@ -52,9 +52,12 @@ class TagRules:
     quote: str = ""
     in_order: bool = False
 
-    def rules(self, name: str, parameters: Mapping[str, Any], lark: Lark, root: Mapping[str, Any] | None = None) -> list[str]:
+    def rules(self, name: str, parameters: Mapping[str, Any], lark: Lark, root: Mapping[str, Any] | None = None,
+              grammar: str | None = None) -> list[str]:
         """Lines in Lark's notation, of which the rule `name` is what stands behind the function's name. `root`: the schema in which those
-        that `parameters` refers to are."""
+        that `parameters` refers to are; `grammar`: of the text that a tool of free text takes."""
+        if grammar and (text := self._free(grammar, lark)) is not None:
+            return [f"{name}: {lark.literal(self.lead + FREE + self.of_text)} {text} {lark.literal(self.behind.removeprefix(self.end))}"]
         properties, required = parameters.get("properties") or {}, {*(parameters.get("required") or ())}
         given = sorted(properties.items()) if self.in_order else properties.items()
         last, literal = len(properties), lark.literal
@@ -68,6 +71,20 @@ class TagRules:
                 skipped = "" if key in required else f" | {name}_{kind}_{number + 1}"
                 lines.append(f"{name}_{kind}_{number}: {literal(opening + told)} {value} {name}_rest_{number + 1}{skipped}")
         return lines
+
+    def holds(self, grammar: str, lark: Lark) -> bool:
+        """Whether a text is held to it here. Raises UsageError for what is not read."""
+        return self._free(grammar, lark) is not None
+
+    def _free(self, grammar: str, lark: Lark) -> str | None:
+        """A text of a grammar of its own, with the mark that ends it; None in quotes of letters, which are written otherwise within."""
+        ending, mark = self.quote + self.end, lark.token_in(self.quote + self.end)
+        if self.quote not in ("", QUOTE) or not ending or self.quote and not mark:
+            return None
+        end = ending[: ending.index(mark)] if mark else ending
+        if (inner := before(grammar, end, mark is not None)) is None:
+            return None
+        return f"{lark.literal(self.quote)} %lark {{\n{inner}\n}} {lark.literal(ending[len(end) :])}".strip()
 
     def _add_value(self, lines: list[str], value: str, schema: Any, root: Mapping[str, Any], lark: Lark) -> bool:
         """Add the rule `value`; whether it is text."""
@@ -117,8 +134,3 @@ def tag_rules(rest: str) -> TagRules | None:
     if not end or not key or not lead.endswith((alike[len(end) :] + key).strip()):
         return None
     return TagRules(lead, of_text, of_json, between, behind, lead.removesuffix(key) + behind[len(alike) :], end, "", in_order)
-
-
-def pattern(text: str) -> str:
-    """A text as a pattern has it."""
-    return SPECIAL.sub(r"\\\g<0>", text).replace("\n", "\\n")
