@@ -145,11 +145,13 @@ def test_the_key_is_asked_for() -> None:
 def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
     body = {"messages": ASKED, "max_tokens": 1}
     for headers in ({"Host": "evil.example"}, {"Host": f"evil.example:{server.port}"}, {"Host": "127.0.0.1.evil.example"},
-                    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "http://localhost.evil.example"},
+                    {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "https://app"}, {"Origin": "ftp://127.0.0.1"},
+                    {"Origin": "http://localhost.evil.example"},
                     {"Origin": "http://[::1"}):
         reply = server.ask("POST", CHAT, body, **headers)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers, headers
     for headers in ({"Host": "localhost"}, {"Host": f"LOCALHOST:{server.port}"}, {"Host": "127.0.0.7"}, {"Host": "[::1]:80"},
+                    {"Origin": "tauri://localhost"}, {"Origin": "app://obsidian.md"}, {"Origin": "vscode-webview://0a"},
                     {"Origin": f"http://127.0.0.1:{server.port}"}, {"Origin": "http://localhost:3000"}):
         reply = server.ask("POST", CHAT, body, **headers)
         assert reply.status == 200 and reply.headers.get("access-control-allow-origin") == headers.get("Origin"), headers

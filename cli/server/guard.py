@@ -22,6 +22,8 @@ from .streams import GONE, Record, problem_response
 
 OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
 ANYONE = "*"
+# Of programs with windows of their own, on this machine: a site cannot have such an origin, whatever its name is.
+PROGRAMS = ("app", "tauri", "vscode-file", "vscode-webview")
 RECORD = "effllm.record"
 MOST_HELD = 16 * LARGEST_BODY
 
@@ -57,7 +59,7 @@ class Rules:
             return False
         if ANYONE in self.origins or origin.rstrip("/") in self.origins or parts.netloc.lower() == host.lower() != "":
             return True
-        return self.on_loopback and parts.scheme in ("http", "https") and is_loopback(name)
+        return self.on_loopback and (parts.scheme in PROGRAMS or parts.scheme in ("http", "https") and is_loopback(name))
 
     def _has_key(self, headers: Headers) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
