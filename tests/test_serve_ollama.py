@@ -326,3 +326,32 @@ def test_programs_of_lm_studio_are_answered_at_its_paths(server):
         refused = server.ask(method, path, body)
         assert refused.status == 404 and refused.error["code"] == "model_not_found", "as OpenAI's API has errors"
     assert server.ask("POST", "/api/v0/embeddings", {"input": "Once"}).error["message"].startswith("this model was not made for")
+
+
+def test_what_zed_asks_of_lm_studio(server):
+    """A request as its provider makes it: a stream without end, an empty list of stop strings, contents in parts, calls that were made."""
+    call = {"id": "c1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Look"},
+                                                                                         {"type": "text", "text": " there."}]},
+                {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "content": [{"type": "text", "text": "a fox"}, {"type": "text", "text": "a king"}], "tool_call_id": "c1"}]
+    tool = {"type": "function", "function": {"name": "look", "description": None, "parameters": {"type": "object", "properties": {}}}}
+    asked = {"model": "fable", "messages": messages, "stream": True, "stream_options": {"include_usage": True}, "max_tokens": -1,
+             "stop": [], "tools": [tool], "tool_choice": "auto"}
+    pieces = server.ask("POST", "/api/v0/chat/completions", asked).events
+    assert pieces[-1]["choices"] == [] and pieces[-1]["usage"]["completion_tokens"] > 0
+    assert all({"created", "model", "object"} <= piece.keys() for piece in pieces)
+    assert all({"index", "delta", "finish_reason"} <= choice.keys() for piece in pieces for choice in piece["choices"])
+
+
+def test_what_home_assistant_asks(server):
+    """As its integration does by ollama-python: for ever is minus one second, the context a number of its own."""
+    tool = {"type": "function", "function": {"name": "HassTurnOn", "description": "Turns on", "parameters": {
+        "type": "object", "required": [],
+        "properties": {"name": {"type": "string"}, "domain": {"type": "array", "items": {"type": "string"}}}}}}
+    turned = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "HassTurnOn", "arguments": {"name": "light"}}}]}
+    asked = {"model": "fable:latest", "messages": [*ASKED, turned, {"role": "tool", "content": '{"success": true}'}], "tools": [tool],
+             "stream": True, "think": False, "keep_alive": "-1s", "options": {"num_ctx": 8192, "num_predict": 8}}
+    reply = server.ask("POST", "/api/chat", asked)
+    lines = [json.loads(line) for line in reply.body.splitlines()]
+    assert reply.status == 200 and lines[-1]["done"] and lines[-1]["eval_count"] == 8
