@@ -116,7 +116,7 @@ def _members(path: Path, file: OpenFile) -> dict[str, tuple[int, int]]:
                 found[member.filename] = begin, member.file_size
     except CheckpointError:
         raise
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError, struct.error):  # whatever the archive says of itself
+    except (zipfile.BadZipFile, RuntimeError, OSError, ValueError, struct.error):  # whatever the archive says of itself
         raise CheckpointError(f"{path} is no archive of tensors: it is damaged, or of a torch before 1.6",
                               f"{AGAIN}, or {CONVERTED}") from None
     return found
