@@ -51,7 +51,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
             raise UsageError("--rm takes one NAME", "effllm alias --rm NAME")
         file = own_table(name, screen.environment)
         remove_alias(variables, name)
-        said = f"{name} is no alias any more" + (f"; settings of that name stay in {file}" if file else "")
+        said = f"{name} is no longer an alias" + (f"; settings of that name stay in {file}" if file else "")
     elif name is not None:
         if model is None:
             raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")

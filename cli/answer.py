@@ -66,7 +66,7 @@ def say_cost(stats: Stats, session: Session, screen: Screen) -> None:
                     f"weights {format_size(stats.weights_bytes)}", f"read {format_size(stats.disk_bytes_read)}",
                     f"layers {placed(stats.placement)}")))
     say(" · ".join((f"context {stats.context_used} of {stats.context_max} tokens", f"cache {format_size(stats.kv_bytes)}",
-                    *packing(stats), *((f"{stats.kv_bits_per_value:.1f} bits a value over all",) if stats.kv_bits_per_value else ()))))
+                    *packing(stats), *((f"{stats.kv_bits_per_value:.1f} bits a value overall",) if stats.kv_bits_per_value else ()))))
     if (experts := stats.placement.get("experts")) is not None and experts["needed"]:
         ready = 100 * experts["ready"] / experts["needed"]
         say(f"experts: {experts['slots']} of {experts['total']} in memory, {100 * experts['hit_rate']:.0f}% of {experts['needed']} "

@@ -18,7 +18,7 @@ from .. import UsageError, __version__
 from .completion import own_script, whole_words
 from .environment import Environment
 from .errors import guarded, wants_json
-from .habits import as_help, meant_variable
+from .habits import as_here, meant_variable
 from .help import PlainGroup
 from .interrupt import falling_apart_quietly
 
@@ -96,7 +96,7 @@ def say_unknown_variables(command: Any, argv: Sequence[str], environment: Enviro
         meant = meant_variable(name.removeprefix("EFFLLM_"), own_variables(command))
         said = f"{name} is the variable of no flag{f', did you mean {meant}?' if meant else ''}"
         if is_strict(command, argv, environment):
-            raise UsageError(f"--strict refuses what would be said otherwise: {said}", "correct the variable, or unset it")
+            raise UsageError(f"--strict refuses this: {said}", "correct the variable, or unset it")
         Screen(environment).note(said)
 
 
@@ -124,7 +124,7 @@ def takes_settings(command: Any) -> bool:
 
 def program(argv: Sequence[str], environment: Environment) -> int:
     """Run a command line; returns the exit code. Errors are left to `main`."""
-    argv = as_help(argv)
+    argv = as_here(argv)
     command = typer.main.get_command(build(named(argv, environment.variables)))
     environment.owes_json = wants_json(command, argv, environment.variables)
     say_unknown_variables(command, argv, environment)

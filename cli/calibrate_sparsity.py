@@ -47,7 +47,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
     if tokens is not None and tokens < sparsity.LEAST:
         raise UsageError(f"--tokens {tokens} is too few to show anything", f"at least {sparsity.LEAST}, {sparsity.TOKENS} do well")
     if predictor is not None and predictor < 1:
-        raise UsageError(f"--predictor {predictor} is no rank", f"{predictors.RANK} does well")
+        raise UsageError(f"--predictor {predictor} is not a rank", f"{predictors.RANK} does well")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     demand_place_beside(ref.folder, screen.environment.variables)

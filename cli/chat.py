@@ -48,7 +48,7 @@ def chat(context: typer.Context, model: Model, answer: AnswerFlags, sampling: Sa
         screen.environment.demand_stdout()
     else:
         where_typing_shows(screen, model)
-        demand_room(answer.max_tokens, "leave -n away, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
+        demand_room(answer.max_tokens, "leave out -n, or for a prompt that is only read: effllm run MODEL PROMPT -n 0")
     engine = with_draft(engine, screen)
     options = engine.options(overflow=answer.overflow)
     here = seeing_with(at_hand(found, weights, options, screen, yes), mmproj, screen)

@@ -21,7 +21,7 @@ def choose(chat: Conversation, rest: str) -> None:
     if words:
         name, *scale = words
         if name not in names or len(scale) > 1:
-            raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scale)} is no scale", USAGE)
+            raise UsageError(f"there is no adapter {name!r}" if name not in names else f"{' '.join(scale)} is not a scale", USAGE)
         if scale:
             before = engine.choice
             engine.choose(tuple(_scale(*scale) if each == name else own for each, own in zip(names, before, strict=True)))
@@ -37,4 +37,4 @@ def _scale(text: str) -> float:
     try:
         return float(text)
     except ValueError as error:
-        raise UsageError(f"{text!r} is no scale of an adapter", "0 is nothing of it, 1 all, 0.5 half") from error
+        raise UsageError(f"{text!r} is not a scale of an adapter", "0 is nothing of it, 1 all, 0.5 half") from error

@@ -92,7 +92,7 @@ def asked_model(model: str, screen: Screen) -> ModelRef:
     except ModelNotFound as error:
         if model.replace("_", "-") not in known():
             raise
-        raise UsageError(f"{model} is a setting, and here stands a MODEL", "effllm config show --origin shows every setting") from error
+        raise UsageError(f"{model} is a setting, not a model", "effllm config show --origin shows every setting") from error
 
 
 def settings(screen: Screen, folder: Path | None) -> Iterator[Shown]:

@@ -37,6 +37,7 @@ environment.settings = {}
 sys.exit(main(sys.argv[1:], environment))
 """
 TRIAL_TIMEOUT_S = 300
+MOST_DISTURBED = 4  # figures that are named where others were measured beside other programs too
 
 Probe = Annotated[bool, flag(OUTPUT, "--probe", "", "measure memory, kernels and disk again")]
 NoProbe = Annotated[bool, flag(OUTPUT, "--no-probe", "", "measure nothing: show what is known")]
@@ -103,7 +104,7 @@ def ended_by(number: int) -> str:
     name = signal.Signals(number).name if number in {each.value for each in signal.Signals} else f"signal {number}"
     causes = {"SIGILL": "a kernel uses an instruction that this processor lacks",
               "SIGKILL": "the system ended it, mostly for want of memory (or another program did)"}
-    return f"fable's process ended by {name}: {causes.get(name, 'a defect of effllm or of a library; effllm run fable --debug says more')}"
+    return f"fable's process ended by {name}: {causes.get(name, 'a bug in effllm or in a library; effllm run fable --debug says more')}"
 
 
 def show_report(screen: Screen, report: Diagnosis) -> None:
@@ -141,7 +142,7 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     if not fitted_table(screen, ("kernel", "stored", "tokens", "runs as", "because"),
                         [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], ("tokens",),
                         spare=("because",)):
-        screen.sentence("why each of them: a wider terminal, or effllm doctor | less -S")
+        screen.sentence("a wider terminal shows why each was chosen, as does effllm doctor | less -S")
     screen.line()
     show_measured(screen, report.measured)
     screen.line()
@@ -178,9 +179,10 @@ def show_roofs(screen: Screen, known: Roofs) -> None:
             for kind, rate in machine.kinds.items()]
     screen.table(("weights", "one token, GB/s", "of the memory", "a prompt, billion products/s"), rows, right=(1, 2, 3))
     if machine.disturbed:
-        share, names = round(100 * max(machine.disturbed.values())), ", ".join(machine.disturbed)
-        screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: {names}; once they are "
-                        "done, effllm doctor --probe measures them again")
+        share, names = round(100 * max(machine.disturbed.values())), [name.removeprefix("kind ") for name in machine.disturbed]
+        more = f" and {len(names) - MOST_DISTURBED} more" if len(names) > MOST_DISTURBED else ""
+        screen.sentence(f"other programs had up to {share}% of the cores' time when these were measured: "
+                        f"{', '.join(names[:MOST_DISTURBED])}{more}; once they are done, effllm doctor --probe measures them again")
     if known.disk is None:
         screen.line("disk: not measured")
         return

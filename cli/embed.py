@@ -64,7 +64,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     elif rank is not None:
         raise UsageError("--rank prints texts, -o writes vectors", "give one of them")
     elif not out.endswith(ARRAY):
-        raise UsageError(f"-o {out} is no NumPy file", f"-o {typed(out + ARRAY)}; without -o lines of JSON come to standard output")
+        raise UsageError(f"-o {out} is not a NumPy file", f"-o {typed(out + ARRAY)}; without -o lines of JSON come to standard output")
     else:
         demand_place(Path(out))
     lines = texts_of(model, texts, file, screen)

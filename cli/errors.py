@@ -146,8 +146,8 @@ def usage_message(error: typer.TyperException) -> str:
 
 
 # Command -> the next step where more words stand on its line than it takes.
-UNQUOTED = {"list": "about one model: effllm show MODEL", "doctor": "about one model: effllm plan MODEL, effllm show MODEL",
-            "run": 'a prompt of several words stands in quotes: effllm run MODEL "your prompt"',
+UNQUOTED = {"list": "for one model: effllm show MODEL", "doctor": "for one model: effllm plan MODEL or effllm show MODEL",
+            "run": 'put a prompt of several words in quotes: effllm run MODEL "your prompt"',
             "chat": 'a chat asks for what to say; to ask once: effllm run MODEL "your prompt"'}
 
 
@@ -187,8 +187,17 @@ def usage_hint(error: typer.TyperException) -> str:
         return f"effllm list shows the models that are here: {context.command_path} fable"
     if "missing option" in error.format_message().lower():
         return f"{context.command_path} MODEL {error.param.opts[0]} {error.param.metavar}: {context.command_path} --help"
+    if "missing command" in error.format_message().lower():
+        return f"one of {', '.join(context.command.commands)}: {context.command_path} --help"
+    if "requires an argument" in error.format_message() and (wanted := value_of(context.command, error.option_name)):
+        return f"{error.option_name} {wanted}: {context.command_path} --help"
     surplus = "unexpected extra argument" in error.format_message()
     return (surplus and UNQUOTED.get(context.command_path.removeprefix("effllm "))) or f"{context.command_path} --help"
+
+
+def value_of(command: Any, name: str | None) -> str | None:
+    """What a flag's help calls its value; None for no flag of the command."""
+    return next((parameter.metavar for parameter in command.params if name in parameter.opts), None)
 
 
 def write_error(environment: Environment, message: str, hint: str) -> None:

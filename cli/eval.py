@@ -145,7 +145,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:
-        raise UsageError(f"--seconds {seconds:g} is no time", "more than 0")
+        raise UsageError(f"--seconds {seconds:g} is not a time", "more than 0")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     demand_place_beside(ref.folder, screen.environment.variables)
@@ -202,7 +202,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
 
 def bits_of(result: KldResult | RecallResult, packed: bool) -> str:
     """Of the cache under test; of one that packs nothing not what its pages would take."""
-    return f"{result.kv_bits_per_value:.3g} bits a value over all" + (f", {result.packed_bits:.3g} packed" if packed else "")
+    return f"{result.kv_bits_per_value:.3g} bits a value overall" + (f", {result.packed_bits:.3g} packed" if packed else "")
 
 
 def windowed(ref: ModelRef, engine: EngineFlags, screen: Screen) -> EngineOptions:

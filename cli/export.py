@@ -55,7 +55,7 @@ def export(context: typer.Context, model: Model, out: Out, format: Format = None
                          f"effllm export {typed(model)} -o {typed(out)} --mmproj")
     if lora is not None:
         if format or type or force:
-            raise UsageError("--lora makes a folder as the model's, of another format is what comes of that",
+            raise UsageError("--lora makes a folder like the model's; another format is made from that folder",
                              f"effllm export {typed(model)} -o DIR --lora {typed(lora)}, then effllm export DIR -o {typed(out)}")
         merged_folder(find(model, screen).folder, Path(os.path.expanduser(lora)), Path(out), screen, json)
         return

@@ -181,7 +181,7 @@ def valued(kind: Any, given: Any) -> Any:
     try:
         return kind(given)
     except ValueError as error:
-        what = {int: "whole number", token_count: "number of tokens, as 4096 or 16k"}.get(kind, "number")
+        what = {int: "whole number", token_count: "number of tokens, such as 4096 or 16k"}.get(kind, "number")
         raise ValueError(f"{given!r} is not a {what}") from error
 
 

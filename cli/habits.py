@@ -32,37 +32,37 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
 BITS = "--bits"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
-    **dict.fromkeys(("-m", "--model", "--hf-path"), f"the model stands after the command, without a flag: {RUN}"),
-    **dict.fromkeys(("-p", "--prompt"), f"the prompt stands after the model, without a flag: {RUN}"),
+    **dict.fromkeys(("-m", "--model", "--hf-path"), f"the model comes right after the command, without a flag: {RUN}"),
+    **dict.fromkeys(("-p", "--prompt"), f"the prompt comes after the model, without a flag: {RUN}"),
     **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a repository is named like any model: effllm run org/repo:Q4_K_M"),
     **dict.fromkeys(("-hff", "--hf-file"), "a file of a repository: effllm run org/repo:FILE.gguf"),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive", "-if"), "a conversation: effllm chat MODEL"),
     **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN}"),
     **dict.fromkeys(("-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "--no-warmup", "--keepalive", "--color",
-                     "--no-display-prompt", "-no-display-prompt"), "leave it away: it is always so, or chosen by the plan"),
+                     "--no-display-prompt", "-no-display-prompt"), "leave it out: it is always on, or the plan decides"),
     **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
-                    "leave it away: the plan says where each layer and expert lies; --ram and --vram bound it"),
+                    "leave it out: the plan places layers and experts; --ram and --vram limit it"),
     **dict.fromkeys(("--quiet", "--hidethinking", "--log-disable"),
-                    "stdout has the answer alone: 2>/dev/null leaves away what is said beside it, reasoning too"),
-    **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it away: a model has its own; --raw does without"),
-    "--lora-scaled": "how much of an adapter stands behind it: --lora ADAPTER:0.5",
-    "--lora-init-without-apply": "an adapter that waits for requests to choose it: --lora ADAPTER:0",
-    **dict.fromkeys(("--lora-modules", "--enable-lora"), "--lora ADAPTER:0, which requests choose by the name of its folder"),
+                    "stdout has only the answer: 2>/dev/null hides the rest, reasoning too"),
+    **dict.fromkeys(("--chat-template", "--chat-template-file", "--jinja"), "leave it out: the model has its own; --raw uses none"),
+    "--lora-scaled": "the strength goes after the adapter's name: --lora ADAPTER:0.5",
+    "--lora-init-without-apply": "to load an adapter that requests then choose: --lora ADAPTER:0",
+    **dict.fromkeys(("--lora-modules", "--enable-lora"), "use --lora ADAPTER:0; requests choose it by the name of its folder"),
     "--image": "a picture goes with a prompt: effllm run MODEL --image FILE \"...\", and in a chat /image FILE",
-    "--no-mmproj": "leave it away: what sees is read when the first picture is shown",
-    **dict.fromkeys(("-mmu", "--mmproj-url"), "effllm pull fetches it with the model; of a file that is here: --mmproj FILE"),
+    "--no-mmproj": "leave it out: the vision part is read when the first picture is shown",
+    **dict.fromkeys(("-mmu", "--mmproj-url"), "effllm pull fetches it with the model; for a file that is here: --mmproj FILE"),
     "--audio": "a sound goes with a prompt: effllm run MODEL --audio FILE \"...\", and in a chat /audio FILE",
     **dict.fromkeys(("-np", "--parallel"), "several answers at once: effllm serve MODEL --parallel N"),
-    **dict.fromkeys(("-cb", "--cont-batching"), "leave it away: answers of effllm serve MODEL --parallel N share their passes always"),
+    **dict.fromkeys(("-cb", "--cont-batching"), "leave it out: answers of effllm serve MODEL --parallel N always share their passes"),
     "--format": "an answer in JSON: --schema json; the answer with what it cost as JSON: --json",
-    **dict.fromkeys(("--samplers", "--sampling-seq", "--sampler-seq"), "leave it away: the order is always the same (docs/sampling.md)"),
-    **dict.fromkeys(("-l", "--logit-bias"), "a field of requests to effllm serve: logit_bias"),
-    "-md": "here it is --draft: effllm run --help",
-    **dict.fromkeys(("--mlock", "--no-mmap"), "leave it away: weights are read into memory (--load mmap maps the files)"),
+    **dict.fromkeys(("--samplers", "--sampling-seq", "--sampler-seq"), "leave it out: the order is always the same (docs/sampling.md)"),
+    **dict.fromkeys(("-l", "--logit-bias"), "requests to effllm serve take it, as logit_bias"),
+    "-md": "use --draft: effllm run --help",
+    **dict.fromkeys(("--mlock", "--no-mmap"), "leave it out: weights are read into memory (--load mmap maps the files)"),
 }
 NO_FLAGS = ("-m", "--model", "-p", "--prompt", "-i", "--interactive")  # before any command as well
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
-COMMANDS = {"ls": "list", "models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
+COMMANDS = {"models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
             "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
@@ -74,15 +74,15 @@ SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory 
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
                              "--install-completion keeps it there"),
              **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN"),
-             **dict.fromkeys(("merge", "fuse"), "an adapter is merged into its model by effllm export MODEL -o DIR --lora ADAPTER"),
+             **dict.fromkeys(("merge", "fuse"), "to merge an adapter into its model: effllm export MODEL -o DIR --lora ADAPTER"),
              **dict.fromkeys(("lora", "train", "finetune"), "nothing is trained here; an adapter that was made elsewhere runs beside its "
                              "model: effllm run MODEL --lora ADAPTER"),
-             **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL answers it: POST /tokenize, /detokenize"),
-             "create": "of a Modelfile, effllm alias NAME --modelfile FILE; with fewer bits, effllm quantize MODEL -o DIR --bits 4",
-             **dict.fromkeys(("push", "upload"), "nothing is sent from here: hf upload ORG/REPO DIR")}
+             **dict.fromkeys(("tokenize", "detokenize"), "effllm serve MODEL does this: POST /tokenize or /detokenize"),
+             "create": "from a Modelfile: effllm alias NAME --modelfile FILE; with fewer bits: effllm quantize MODEL -o DIR --bits 4",
+             **dict.fromkeys(("push", "upload"), "effllm uploads nothing; use hf upload ORG/REPO DIR")}
 
-KEPT = "a setting is a line of effllm.toml, as temp = 0.5: effllm config show --help"
-TAKEN_UP = "a saved conversation goes on with effllm chat MODEL --session NAME"
+KEPT = "settings are lines of effllm.toml, such as temp = 0.5: effllm config show --help"
+TAKEN_UP = "to continue a saved conversation: effllm chat MODEL --session NAME"
 # A group of commands -> a word behind it that is none of them -> the next step; "" is any word.
 BENEATH = {"config": {"": KEPT, **dict.fromkeys(("get", "list", "ls", "print", "view"), "effllm config show --origin shows every setting")},
            "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
@@ -91,15 +91,17 @@ BENEATH = {"config": {"": KEPT, **dict.fromkeys(("get", "list", "ls", "print", "
 TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
 
 
-def as_help(argv: Sequence[str]) -> list[str]:
-    """`effllm help run` is `effllm run --help`."""
+def as_here(argv: Sequence[str]) -> list[str]:
+    """`effllm help run` is `effllm run --help`, and `effllm ls` is `effllm list`, as in Ollama."""
+    if argv[:1] == ["ls"]:
+        return ["list", *argv[1:]]
     return [*argv[1:], "--help"] if argv[:1] == ["help"] else [*argv]
 
 
 def command_hint(word: str, variables: Mapping[str, str]) -> str:
     """The next step for the name of a command that there is not; empty where nothing is known of it."""
     if word in COMMANDS:
-        return f"here it is effllm {COMMANDS[word]}"
+        return f"use effllm {COMMANDS[word]}"
     return SENTENCES.get(word, "") or (f'effllm run {word} "your prompt", or effllm chat {word}' if is_model(word, variables) else "")
 
 
@@ -123,15 +125,15 @@ def is_model(word: str, variables: Mapping[str, str]) -> bool:
 def flag_hint(command: Any, name: str) -> str:
     """The next step for a flag that a command does not have; empty where nothing is known of it."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
-        return "here it is effllm --version"
+        return "use effllm --version"
     if name in NO_FLAGS and getattr(command, "commands", None):
         return INSTEAD[name]
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
-        return f"a flag stands behind the command that it is for: effllm COMMAND {name}"
+        return f"flags go after the command: effllm COMMAND {name}"
     if command.name in ("run", "chat", "serve") and name in INSTEAD:
         return INSTEAD[name]
     here = CALLED.get(name)
-    return f"here it is {here}: {command_path(command)} --help" if here is not None and here in flags_of(command) else ""
+    return f"use {here}: {command_path(command)} --help" if here is not None and here in flags_of(command) else ""
 
 
 def meant_variable(name: str, own: Collection[str] = ()) -> str:
@@ -170,7 +172,7 @@ def understood(command: Any, line: Sequence[str]) -> list[str]:
         if is_value and words[-1] == BITS:
             judge_bits(command, word)
         elif is_value and words[-1] in ("-ngl", "--gpu-layers") and word in ("auto", "all"):
-            raise UsageError(f"{words[-1]} takes a number of layers, not {word!r}", "leave it away: the plan puts as many on a GPU as fit")
+            raise UsageError(f"{words[-1]} takes a number of layers, not {word!r}", "leave it out: the plan puts as many on a GPU as fit")
         elif not is_value and word.startswith("-"):
             word = own_name(command, known, word)
             name, equals, value = word.partition("=")
@@ -185,7 +187,7 @@ def judge_bits(command: Any, given: str) -> None:
     """Raises UsageError for a value of --bits that is no number: it may be a format, which is asked for elsewhere; and for the number of
     bits that nothing is quantized to."""
     if given in ("16", "32") and command.name != "quantize":
-        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given}", f"leave {BITS} away: the weights stay as they are stored")
+        raise UsageError(f"{BITS} is 8, 6, 5, 4, 3 or 2, not {given}", f"leave out {BITS}: the weights stay as they are stored")
     if not given.removeprefix("-").isdigit():
         elsewhere = f"{command_path(command)} MODEL -o DIR --spec SPEC" if "--spec" in flags_of(command) and command.name == "quantize" \
             else f"{command_path(command)} MODEL:ternary"
@@ -197,7 +199,7 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
     if name in known:
         return word
     if len(name.split()) > 1 and word[:2] not in known and command.name == "run":
-        raise UsageError(f"no such option: {word}", f"a prompt that begins with a dash stands after two: effllm run MODEL -- {typed(word)}")
+        raise UsageError(f"no such option: {word}", f"put -- before a prompt that begins with a dash: effllm run MODEL -- {typed(word)}")
     if name.startswith("--"):
         dashed = name.replace("_", "-")
         meant = SAME.get(dashed, dashed)

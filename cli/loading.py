@@ -43,7 +43,7 @@ def find(model: str, screen: Screen) -> ModelRef:
 
         refuse_quantized(ref.folder, model.rpartition(":")[0], f":{ref.variant}")
         raise UsageError(f"{model} would be quantized as it is loaded, which this command does not do",
-                         f"leave :{ref.variant} away, or make a folder of it: "
+                         f"leave out :{ref.variant}, or make a folder of it: "
                          f"effllm quantize {typed(model.rpartition(':')[0])} -o DIR --spec {ref.variant}")
     return ref
 
@@ -54,7 +54,7 @@ def find_any(model: str, screen: Screen) -> ModelRef:
     from ..runtime.library.model_name import OF_PROGRAM, spells_path
 
     if " " in model.strip() and not spells_path(model) and not os.path.exists(model) and not OF_PROGRAM.match(model):
-        raise ModelNotFound(f"{shortened(model)!r} is no model: the model comes first, then the prompt",
+        raise ModelNotFound(f"{shortened(model)!r} is not a model: the model comes first, then the prompt",
                             f"effllm run fable {in_quotes(shortened(model))}")
     ref = resolve(model, screen.environment.variables)
     if ref.notice:
@@ -326,7 +326,8 @@ def resumable(screen: Screen, out: Path) -> Iterator[None]:
         yield
     except KeyboardInterrupt:
         is_whole = identity(out) not in (None, before)
-        screen.note(f"stopped; {out} is whole already" if is_whole else "stopped; what is done is kept, the same command goes on from here")
+        screen.note(f"stopped; {out} is whole already" if is_whole else
+                    "stopped; what is done is kept, the same command continues from here")
         raise
 
 

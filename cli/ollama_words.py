@@ -37,7 +37,7 @@ def usable(name: str, said: object, where: str) -> tuple[str, object]:
     """The setting that a PARAMETER means, and its value. Raises UsageError beginning with `where` for one that has no counterpart, or a
     value that nothing could use."""
     if name not in WORDS:
-        raise UsageError(f"{where}: effllm has no setting like {name}", "leave it away")
+        raise UsageError(f"{where}: effllm has no setting like {name}", "leave it out")
     key = WORDS[name]
     value = checked(key, value_of(name, said), where)
     demand_usable(key, value, where)

@@ -57,7 +57,7 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     if prompt is not None and prompt < 1:
-        raise UsageError(f"-p {prompt} is no prompt", "1 or more tokens")
+        raise UsageError(f"-p {prompt} is not a prompt", "1 or more tokens")
     flags = with_draft(engine, screen)
     try:
         if is_encoder((found := find_any(model, screen)).folder):
@@ -209,7 +209,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
         from ..runtime.hub import shown_licence
         from .pull import suffix
 
-        said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} loads {format_size(coming.to_load)}, keeps "
+        said.append(("not here", f"effllm pull {coming.wish.reference.text}{suffix(coming)} downloads {format_size(coming.to_load)}, keeps "
                                  f"{format_size(coming.kept_bytes)}; licence {shown_licence(coming.licence, 'not stated')}"
                                  + (", gated" if coming.repository.gated else "")))
     said += [("fits", verdict(prepared, found)), *tiers(prepared, work, known, width)]
@@ -242,7 +242,7 @@ def verdict(prepared: Prepared, found: Forecast) -> str:
     placement = prepared.placement
     held = " and ".join(TIERS[tier] for tier in ("gpu", "memory") if tier in placement.tiers) or TIERS["memory"]
     away = placement.streamed_bytes or placement.kv_disk_bytes or "disk" in placement.tiers or prepared.streams
-    said = f"with the help of the disk: what has no room {held} is read from there" if away else f"yes, all of it {held}"
+    said = f"with help from the disk: what does not fit {held} is read from there" if away else f"yes, all of it {held}"
     if found.start is None:
         return said
     pace = next(words for least, words in PACES if found.start.tokens_per_s >= least)
@@ -286,7 +286,7 @@ def tiers(prepared: Prepared, work: Work, known: Roofs, width: int = BAR, disk: 
 
 
 # Tokens a second from which an answer comes so: people read some 250 words a minute, five or six tokens a second.
-PACES = ((12, "faster than one reads"), (4, "about as fast as one reads"), (1, "more slowly than one reads"),
+PACES = ((12, "faster than you read"), (4, "about as fast as you read"), (1, "more slowly than you read"),
          (0, "very slowly: a sentence may take a minute"))
 TIERS = {"gpu": "on the GPU", "memory": "in memory", "disk": "from the disk"}
 
@@ -327,7 +327,7 @@ def drafts(prepared: Prepared) -> str:
         return (f"drafts by the model's own layer for multi-token prediction ({format_size(drafting.mtp_nbytes)}) and from the text, "
                 "several verified in a pass: where they are right, tokens come faster than predicted")
     if not prepared.speculating.recycles and model is None:
-        return "drafts where the text repeats, several tokens verified in a pass: it comes faster there"
+        return "drafts where the text repeats, several tokens verified in a pass: repeats come faster"
     return f"drafts from the text{taken}, several verified in a pass: where they are right, tokens come faster than predicted"
 
 

@@ -87,13 +87,20 @@ def read_file(path: Path, flag: str = "-f") -> str:
         raise UsageError(f"{path}: {error.strerror}", f"{flag} takes the path of a text file, or - for standard input") from error
 
 
+# How files begin that are no text -> the flag that they go with.
+MEDIA = ((b"\x89PNG", "--image"), (b"\xff\xd8\xff", "--image"), (b"GIF8", "--image"), (b"ID3", "--audio"), (b"fLaC", "--audio"),
+         (b"OggS", "--audio"))
+
+
 def decoded(data: bytes, source: str) -> str:
     if len(data) > LARGEST:
         raise UsageError(f"{source} is larger than {LARGEST >> 20} MiB", "give a part of it")
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{source} is not UTF-8 text (byte {error.start})", "convert it, as with `iconv -t utf-8`") from error
+        flag = next((flag for start, flag in MEDIA if data.startswith(start)), None)
+        raise UsageError(f"{source} is not UTF-8 text (byte {error.start})", f"send it with {flag} FILE, beside the prompt" if flag else
+                         "convert it, for example with `iconv -t utf-8`") from error
 
 
 def typed_text(text: str, what: str, instead: str = "give it in a file with -f") -> str:

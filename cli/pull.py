@@ -164,7 +164,7 @@ def fetch(plan: PullPlan, client: Client, screen: Screen) -> Pulled:
     try:
         return last(follow(pull_model(plan, client, screen.environment.variables), screen, Pulled))
     except KeyboardInterrupt:
-        screen.note(f"stopped; what came is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} goes on from here")
+        screen.note(f"stopped; what arrived is kept. effllm pull {plan.wish.reference.text}{suffix(plan)} continues from here")
         raise
 
 
@@ -208,6 +208,8 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
              ("download", to_come(plan)),
              ("kept", f"{format_size(plan.kept_bytes)}{made} in {plan.folder}"),
              ("disk", f"{format_size(plan.disk_bytes)} needed at most, {format_size(plan.disk_free)} free")]
+    if wish.reference.file is not None:
+        lines.insert(1, ("file", plan.files[0].name))
     if plan.sees is not None:
         lines.append(("pictures", f"{format_size(plan.sees.size)} of the download is what it sees with, {plan.sees.name}"))
     if wish.on_load:
@@ -248,7 +250,7 @@ def to_come(plan: PullPlan) -> str:
     return f"{format_size(plan.to_load)} of {format_size(plan.total_bytes)} in {files}, the others are here already"
 
 
-def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y loads it anyway") -> None:
+def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y downloads it anyway") -> None:
     """A model that could not run here is loaded only if a person says so; `anyway` is how to say it beforehand."""
     memory = plan.run.memory
     if memory is None or memory.fits or yes:
@@ -256,8 +258,8 @@ def confirm_memory(plan: PullPlan, screen: Screen, yes: bool, anyway: str = "-y 
     smaller = "" if plan.wish.bits or plan.wish.reference.file else f"effllm pull {plan.wish.reference.text} --bits 4 may fit; "
     if not screen.environment.can_ask:
         raise DoesNotFit(f"{plan.wish.reference.text} would not run here: {memory.reason}", smaller + anyway)
-    if not screen.ask("It would not run on this machine now. Load it anyway?"):
-        raise DoesNotFit("nothing was loaded", smaller + anyway)
+    if not screen.ask("It would not run on this machine now. Download it anyway?"):
+        raise DoesNotFit("nothing was downloaded", smaller + anyway)
 
 
 def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, screen: Screen, json: bool) -> None:
@@ -269,7 +271,7 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
     elif pulled is None or pulled.was_here:
         screen.note(f"{folder}: everything is here")
     else:
-        loaded = f"{format_size(pulled.nbytes_loaded)} loaded and checked" if pulled.nbytes_loaded else "made of what was here"
+        loaded = f"{format_size(pulled.nbytes_loaded)} downloaded and checked" if pulled.nbytes_loaded else "made from files that were here"
         screen.note(f"{folder}: {loaded}; effllm run {plan.wish.reference.text}"
                     + (f":{plan.wish.bits}" if plan.wish.bits and not plan.wish.reference.variant else ""))
 
@@ -297,8 +299,8 @@ def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes
     say_left_out(wish, plan, screen)
     show_plan(measured(plan, screen), screen)
     if plan.run.memory is not None and not plan.run.memory.fits:
-        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y loads it anyway")
-    elif not yes and not screen.ask("Load it?"):
+        confirm_memory(plan, screen, False, f"effllm pull {plan.wish.reference.text}{suffix(plan)} -y downloads it anyway")
+    elif not yes and not screen.ask("Download it?"):
         raise absent
     fetch(plan, client, screen)
     return resolve(absent.reference.text, variables)

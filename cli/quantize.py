@@ -73,7 +73,7 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     if calib == eval == "-":
         raise UsageError("--calib - and --eval - cannot both read standard input", "put one of the texts into a file")
     if dry_run and eval is not None:
-        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them away")
+        raise UsageError("--dry-run makes nothing that --eval could score", "leave one of them out")
     text = None if eval is None else to_score(eval, ref, screen)
     bits, spec, target = typed_first(context, screen, bundle_ffn and is_typed(context, "bundle_ffn"), bits=bits, spec=spec, target=target)
     if gate_rule is not None and gate_sparsity is None:
@@ -207,7 +207,7 @@ def profile(folder: Path, text: str | None, calib: str | None, threads: int | No
 
     if not read_config(folder).cache_heads:
         return
-    screen.note(f"where a packed cache needs its bits is recorded now: {SECONDS:.0f} s at most, about (--no-kv-profile leaves it out)")
+    screen.note(f"recording where a packed cache needs its bits, for about {SECONDS:.0f} s at most (--no-kv-profile skips this)")
     source = "the sample" if calib is None else named(calib)
     try:
         last(follow(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile))

@@ -48,12 +48,12 @@ def search_hub(context: typer.Context, words: Words = None, sort: Sort = "downlo
     from ..runtime.pull.search import memory, search
 
     if not 1 <= limit <= MOST:
-        raise UsageError(f"--limit {limit} is no number of models to show", f"1 to {MOST}")
+        raise UsageError(f"--limit {limit} is not a number of models to show", f"1 to {MOST}")
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     text, client = " ".join(words or ()).strip(), Client(screen.environment.variables, offline)
     if client.offline:
-        raise DownloadFailed("a search asks the hub, and no network is to be used", "leave --offline and HF_HUB_OFFLINE away; "
+        raise DownloadFailed("a search asks the hub, and no network is to be used", "leave out --offline and HF_HUB_OFFLINE; "
                              "effllm list --all names some models without it")
     with screen.waiting(f"asking {client.host}"):
         found = search(client, text, sort, limit)
@@ -91,7 +91,7 @@ def say_others(text: str, shown: int, running: int, found: int, all: bool, limit
     """What was found beside what is shown, and the next step where that is nothing."""
     what = f"by {text!r}" if text else "by the hub"
     if not found:
-        screen.note(f"no model was found {what}: fewer or other words may find one")
+        screen.note(f"no model was found {what}: try fewer or other words")
     elif not shown:
         screen.note(f"none of the {found} models that were found {what} runs here; --all says why")
     elif not all and found > running and running < limit:

@@ -114,7 +114,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
                           slot_save_path)
     for given, value in (("max_models", max_models), ("keep_alive", keep_alive), ("load_timeout", load_timeout)):
         if value is not None and is_typed(context, given):
-            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave MODEL away: all that are here")
+            raise UsageError(f"--{given.replace('_', '-')} is for a server of several models", "leave out MODEL to serve all that are here")
     (model,) = models
     found = find_or_absent(model, screen, yes)
     keeping = SessionFlags(session_disk=session_disk)
@@ -233,7 +233,7 @@ def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] 
     origins = tuple(each.rstrip("/") for each in cors or ())
     rules = Rules(is_loopback(listening.getsockname()[0]), api_key, origins, (is_page,) if shows_page else ())
     if not rules.on_loopback and api_key is None:
-        screen.note(f"--host {host} without --api-key: whoever reaches this machine can ask, and nothing on the way is encrypted")
+        screen.note(f"--host {host} without --api-key: anyone who reaches this machine can use it, and nothing is encrypted on the way")
     return rules
 
 
@@ -257,7 +257,7 @@ class Report:
 
 def say_page(screen: Screen, url: str, is_shown: bool) -> None:
     if is_shown:
-        screen.note(f"{url.removesuffix('v1')} is a chat in a browser")
+        screen.note(f"{url.removesuffix('v1')} opens a chat in a browser")
 
 
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: Record) -> None:
@@ -280,13 +280,13 @@ def cost(stats: Stats) -> str:
 def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, queue: int) -> None:
     """Raises UsageError for flags of this command that nothing could be made of."""
     if api_key is not None and (not api_key.isascii() or not api_key.isprintable() or not api_key.strip() or " " in api_key):
-        raise UsageError("--api-key is no key: letters, digits and signs without blanks", "leave it away for none")
+        raise UsageError("--api-key is not a key: letters, digits and signs without blanks", "leave it out for no key")
     if name is not None and (not name.strip() or not name.isprintable()):
-        raise UsageError("--name is empty", "leave it away to be called as MODEL is")
+        raise UsageError("--name is empty", "leave it out to use the name MODEL")
     if wrong := next((each for each in cors or () if each != "*" and "://" not in each), None):
-        raise UsageError(f"--cors {wrong} is no origin", "as https://chat.example:8443, without a path; * for every page")
+        raise UsageError(f"--cors {wrong} is not an origin", "such as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
-        raise UsageError(f"--queue {queue} is no number of answers", "0 or more")
+        raise UsageError(f"--queue {queue} is not a number of answers", "0 or more")
 
 
 def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:

@@ -60,10 +60,10 @@ def demand_meant(context: typer.Context, ref: ModelRef, own: Set[str] | None = N
     """Raises UsageError for bits of a model that is run as it is stored, and for a flag that was typed and is of models that write; `own`
     are others of a command."""
     if ref.variant:
-        raise UsageError(f"{ref.text}: this model is run as it is stored", f"leave :{ref.variant} away")
+        raise UsageError(f"{ref.text}: this model is run as it is stored", f"leave out :{ref.variant}")
     for parameter in context.command.params:
         if parameter.name not in TAKEN | (own or frozenset()) and is_typed(context, parameter.name):
-            raise UsageError(f"{long_name(parameter.opts)} is for models that write, and this one only reads", "leave it away")
+            raise UsageError(f"{long_name(parameter.opts)} is for models that write, and this one only reads", "leave it out")
 
 
 def options_of(engine: EngineFlags) -> EncoderOptions:

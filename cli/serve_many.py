@@ -120,7 +120,7 @@ def judged(served: Served) -> tuple[float, float]:
     from .server.lasting import NEVER
 
     if served.max_models is not None and served.max_models < 1:
-        raise UsageError(f"--max-models {served.max_models} is no number of models", "1 or more; left away, as many as fit into memory")
+        raise UsageError(f"--max-models {served.max_models} is not a number of models", "1 or more; left out, as many as fit into memory")
     keep_s = seconds("--keep-alive", served.keep_alive, KEEP_ALIVE, "0 keeps none, -1 for ever")
     return keep_s, seconds("--load-timeout", served.load_timeout, LOAD_TIMEOUT, "-1 for ever") or NEVER  # 0, as Ollama has it
 
@@ -132,7 +132,7 @@ def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
     try:
         return seconds_of(otherwise if said is None else said)
     except ValueError:
-        raise UsageError(f"{flag} {cut(said or '', 20)} is no time", f"as 90s, 5m or 1h; {more}") from None
+        raise UsageError(f"{flag} {cut(said or '', 20)} is not a time", f"as 90s, 5m or 1h; {more}") from None
 
 
 def handed_on(context: typer.Context, screen: Screen) -> tuple[list[str], dict[str, str]]:

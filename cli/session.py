@@ -103,7 +103,7 @@ def rm(context: typer.Context, names: Names, cache: Cache = False, yes: Yes = Fa
     store = SessionStore(screen.environment.sessions_folder)
     store.demand(names)
     if not cache and not yes:
-        what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be gone"
+        what = f"{', '.join(names)}: {'this conversation' if len(names) == 1 else 'these conversations'} would be lost"
         if not screen.environment.can_ask:
             raise UsageError(what, f"-y removes {'it' if len(names) == 1 else 'them'}: {removing(*names, more='-y')}")
         if not screen.ask(f"{what}. Remove?", bare=False):

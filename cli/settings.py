@@ -197,10 +197,10 @@ def read_file(path: Path) -> FileSettings:
     except (ValueError, RecursionError) as error:
         line = re.search(r"at line (\d+)", str(error))
         where, reason = (f"{path}:{line[1]}", re.sub(r" \(at line.*", "", str(error))) if line else (str(path), str(error))
-        raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, as `temp = 0.5` or `kv = \"8bit\"`") from error
+        raise UsageError(f"{where}: {reason[:200]}", "settings are lines of TOML, such as `temp = 0.5` or `kv = \"8bit\"`") from error
     named = content.pop(MODEL, {})
     if not isinstance(named, dict) or not all(isinstance(table, dict) for table in named.values()):
-        raise UsageError(f"{path}:{line_of(text, MODEL)}: what a model has of its own stands below its name", OWN)
+        raise UsageError(f"{path}:{line_of(text, MODEL)}: a model's own settings go under its name", OWN)
     if len(named) > MOST_MODELS:
         said = f"{path} has settings of {len(named):,} models, at most {MOST_MODELS:,} are read"
         raise UsageError(said, "take out those that are not run")
@@ -208,7 +208,7 @@ def read_file(path: Path) -> FileSettings:
     for name, table in named.items():
         after = line_of(text, name, table=True)
         if (deeper := next((key for key, value in table.items() if isinstance(value, dict) and key not in known()), None)) is not None:
-            raise UsageError(f"{path}:{after}: a name with a dot stands in quotes", f'[{MODEL}."{name}.{deeper}"]')
+            raise UsageError(f"{path}:{after}: put a name with a dot in quotes", f'[{MODEL}."{name}.{deeper}"]')
         models[name] = _read(table, path, text, after, True)
     return FileSettings(_read(content, path, text, 0, False), models)
 
@@ -244,7 +244,7 @@ def checked(key: str, value: object, where: str) -> object:
         value = [value] if isinstance(value, str) else value
         fits, wanted = isinstance(value, list) and all(isinstance(each, str) for each in value), "text or a list of texts"
     elif kind is token_count:
-        fits, wanted = type(value) in (int, str), 'a number of tokens, as 4096 or "16k"'
+        fits, wanted = type(value) in (int, str), 'a number of tokens, such as 4096 or "16k"'
         try:
             value = token_count(value) if fits else value
         except ValueError:

@@ -168,7 +168,7 @@ def _lines(facts: Facts, screen: Screen) -> None:
         ("context", f"{config.context_length} tokens, {_positions(config)}"),
         ("vocabulary", f"{config.vocab_size} tokens"),
         ("chat", "has a template" + (", reasons first" if tokenizer.thinks else "") if tokenizer.template else "base model, no template"),
-        ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "its template knows none"),
+        ("tools", "" if calls is None else f"calls in the form of {calls.format.name}" if calls.knows_tools else "the template has none"),
         *((f"{sense.noun}s", f"taken, as {sight.placeholder}; what {sense.does} them takes {format_size(sight.bytes_needed())}")
           for sense, sight in facts.sights.items()),
         ("infill", "" if infill is None else f"has tokens for filling in the middle ({tokenizer.decode([infill.prefix], False)})"),

@@ -31,11 +31,11 @@ OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", 
            "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
            "dry_sequence_breakers": BREAKERS}
 ELSEWHERE = {"system": "/system TEXT sets the system prompt",
-             **dict.fromkeys(("noverbose", "quiet"), "nothing is told unless effllm chat MODEL --stats asks for it"),
+             **dict.fromkeys(("noverbose", "quiet"), "answers come without figures; effllm chat MODEL --stats shows them"),
              "nohistory": "it is always kept, in the file history of effllm's state folder",
              "noformat": "/set schema off, or /set grammar off",
-             **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal lines end between words; /export FILE has the text as it came"),
-             **dict.fromkeys(("num-ctx", "ctx", "c"), "the context is chosen at the start: effllm chat MODEL -c 4096"),
+             **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal, lines break between words; /export FILE has the text unbroken"),
+             **dict.fromkeys(("num-ctx", "ctx", "c"), "set the context at the start: effllm chat MODEL -c 4096"),
              "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
              "nothink": "/set think off", "lora": "/lora NAME SCALE sets how much of an adapter answers have"}
 
@@ -92,7 +92,7 @@ def go_on(chat: Conversation, rest: str) -> None:
     before = list(chat.session.messages)
     chat.answer(chat.session.continue_())
     if chat.session.messages == before and chat.ended_by_itself:
-        chat.screen.note("the answer is at its end: the model adds nothing (/regen gives another one)")
+        chat.screen.note("the answer is complete: the model adds nothing (/regen writes another one)")
 
 
 def undo(chat: Conversation, rest: str) -> None:
@@ -324,22 +324,22 @@ COMMANDS = (
     SlashCommand("exit", "/exit, /bye", "leave (also Ctrl-D)", leave),
     SlashCommand("clear", "/clear", "forget the conversation", clear),
     SlashCommand("regen", "/regen, /retry", "answer the last question again", regenerate),
-    SlashCommand("continue", "/continue", "go on with the last answer", go_on),
+    SlashCommand("continue", "/continue", "continue the last answer", go_on),
     SlashCommand("undo", "/undo", "take back the last question and its answer", undo),
     SlashCommand("edit", "/edit [TEXT]", "write the message in $VISUAL or $EDITOR", edit),
     SlashCommand("file", "/file PATH", "add a text file to the next message; /file off drops it", attach),
     SlashCommand("image", "/image PATH", "add a picture to the next message; /image off drops it", attach_picture),
     SlashCommand("video", "/video PATH", "add pictures of a video to the next message; /video off drops them", attach_video),
     SlashCommand("audio", "/audio PATH", "add a sound to the next message; /audio off drops it", attach_sound),
-    SlashCommand("compact", "/compact", "replace the conversation by a summary of it", compact),
+    SlashCommand("compact", "/compact", "replace the conversation with a summary of it", compact),
     SlashCommand("system", "/system [TEXT|off]", "show or set the system prompt", system),
-    SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, as /set temp 0.5", change),
-    SlashCommand("lora", chosen_adapters.USAGE, "how much of each adapter answers have, as /lora sql 0.5", chosen_adapters.choose),
-    SlashCommand("tools", tools.USAGE, "the tools of the servers of --mcp; turn one, or all of a server, on or off", tools.tools),
-    SlashCommand("show", "/show", "the model, the context, the settings", show),
-    SlashCommand("stats", "/stats", "what the last answer cost", stats),
-    SlashCommand("save", "/save [NAME]", "keep the conversation and its cache; /save FILE.json the text alone", save),
-    SlashCommand("load", "/load NAME", "take up a saved conversation", load),
+    SlashCommand("set", "/set [NAME [VALUE]]", "show or change settings, such as /set temp 0.5", change),
+    SlashCommand("lora", chosen_adapters.USAGE, "show or set how strong each adapter is, such as /lora sql 0.5", chosen_adapters.choose),
+    SlashCommand("tools", tools.USAGE, "list the tools of --mcp; turn one, or all of a server's, on or off", tools.tools),
+    SlashCommand("show", "/show", "show the model, the context and the settings", show),
+    SlashCommand("stats", "/stats", "show the speed and memory of the last answer", stats),
+    SlashCommand("save", "/save [NAME]", "save the conversation and its cache; /save FILE.json saves only the text", save),
+    SlashCommand("load", "/load NAME", "continue a saved conversation", load),
     SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )
 ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "redo": "regen", "read": "file", "new": "clear", "reset": "clear"}
@@ -352,7 +352,7 @@ def run(chat: Conversation, line: str) -> None:
     name, rest = (*words, "", "")[:2]
     command = named(name, rest.strip())
     if rest and not command.takes_words:
-        raise UsageError(f"/{name} takes no words after it, and {rest.strip()!r} stands there",
+        raise UsageError(f"/{name} takes no words after it, not {rest.strip()!r}",
                          f"/{name} alone; a space before the slash sends the line to the model")
     command.run(chat, rest.strip())
 

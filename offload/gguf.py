@@ -134,7 +134,7 @@ def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
     if magic != MAGIC:
         if magic == b"vers":
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", f"git -C {path.parent} lfs pull")
-        raise CheckpointError(f"{path} is no GGUF file: it begins with {shown(magic)}", "give a GGUF file, or a model folder")
+        raise CheckpointError(f"{path} is not a GGUF file: it begins with {shown(magic)}", "give a GGUF file, or a model folder")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS
         what = "a big-endian GGUF file" if swapped else f"GGUF version {version}, read are versions 2 and 3"
@@ -187,7 +187,7 @@ def _placed(path: Path, entries: list, begin: int, size: int, alignment: int) ->
             damaged(path, f"has tensor {shown(name)} with rows of {shape[-1]} values, {label} comes in blocks of {block}")
         nbytes = count // block * block_nbytes
         if offset % alignment:
-            damaged(path, f"has tensor {shown(name)} at offset {offset}, which is no multiple of the alignment {alignment}")
+            damaged(path, f"has tensor {shown(name)} at offset {offset}, which is not a multiple of the alignment {alignment}")
         if begin + offset + nbytes > size:
             damaged(path, f"is cut short: tensor {shown(name)} ends at byte {begin + offset + nbytes}, the file at {size}")
         found[name] = GgufTensor(name, label, shape, begin + offset, nbytes, path)
@@ -247,7 +247,7 @@ class _Cursor:
         try:
             return str(raw, "utf-8")
         except UnicodeDecodeError:
-            damaged(self.path, f"has {what} that is no UTF-8 text")
+            damaged(self.path, f"has {what} that is not UTF-8 text")
 
     def value(self, kind: int, key: str) -> Value:
         what = f"key {shown(key)}"
@@ -293,7 +293,7 @@ class _Cursor:
                     self._hold(at, what)
                 out.append(self._held[begin:at].decode("utf-8"))
         except UnicodeDecodeError:
-            damaged(self.path, f"has {what} with a text that is no UTF-8")
+            damaged(self.path, f"has {what} with a text that is not UTF-8")
         self.at = at
         return out
 

@@ -55,7 +55,7 @@ def read_header(path: Path, fd: int, size: int) -> list[TensorInfo]:
         if head == b"version ":
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", f"git -C {path.parent} lfs pull")
         if length > MAX_HEADER:
-            damaged(path, f"is no safetensors file: it claims a header of {length} bytes, the format allows {MAX_HEADER}")
+            damaged(path, f"is not a safetensors file: it claims a header of {length} bytes, the format allows {MAX_HEADER}")
         damaged(path, f"is cut short: its header needs {length} bytes, the file has {size - 8} after the length")
     entries = parse_json(path, "header", pread_exactly(path, fd, length, 8))
     metadata = entries.pop("__metadata__", {})

@@ -59,13 +59,13 @@ def parse_rule(text: str, short: Mapping[str, str] = DEFAULTS) -> tuple[str, Qua
     """`REGEX=SPEC`, as in `down_proj=6bit`; `short` as for `QuantSpec.parse`. Raises UsageError."""
     pattern, equals, spec = text.rpartition("=")
     if not equals or not pattern:
-        raise UsageError(f"{text!r} is no rule", "REGEX=SPEC, as in down_proj=6bit")
+        raise UsageError(f"{text!r} is not a rule", "REGEX=SPEC, as in down_proj=6bit")
     try:
         re.compile(pattern)
     except (re.error, OverflowError, RecursionError) as error:  # the latter two of a count that is too large, groups nested too deeply
         said = "groups nested too deeply" if isinstance(error, RecursionError) else error
         shown = repr(pattern) if len(pattern) <= 60 else f"{pattern[:57]!r}..."
-        raise UsageError(f"{shown} is no regular expression: {said}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
+        raise UsageError(f"{shown} is not a regular expression: {said}", "a rule is REGEX=SPEC, as in down_proj=6bit") from error
     return pattern, QuantSpec.parse(spec, short)
 
 
@@ -73,7 +73,8 @@ def parse_target(text: str) -> float:
     """`4.25bpw` or `4.25` -> bits per weight, every tensor counted. Raises UsageError."""
     match = TARGET.fullmatch(text.strip())
     if match is None or not LEAST_BITS <= float(match[1]) <= MOST_BITS:
-        raise UsageError(f"--target {text!r} is no number of bits per weight", f"between {LEAST_BITS:g} and {MOST_BITS:g}, as in 4.25bpw")
+        raise UsageError(f"--target {text!r} is not a number of bits per weight",
+                         f"between {LEAST_BITS:g} and {MOST_BITS:g}, as in 4.25bpw")
     return float(match[1])
 
 

@@ -89,7 +89,7 @@ def narrow(ids: Sequence[int]) -> Iterator[Notice]:
     """What is wrong with a text that says little, for a person to hear: methods that trust it give up what it never shows."""
     if 0 < (count := len(set(ids))) < VARIED:
         yield Notice(f"the calibration text has only {count} different tokens among {len(ids)}: what it does not show may be lost, more "
-                     "than by --method rtn (leave --calib away for the built-in sample)")
+                     "than by --method rtn (leave out --calib for the built-in sample)")
 
 
 def calibrate(folder: Path, ids: Sequence[int], threads: int | None = None) -> Iterator[Progress | LayerStats | Notice]:

@@ -113,7 +113,7 @@ def _from_library_entry(reference: Reference, entry: CatalogEntry, env: Mapping[
     """What another program keeps under the name that an alias stands for."""
     own = parse_reference(entry.library, env)
     if own.program is None:
-        raise ModelNotFound(f"{entry.alias} is an alias of {show(entry.library)}, which is no model of another program",
+        raise ModelNotFound(f"{entry.alias} is an alias of {show(entry.library)}, which is not a model of another program",
                             f"give the alias another model: effllm alias {entry.alias} MODEL")
     try:
         return _from_program(reference, own, env, entry.alias)
@@ -135,6 +135,8 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
     try:
         if path.is_dir():
             files = [] if (path / "config.json").is_file() else names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
+            if (file := names.usual(files)) is not None and reference.file is None:
+                return _from_gguf(reference, path / file)
             if files:
                 raise ModelNotFound(f"{show_name(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
             return _of_folder(ModelRef(text, path, variant=reference.variant))
@@ -145,18 +147,18 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
     if not present:
         if plain := _without_end(reference, folder):
             raise ModelNotFound(f"{show_name(text)}: what lies on the disk has neither revisions nor tags",
-                                f"leave that away: {typed(plain)}")
+                                f"leave that out: {typed(plain)}")
         others = names.models(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
-                                f"name one: {_listed(reference, others)}" if others else f"leave it away: {reference.base}")
+                                f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
         beside = [] if others else _siblings(path)
         hint = f"name one: {_listed(reference, others)}" if others else f"did you mean {' or '.join(beside)}?" if beside else LOOK
         raise ModelNotFound(f"there is no {'file' if reference.file or is_gguf(path) else 'folder'} {show_name(text)}", hint)
     if is_gguf(path):
         return _from_gguf(reference, path)
     inside = (path.parent / "config.json").is_file()  # such as weights, named in place of their folder
-    raise UsageError(f"{show_name(text)} is a file, a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
+    raise UsageError(f"{show_name(text)} is a file; a model is a folder or a GGUF file", f"try {path.parent}" if inside else LOOK)
 
 
 def _without_end(reference: Reference, path: Path) -> str | None:
@@ -205,7 +207,7 @@ def _of_folder(ref: ModelRef) -> ModelRef:
 def _from_path_entry(reference: Reference, entry: CatalogEntry) -> ModelRef:
     if reference.revision is not None:
         where = "has" if entry.own else "comes with effllm and has"
-        raise UsageError(f"{entry.alias} {where} no other revision", f"leave it away: {entry.alias}")
+        raise UsageError(f"{entry.alias} {where} no other revision", f"leave it out: {entry.alias}")
     folder = entry_folder(entry)
     if not exists(folder):
         raise ModelNotFound(f"{entry.alias} stands for {folder}, which is not there", f"effllm alias --rm {typed(entry.alias)}")
@@ -234,7 +236,9 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
         return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
     if "config.json" in missing and (files := names.models(hub.gguf_files(found.folder))):
-        raise _absent(reference, repo, f"of {repo}, GGUF files alone are here", f"name one: {_listed(reference, files)}")
+        if (file := names.usual(files)) is not None and reference.variant is None:
+            return _from_cached_file(replace(reference, file=file), found, facts, env)
+        raise _absent(reference, repo, f"only GGUF files of {repo} are here", f"name one: {_listed(reference, files)}")
     if missing:
         rest = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
         raise _absent(reference, repo, f"{repo} is only partly downloaded: {show(missing[0])} is missing{rest}",
@@ -292,7 +296,7 @@ def _absent(reference: Reference, repo: str, message: str, hint: str, entry: Cat
 def _absent_entry(reference: Reference, entry: CatalogEntry) -> Absent:
     label = entry.repo if entry.repo == reference.name else f"{entry.alias} ({entry.repo})"
     at = f" at {reference.revision}" if reference.revision else ""
-    return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {format_size(entry.size_bytes)} to load, licence "
+    return _absent(reference, entry.repo, f"{label}{at} is not on this machine: {format_size(entry.size_bytes)} to download, licence "
                    f"{entry.licence or NOT_STATED}" + (", gated" if entry.gated else ""), _next_step(reference, entry), entry)
 
 

@@ -89,7 +89,7 @@ class ConvertOptions:
         for spec in specs:
             method.check(spec)
         if self.target is not None and any(spec.outliers for spec in specs):
-            raise UsageError("--target chooses among formats without outliers", "leave one of the two away, or another --method")
+            raise UsageError("--target chooses among formats without outliers", "leave one of the two out, or another --method")
         if self.calibration_tokens < LEAST:
             raise UsageError(f"--calib-tokens {self.calibration_tokens} is too few to show anything", f"at least {LEAST}, {TOKENS} do well")
 
@@ -298,7 +298,7 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
         raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")
     if not method.NEEDS:
         if options.calibration_text is not None and options.target is None:
-            raise UsageError(f"{options.method} needs no calibration text", "leave --calib away, or --method gptq")
+            raise UsageError(f"{options.method} needs no calibration text", "leave out --calib, or --method gptq")
         return []
     text = built_in_text() if options.calibration_text is None else options.calibration_text
     return calibration_ids(plan.folder, plan.config, text, options.calibration_tokens)

@@ -121,7 +121,7 @@ class EngineOptions:
         for name, least in (("threads", 1), ("ctx", 1), ("kv_sink", 0), ("kv_window", 0), ("gpu_layers", 0), ("chunk", 1), ("parallel", 1)):
             value = getattr(self, name)
             if value is not None and value < least:
-                away = "; left away, it is the model's own" if name == "ctx" else ""
+                away = "; left out, it is the model's own" if name == "ctx" else ""
                 raise UsageError(f"--{name.replace('_', '-')} {value} is too small", f"at least {least}{away}")
         if self.ram is not None and self.ram.strip().isdigit() and parse_size(self.ram) < SPARE:
             raise UsageError(f"--ram {self.ram} is {self.ram} bytes", f"with its unit: --ram {self.ram.strip()}G, or M")

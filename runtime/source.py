@@ -281,4 +281,4 @@ def folder_files(path: Path) -> dict[str, str]:
 def check_mapping(path: Path | None) -> None:
     """Raises UsageError for weights that cannot be mapped from their file."""
     if path is not None and (is_gguf(path) or not os.path.exists(path / FILE) and _is_rearranged(path)):
-        raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave --load away")
+        raise UsageError(f"--load mmap: the weights of {path.name} are put in order as they are read", "leave out --load")

@@ -268,7 +268,7 @@ def test_experts_are_refused(mixture: Path, tmp_path: Path) -> None:
 
 
 def test_a_scale_is_a_number(own: Path) -> None:
-    with pytest.raises(EffllmError, match="inf is no scale"):
+    with pytest.raises(EffllmError, match="inf is not a scale"):
         opened(FABLE, f"{own}:inf")
     with pytest.raises(EffllmError, match="is not there"):
         opened(FABLE, f"{own}:half")
@@ -345,7 +345,8 @@ def test_a_gguf_file_is_the_adapter_that_it_was_made_of(own: Path, doubled: Path
 
 
 def test_a_gguf_file_of_something_else_is_refused(own: Path, tmp_path: Path) -> None:
-    for stated, expected in (({"kind": "model"}, "is no LoRA adapter but 'model'"), ({"architecture": "qwen2"}, "is an adapter of 'qwen2'"),
+    for stated, expected in (({"kind": "model"}, "is not a LoRA adapter but 'model'"),
+                             ({"architecture": "qwen2"}, "is an adapter of 'qwen2'"),
                              ({"architecture": "nosuch"}, "which is not supported")):
         with pytest.raises(EffllmError, match=expected):
             opened(FABLE, as_gguf(own, tmp_path / "other.gguf", **stated))

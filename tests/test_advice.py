@@ -32,7 +32,7 @@ def test_fewer_bits_are_advised_where_they_help() -> None:
 
 
 @pytest.mark.parametrize(("bytes_per_s", "pace"), [
-    (40e9, "faster than one reads"), (6e7, "about as fast as one reads"), (2e7, "more slowly than one reads"), (3e6, "very slowly")])
+    (40e9, "faster than you read"), (6e7, "about as fast as you read"), (2e7, "more slowly than you read"), (3e6, "very slowly")])
 def test_a_plan_says_in_a_sentence_how_fast_answers_come(bytes_per_s: float, pace: str) -> None:
     slow = replace(MACHINE, memory=bytes_per_s, kinds={"bf16": KindRate(bytes_per_s, 1e11)})
     said = verdict(fable(), forecast(fable(), Roofs(slow, DISK)))
@@ -41,8 +41,8 @@ def test_a_plan_says_in_a_sentence_how_fast_answers_come(bytes_per_s: float, pac
 
 def test_a_plan_says_in_a_sentence_what_the_disk_is_needed_for() -> None:
     capped = fable(replace(CPU, ctx=2048, kv_ram="9M"))
-    assert verdict(capped, forecast(capped, KNOWN)) == ("with the help of the disk: what has no room in memory is read from there; "
-                                                        "answers come faster than one reads")
+    assert verdict(capped, forecast(capped, KNOWN)) == ("with help from the disk: what does not fit in memory is read from there; "
+                                                        "answers come faster than you read")
     unknown = forecast(fable(), Roofs(None, None))
     assert unknown.start is None and verdict(fable(), unknown) == "yes, all of it in memory"
 

@@ -152,11 +152,11 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], object]) -
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda keys: keys.pop("xielu.alpha_p"), "xielu.alpha_p that is no number for each of 3 layers"),
-    (lambda keys: keys.update({"xielu.alpha_n": np.zeros(2, np.float32)}), "xielu.alpha_n that is no number for each"),
-    (lambda keys: keys.update({"xielu.alpha_n": np.full(3, np.inf, np.float32)}), "xielu.alpha_n that is no number for each"),
+    (lambda keys: keys.pop("xielu.alpha_p"), "xielu.alpha_p that is not a number for each of 3 layers"),
+    (lambda keys: keys.update({"xielu.alpha_n": np.zeros(2, np.float32)}), "xielu.alpha_n that is not a number for each"),
+    (lambda keys: keys.update({"xielu.alpha_n": np.full(3, np.inf, np.float32)}), "xielu.alpha_n that is not a number for each"),
     (lambda keys: keys.update({"xielu.beta": np.array([0.5, 0.5, 0.6], np.float32)}), "xielu.beta that is not 0.5 in every layer"),
-    (lambda keys: keys.update({"xielu.eps": "small"}), "xielu.eps that is no number for each")])
+    (lambda keys: keys.update({"xielu.eps": "small"}), "xielu.eps that is not a number for each")])
 def test_damaged_lists_are_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable, said: str) -> None:
     changed(monkeypatch, change)
     path = exported(model("apertus", tmp_path / "source"), tmp_path / "m.gguf")

@@ -82,7 +82,7 @@ def test_bytes_are_those_of_tensors(person: Person) -> None:
     plan = plan_conversion(FABLE, Recipe(QuantSpec.parse("4bit")))
     with plan.store, FolderWriter(out, plan.files, "another", storage.MARKER) as writer:
         assert writer.discarded and size == plan.after and here < size
-        assert any(name.startswith(PAD) for file in plan.files for name in file.places), "padding is no tensor"
+        assert any(name.startswith(PAD) for file in plan.files for name in file.places), "padding is not a tensor"
     assert incomplete(person) == {"fable:4bit": (0, size)}, "the writer empties what another one has left"
 
 

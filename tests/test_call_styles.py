@@ -155,8 +155,8 @@ def test_functions_without_words_get_empty_ones() -> None:
 
 
 @pytest.mark.parametrize(("call", "said"), [({"function": {"arguments": "{}"}}, "no function with"), ("f", "no function with"),
-                                            ({"function": {"name": "f", "arguments": "{"}}, "no JSON object"),
-                                            ({"function": {"name": "f", "arguments": "[1]"}}, "no JSON object")])
+                                            ({"function": {"name": "f", "arguments": "{"}}, "not a JSON object"),
+                                            ({"function": {"name": "f", "arguments": "[1]"}}, "not a JSON object")])
 def test_calls_that_are_none_are_refused(call: Any, said: str) -> None:
     style = find_style(ChatTemplate(TEMPLATES["Hermes"]).render)
     with pytest.raises(UsageError, match=said):

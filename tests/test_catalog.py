@@ -333,7 +333,7 @@ def test_a_revision_or_a_tag_behind_a_path_is_to_be_left_away(env: dict[str, str
     for name, end in (("tales-Q4_1.gguf", ":Q4_1"), ("tales-Q4_1.gguf", "@main"), ("tales", "@v1.0"), ("tales", "@main:4bit")):
         with pytest.raises(ModelNotFound, match="neither revisions nor tags") as caught:
             resolve(f"{tmp_path / name}{end}", env)
-        assert caught.value.hint == f"leave that away: {tmp_path / name}"
+        assert caught.value.hint == f"leave that out: {tmp_path / name}"
     with pytest.raises(ModelNotFound, match="there is no folder"):
         resolve(str(tmp_path / "tails@main"), env)
 
@@ -344,6 +344,6 @@ def test_a_file_that_is_no_model_is_answered_with_the_model_that_it_belongs_to(e
     for name in ("config.json", "model.safetensors"):
         (tmp_path / "model" / name).write_text("{}")
     for path, hint in ((tmp_path / "letter.txt", "effllm list"), (tmp_path / "model" / "model.safetensors", f"try {tmp_path / 'model'}")):
-        with pytest.raises(UsageError, match="is a file, a model is") as caught:
+        with pytest.raises(UsageError, match="is a file; a model is") as caught:
             resolve(str(path), env)
         assert caught.value.hint.startswith(hint)

@@ -160,7 +160,7 @@ def test_an_answer_that_is_at_its_end_is_not_continued_in_silence(chat: Chat) ->
     while (now := chat.saved()["messages"]) != before:
         assert "at its end" not in said
         before, said = now, chat.say("/continue")
-    assert said.strip() == "the answer is at its end: the model adds nothing (/regen gives another one)"
+    assert said.strip() == "the answer is complete: the model adds nothing (/regen writes another one)"
     chat.say("/set predict 24")
 
 
@@ -192,9 +192,9 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "temp is 0.5" in chat.say("/set temp 0.5") and "temp is 0.5" in chat.say("/set temp")
     assert "schema is json" in chat.say("/set format json") and "schema is off" in chat.say("/set schema off")
     assert "cannot read nowhere" in chat.say("/set grammar nowhere") and "grammar is off" in chat.say("/set grammar")
-    assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is no number" in chat.say("/set reasoning-budget -2")
+    assert "reasoning-budget is 64" in chat.say("/set reasoning-budget 64") and "-2 is not a number" in chat.say("/set reasoning-budget -2")
     assert "did you mean temp?" in chat.say("/set tmep 1")
-    assert "/set schema off" in chat.say("/set noformat") and "lines end between words" in chat.say("/set nowordwrap")
+    assert "/set schema off" in chat.say("/set noformat") and "lines break between words" in chat.say("/set nowordwrap")
     assert "file history" in chat.say("/set nohistory") and "chat MODEL --stats" in chat.say("/set quiet")
     assert "top-k takes a whole number, not 'many'" in chat.say("/set top-k many")
     assert "top_p must be" in chat.say("/set top-p 7")
@@ -331,10 +331,10 @@ def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> No
 
 def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     said = chat.say("/undo 2")
-    assert "/undo takes no words after it, and '2' stands there" in said and "nothing was said yet" not in said
+    assert "/undo takes no words after it, not '2'" in said and "nothing was said yet" not in said
     assert "/exit takes no words" in chat.say("/exit now"), "it stays"
     assert chat.say("/help set").split()[0] == "/set" and "there is no command /sett, did you mean /set?" in chat.say("/help sett")
-    assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is no number" in chat.say("/set predict -5")
+    assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is not a number" in chat.say("/set predict -5")
     assert "predict is 24" in chat.say("/set predict")
 
 

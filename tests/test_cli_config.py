@@ -63,7 +63,7 @@ def test_a_variable_of_no_flag_is_said_and_one_of_another_command_is_not(place: 
 
 
 def test_strict_refuses_a_variable_of_no_flag(place: Path) -> None:
-    refusal = "--strict refuses what would be said otherwise: EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?"
+    refusal = "--strict refuses this: EFFLLM_TMP is the variable of no flag, did you mean EFFLLM_TEMP?"
     for argv, more in ((("--strict",), {}), ((), {"EFFLLM_STRICT": "1"})):
         ran = Ran("plan", "fable", "--no-probe", *argv, EFFLLM_TMP="0.3", **more)
         assert ran.code == 2 and refusal in ran.err and not ran.out
@@ -174,7 +174,7 @@ def test_a_size_without_its_unit_is_answered_with_one(place: Path) -> None:
 def test_text_without_quotes_is_answered_with_how_it_is_written(place: Path) -> None:
     project(place, "kv = 8bit\n")
     ran = Ran("plan", "fable")
-    assert ran.code == 2 and ran.err.splitlines()[1] == 'hint: settings are lines of TOML, as `temp = 0.5` or `kv = "8bit"`'
+    assert ran.code == 2 and ran.err.splitlines()[1] == 'hint: settings are lines of TOML, such as `temp = 0.5` or `kv = "8bit"`'
 
 
 def test_a_file_that_cannot_be_read_is_one_line(place: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_file_that_is_linked_to_nothing_sets_nothing(place: Path) -> None:
 def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
     shown = json.loads(Ran("config", "show", "--json").out)
     assert {"temp", "ctx-size", "bits", "think", "markdown", "stats"} <= shown.keys()
-    assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is no setting"
+    assert not {"json", "yes", "debug", "output", "file", "raw"} & shown.keys(), "what one command is to do is not a setting"
     for key, entry in shown.items():
         assert entry["origin"] == "built in" or os.environ.get(variable(key)), key
 
@@ -205,11 +205,11 @@ def test_every_setting_is_a_flag_and_has_a_default(place: Path) -> None:
 WRONG = [("SEED", "abc", "'abc' is not a whole number"), ("TEMP", "hot", "'hot' is not a number"),
          ("CTX_SIZE", "1g", "'1g' is not a number of"), ("DEVICE", "tpu", "'tpu' is not one of auto, cpu, cuda"),
          ("STRICT", "maybe", "'maybe' is neither true nor false"), ("KV", "foo", "--kv foo is not known"),
-         ("CACHE_TYPE_K", "q9", "q9 is no type of a cache"), ("THREADS", "0", "--threads 0 is too"),
+         ("CACHE_TYPE_K", "q9", "q9 is not a type of a cache"), ("THREADS", "0", "--threads 0 is too"),
          ("RAM", "lots", "'lots' is not a size"),
          ("SESSION_DISK", "x", "'x' is not a size"), ("TEMP", "-1", "temperature must be 0"), ("TOP_P", "2", "top_p must be above 0"),
-         ("PREDICT", "-7", "-n -7 is no number of tokens"), ("BITS", "9", "no weight format '9bit'"),
-         ("SESSION", "a/b", "'a/b' is no name for a session")]
+         ("PREDICT", "-7", "-n -7 is not a number of tokens"), ("BITS", "9", "no weight format '9bit'"),
+         ("SESSION", "a/b", "'a/b' is not a name for a session")]
 
 
 @pytest.mark.parametrize(("name", "value", "said"), WRONG)
@@ -331,11 +331,11 @@ def test_a_draft_that_was_typed_is_said_without_a_place(place: Path) -> None:
 
 
 @pytest.mark.parametrize(("text", "said"), [
-    ("[model.qwen2.5-7b]\ntemp = 1\n", "effllm.toml:1: a name with a dot stands in quotes\nhint: [model.\"qwen2.5-7b\"]"),
+    ("[model.qwen2.5-7b]\ntemp = 1\n", "effllm.toml:1: put a name with a dot in quotes\nhint: [model.\"qwen2.5-7b\"]"),
     ("temp = 1\n\n[model.fable]\n\ntmep = 1\n", "effllm.toml:5: there is no setting 'tmep', did you mean temp?"),
     ("temp = 1\n[model.fable]\ntemp = 'hot'\n", "effllm.toml:3: temp is a number, not 'hot'"),
-    ("model = 'fable'\n", "effllm.toml:1: what a model has of its own stands below its name"),
-    ("[model]\ntemp = 1\n", "effllm.toml:1: what a model has of its own stands below its name"),
+    ("model = 'fable'\n", "effllm.toml:1: a model's own settings go under its name"),
+    ("[model]\ntemp = 1\n", "effllm.toml:1: a model's own settings go under its name"),
     ("[fable]\ntemp = 1\n", "effllm.toml:1: there is no setting 'fable'\nhint: [model.\"fable\"], and its settings")])
 def test_a_table_of_a_model_that_is_wrong_is_one_line_with_its_place(place: Path, text: str, said: str) -> None:
     project(place, text)

@@ -105,11 +105,11 @@ def test_colour_only_where_it_is_wanted() -> None:
 @pytest.mark.parametrize(("argv", "code", "said"), [
     (["rnu"], 2, "did you mean 'run'"),
     (["run", "--tmep", "1"], 2, "--temp"),
-    (["run", "fable", "hi", "--seed"], 2, "hint: effllm run --help"),
-    (["run", "fable", "tell", "me"], 2, "stands in quotes"),
+    (["run", "fable", "hi", "--seed"], 2, "hint: --seed N: effllm run --help"),
+    (["run", "fable", "tell", "me"], 2, "several words in quotes"),
     (["chat", "fable", "hello"], 2, "to ask once"),
-    (["list", "fable"], 2, "hint: about one model: effllm show MODEL"),
-    (["eval", "ppl", "fable", "--text"], 2, "hint: effllm eval ppl --help"),
+    (["list", "fable"], 2, "hint: for one model: effllm show MODEL"),
+    (["eval", "ppl", "fable", "--text"], 2, "hint: --text FILE: effllm eval ppl --help"),
     (["run", "fable", "hi", "--temp", "hot"], 2, "'hot' is not a number"),
     (["run", "fable", "hi", "--top-k", "1.5"], 2, "'1.5' is not a whole number"),
     (["run", "fable", "hi", "--device", "tpu"], 2, "'tpu' is not one of auto, cpu, cuda"),
@@ -120,7 +120,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["run", "fable", "hi", "-c", "0"], 2, "0"),
     (["run", "fable", "hi", "-c", "4096"], 2, "2048"),
     (["run", "fable", "hi", "-c", "4k"], 2, "a context of 4096 is more than the 2048"),
-    (["plan", "fable", "-c", "16kk"], 2, "'16kk' is not a number of tokens, as 4096 or 16k"),
+    (["plan", "fable", "-c", "16kk"], 2, "'16kk' is not a number of tokens, such as 4096 or 16k"),
     (["run", "fable", "hi", "--top-p", "2"], 2, "top_p"),
     (["run", "fable", "hi", "--stop", ""], 2, "stop string"),
     (["run", "fable", "hi", "--ram", "much"], 2, "'much' is not a size"),
@@ -144,7 +144,7 @@ def test_colour_only_where_it_is_wanted() -> None:
     (["bench", "fable", "-r", "0"], 2, "-r 0 is too small"),
     (["quantize", "fable", "-o", "made", "--bits", "4", "--eval", "/nowhere/at/all.txt"], 2, "--eval takes the path"),
     (["quantize", "fable", "-o", "made", "--bits", "4", "--method", "gptq", "--calib", "/dev/null"], 2, "--calib takes the path"),
-    (["eval"], 2, "missing command"),
+    (["eval"], 2, "missing command hint: one of ppl, kld, kv-profile, recall: effllm eval --help"),
     (["eval", "ppl", "fable"], 2, "--text"),
 ])
 def test_bad_input_is_one_error_with_its_code(argv: list[str], code: int, said: str) -> None:
@@ -159,7 +159,7 @@ def test_bad_input_is_one_error_with_its_code(argv: list[str], code: int, said: 
 @pytest.mark.parametrize(("variable", "value", "said"), [
     ("EFFLLM_SEED", "abc", "'abc' is not a whole number"), ("EFFLLM_OVERFLOW", "x", "'x' is not one of error, shift"),
     ("EFFLLM_STRICT", "maybe", "'maybe' is neither true nor false"),
-    ("EFFLLM_CTX_SIZE", "9z", "'9z' is not a number of tokens, as 4096 or 16k")])
+    ("EFFLLM_CTX_SIZE", "9z", "'9z' is not a number of tokens, such as 4096 or 16k")])
 def test_a_wrong_value_of_a_variable_names_the_variable_and_no_flag(monkeypatch: pytest.MonkeyPatch, variable: str, value: str,
                                                                     said: str) -> None:
     """Nobody typed the flag."""

@@ -40,9 +40,9 @@ def typed(*words: str) -> tuple[int, str, str]:
 
 
 @pytest.mark.parametrize(("word", "hint"), [
-    ("ls", "here it is effllm list"), ("ps", "nothing stays in memory"), ("server", "here it is effllm serve"),
-    ("remove", "here it is effllm rm"), ("download", "here it is effllm pull"), ("version", "effllm --version"),
-    ("perplexity", "effllm eval ppl"), ("kv-profile", "here it is effllm eval kv-profile"),
+    ("models", "use effllm list --all"), ("ps", "nothing stays in memory"), ("server", "use effllm serve"),
+    ("remove", "use effllm rm"), ("download", "use effllm pull"), ("version", "effllm --version"),
+    ("perplexity", "effllm eval ppl"), ("kv-profile", "use effllm eval kv-profile"),
     ("completion", "effllm --show-completion"), ("merge", "effllm export MODEL -o DIR --lora ADAPTER"),
     ("fuse", "effllm export MODEL -o DIR --lora"), ("finetune", "effllm run MODEL --lora ADAPTER"), ("tokenize", "POST /tokenize"),
     ("create", "effllm alias NAME --modelfile FILE"), ("push", "hf upload"),
@@ -69,6 +69,7 @@ def test_a_prompt_that_begins_with_a_dash_stands_after_two(prompt: str) -> None:
 @pytest.mark.parametrize("words", [("run",), ("eval", "ppl"), ("session",)])
 def test_help_is_a_command_too(words: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
     assert page(capsys, "help", *words) == page(capsys, *words, "--help") != ""
+    assert page(capsys, "ls", "--help") == page(capsys, "list", "--help")
 
 
 def test_names_that_both_have_are_taken() -> None:
@@ -80,19 +81,19 @@ def test_names_that_both_have_are_taken() -> None:
 
 
 @pytest.mark.parametrize(("words", "hint"), [
-    (("-m", "fable", "-p", "hi"), "the model stands after the command"), (("fable", "-p", "hi"), "the prompt stands after the model"),
+    (("-m", "fable", "-p", "hi"), "the model comes right after the command"), (("fable", "-p", "hi"), "the prompt comes after the model"),
     (("fable", "hi", "-seed", "4"), "with two dashes: --seed"), (("fable", "hi", "-temp", "0"), "with two dashes: --temp"),
-    (("fable", "-cnv"), "effllm chat MODEL"), (("fable", "hi", "-st"), "answered once"), (("fable", "hi", "-fa", "on"), "leave it away"),
-    (("-hf", "org/repo", "hi"), "effllm run org/repo:Q4_K_M"), (("fable", "hi", "--max-tokens", "5"), "here it is -n"),
-    (("fable", "hi", "--num-ctx", "512"), "here it is -c"), (("fable", "hi", "--verbose"), "here it is --stats"),
-    (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left away"),
+    (("fable", "-cnv"), "effllm chat MODEL"), (("fable", "hi", "-st"), "answered once"), (("fable", "hi", "-fa", "on"), "leave it out"),
+    (("-hf", "org/repo", "hi"), "effllm run org/repo:Q4_K_M"), (("fable", "hi", "--max-tokens", "5"), "use -n"),
+    (("fable", "hi", "--num-ctx", "512"), "use -c"), (("fable", "hi", "--verbose"), "use --stats"),
+    (("fable", "hi", "--mlock"), "--load mmap"), (("fable", "hi", "--kv", "q4_0"), "use 4bit"), (("fable", "hi", "-c", "0"), "left out"),
     (("fable", "hi", "--ram", "6"), "--ram 6G"), (("fable", "hi", "--bits", "ternary"), "effllm run MODEL:ternary"),
     (("fable", "hi", "--bits=4bit"), "effllm run MODEL:ternary"),
-    (("fable", "hi", "--adapter-path", "x"), "here it is --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
-    (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "here it is --draft"),
-    (("fable", "hi", "--draft-model", "x"), "here it is --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it away"),
-    (("fable", "hi", "--chat-template", "chatml"), "a model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown"),
-    (("fable", "hi", "--think-budget", "9"), "here it is --reasoning-budget"), (("fable", "hi", "--quiet"), "2>/dev/null"),
+    (("fable", "hi", "--adapter-path", "x"), "use --lora"), (("fable", "hi", "--lora-scaled", "x:1"), "--lora ADAPTER:0.5"),
+    (("fable", "hi", "--format", "json"), "--schema json"), (("fable", "hi", "-md", "x"), "use --draft"),
+    (("fable", "hi", "--draft-model", "x"), "use --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it out"),
+    (("fable", "hi", "--chat-template", "chatml"), "the model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown"),
+    (("fable", "hi", "--think-budget", "9"), "use --reasoning-budget"), (("fable", "hi", "--quiet"), "2>/dev/null"),
     (("fable", "hi", "--hidethinking"), "reasoning too")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
@@ -100,8 +101,8 @@ def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ..
 
 
 @pytest.mark.parametrize(("words", "hint"), [
-    (("--no-color", "list"), "hint: a flag stands behind the command that it is for: effllm COMMAND --no-color"),
-    (("--temperature", "0", "run", "fable"), "behind the command that it is for: effllm COMMAND --temperature"),
+    (("--no-color", "list"), "hint: flags go after the command: effllm COMMAND --no-color"),
+    (("--temperature", "0", "run", "fable"), "flags go after the command: effllm COMMAND --temperature"),
     (("--nonsense", "run"), "hint: effllm --help"),
     (("quantize", "fable", "-o", "x", "--bits", "ternary"), "quantize MODEL -o DIR --spec SPEC"),
     (("quantize", "fable", "small", "Q4_K_M"), "effllm quantize MODEL -o DIR: effllm quantize --help"),
@@ -190,8 +191,8 @@ def test_a_name_of_nothing_is_told_how_models_of_the_hub_are_called() -> None:
     for name in ("codellama", "llama3.3:70b"):
         with pytest.raises(EffllmError) as refused:
             resolve(name, {"HOME": "/nowhere"})
-        assert refused.value.hint.endswith("effllm list --all names what is here and some of the hub; effllm search WORDS finds others, "
-                                           "each called org/repo")
+        assert refused.value.hint.endswith("effllm list --all shows what is here and some models of the hub; effllm search WORDS "
+                                           "finds more, each named org/repo")
 
 
 def test_a_tag_of_a_family_lists_its_sizes_and_of_nothing_the_formats() -> None:
@@ -379,7 +380,7 @@ def test_a_command_without_its_model_says_how_one_is_found(command: str) -> None
 
 
 @pytest.mark.parametrize(("words", "hint"), [
-    (("config", "set", "temp", "1"), "a line of effllm.toml"), (("config", "temp"), "effllm config show --help"),
+    (("config", "set", "temp", "1"), "lines of effllm.toml"), (("config", "temp"), "effllm config show --help"),
     (("config", "get", "temp"), "effllm config show --origin shows every setting"), (("config", "list"), "effllm config show --origin"),
     (("config", "show", "temp"), "effllm config show --origin"), (("config", "show", "ctx_size"), "effllm config show --origin"),
     (("session", "resume", "tale"), "effllm chat MODEL --session NAME"), (("session", "ls"), "effllm session list"),
@@ -394,4 +395,4 @@ def test_a_word_that_means_something_else_here_gets_the_next_step(words: tuple[s
 @pytest.mark.parametrize("words", [("-ngl", "auto"), ("--n-gpu-layers", "all")])
 def test_layers_by_a_word_are_told_to_be_left_to_the_plan(words: tuple[str, ...]) -> None:
     code, out, err = typed("run", "fable", "hi", *words)
-    assert (code, out) == (2, "") and f"takes a number of layers, not '{words[1]}'" in err and "hint: leave it away: the plan " in err
+    assert (code, out) == (2, "") and f"takes a number of layers, not '{words[1]}'" in err and "hint: leave it out: the plan " in err

@@ -107,7 +107,7 @@ def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp
     long.write_bytes(as_wav(sound(1.5)))
     for argv, said in ((("fable", "Who?", "--audio", str(files[0])), "takes no sounds"),
                        ((str(folder), "Who?", "--image", str(image)), "takes no pictures"),
-                       ((str(folder), "Who?", "--audio", str(text)), "no sound that can be read"),
+                       ((str(folder), "Who?", "--audio", str(text)), "not a sound that can be read"),
                        ((str(folder), "Who?", "--audio", str(tmp_path / "absent.wav")), "No such file"),
                        ((str(folder), "Who?", "--image", str(image), "--audio", str(files[0])), "takes no pictures"),
                        ((str(folder), "Who?", "--raw", "--audio", str(files[0])), "--audio has no place in --raw"),
@@ -171,9 +171,9 @@ def test_a_server_takes_sounds_in_requests(folder):
                                             {"type": "text", "text": "Who?"}]}]
         assert server.chat(url, **fixed).json["choices"][0]["message"]["content"] == answers[0]
         for content, said in (({"type": "input_audio", "input_audio": {"data": "https://example.com/a.wav"}}, "not fetched"),
-                              ({"type": "input_audio", "input_audio": {"data": "?"}}, "no sound in base64"),
-                              ({"type": "input_audio"}, "no sound in base64"),
-                              ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "no sound that can"),
+                              ({"type": "input_audio", "input_audio": {"data": "?"}}, "not a sound in base64"),
+                              ({"type": "input_audio"}, "not a sound in base64"),
+                              ({"type": "input_audio", "input_audio": {"data": base64.b64encode(b"no").decode()}}, "not a sound that can"),
                               ({"type": "image_url", "image_url": {"url": "data:image/png;base64,aGk="}}, "takes no pictures")):
             reply = server.chat([{"role": "user", "content": [content]}])
             assert reply.status == 400 and said in reply.error["message"] and "messages[0].content[0]" in reply.error["message"], reply.body

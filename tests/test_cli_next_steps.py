@@ -138,7 +138,7 @@ def test_a_tokenizer_in_another_encoding_is_one_that_cannot_be_read(tmp_path: Pa
     folder = shutil.copytree(FABLE, tmp_path / "model")
     (folder / "tokenizer.json").write_bytes(b"{\xff}")
     code, text = said("run", folder, "hi")
-    assert code == 1 and "is not a tokenizer that can be read: byte 1 is no UTF-8" in text
+    assert code == 1 and "is not a tokenizer that can be read: byte 1 is not UTF-8" in text
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no file that is always full")
@@ -163,13 +163,13 @@ def test_a_format_behind_the_name_of_a_quantized_model_is_left_away(tmp_path: Pa
     for words in (("show", f"{four}:4bit"), ("verify", f"{four}:6bit"), ("run", f"{four}:3bit", "Hi"), ("alias", "four", f"{four}:4bit")):
         code, err = said(*words)
         asked = words[1 + (words[0] == "alias")].rpartition(":")[2]
-        assert code == 2 and err == f"effllm: {four} is quantized already (codebook4:16)\nhint: leave :{asked} away\n"
+        assert code == 2 and err == f"effllm: {four} is quantized already (codebook4:16)\nhint: leave out :{asked}\n"
 
 
 @pytest.mark.parametrize(("argv", "step"), (
     (("run", "fable:1bit", "hi"), "known: 8bit, 6bit, 5bit, 4bit, 3bit, 2bit, ternary"),
     (("run", "qwen3:4b", "hi"), "did you mean qwen3-4b?"),
-    (("verify", "fable:4bit"), "leave :4bit away, or make a folder of it: effllm quantize fable -o DIR --spec 4bit\n"),
+    (("verify", "fable:4bit"), "leave out :4bit, or make a folder of it: effllm quantize fable -o DIR --spec 4bit\n"),
     (("export", "fable", "-o", "x.gguf", "--type", "INT4"), "INT8 and INT4 go with --format compressed-tensors"),
 ))
 def test_a_precision_that_does_not_fit_is_answered_with_those_that_do(argv: tuple[str, ...], step: str) -> None:
@@ -200,4 +200,4 @@ def test_names_that_can_be_pulled_are_a_line_each_and_say_what_to_type(monkeypat
                                    ("plan", "fable", "--bits", "32")])
 def test_bits_as_they_are_stored_are_no_flag(words: tuple[str, ...]) -> None:
     code, text = said(*words)
-    assert code == 2 and "--bits is 8, 6, 5, 4, 3 or 2, not " in text and "hint: leave --bits away" in text
+    assert code == 2 and "--bits is 8, 6, 5, 4, 3 or 2, not " in text and "hint: leave out --bits" in text

@@ -90,7 +90,7 @@ def test_a_session_begins_goes_on_and_is_listed_and_removed(home: Path) -> None:
     assert re.search(r"^tale +fable +4 +\d+ +16bit ", table.out, re.MULTILINE) and str(home) in table.err
 
     refused = Ran("session", "rm", "tale")
-    assert refused.code == 2 and "this conversation would be gone" in refused.err and "effllm session rm tale -y" in refused.err
+    assert refused.code == 2 and "this conversation would be lost" in refused.err and "effllm session rm tale -y" in refused.err
     assert Ran("session", "rm", "tale", "--cache").err.startswith("tale: cache removed, ")
     again = Ran("run", "fable", THIRD, "--session", "tale", *FLAGS)
     assert again.code == 0 and "session tale: 4 messages, its text is read again" in again.err
@@ -117,7 +117,8 @@ def test_what_a_session_cannot_go_on_with_is_refused_before_a_word_is_said(home:
         ran = Ran("run", *argv[:1], *argv[1:], "--session", "tale", "--temp", "0", "-n", "4")
         assert ran.code in (2, 5) and ran.out == "" and said in ran.err and ran.err.splitlines()[-1].startswith("hint: "), ran.err
     assert (home / "tale.json").read_bytes() == before
-    for argv, said in ((("--raw", "--session", "x"), "--session keeps a conversation"), (("--session", "a/b"), "is no name for a session"),
+    for argv, said in ((("--raw", "--session", "x"), "--session keeps a conversation"),
+                       (("--session", "a/b"), "is not a name for a session"),
                        (("--session", "x", "--session-disk", "much"), "much")):
         ran = Ran("run", "fable", STORY, *argv, *FLAGS)
         assert ran.code == 2 and ran.out == "" and said in ran.err, ran.err

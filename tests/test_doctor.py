@@ -26,7 +26,7 @@ from effllm.runtime.prepare import EngineOptions
 @pytest.mark.parametrize(("code", "said"), [
     (-signal.SIGILL, "SIGILL: a kernel uses an instruction that this processor lacks"),
     (-signal.SIGKILL, "SIGKILL: the system ended it, mostly for want of memory"),
-    (-signal.SIGSEGV, "SIGSEGV: a defect of effllm or of a library"), (-63, "signal 63: a defect")])
+    (-signal.SIGSEGV, "SIGSEGV: a bug in effllm or in a library"), (-63, "signal 63: a bug")])
 def test_a_signal_is_blamed_on_what_sends_it(monkeypatch: pytest.MonkeyPatch, code: int, said: str) -> None:
     monkeypatch.setattr(subprocess, "run", lambda *given, **more: subprocess.CompletedProcess(given, code, "", "a warning\n"))
     works, verdict = doctor.trial()
@@ -63,7 +63,7 @@ def test_what_was_not_measured_is_not_shown_as_nothing(choice: float | None, sai
     assert said or "until the next" not in shown
     assert "other programs" not in shown
     doctor.show_roofs(Screen(world), Roofs(replace(machine, disturbed={"memory": 0.2, "kind bf16": 0.62}), None))
-    assert "had up to 62% of the cores' time when these were measured: memory, kind bf16;" in " ".join(world.stdout.getvalue().split())
+    assert "had up to 62% of the cores' time when these were measured: memory, bf16;" in " ".join(world.stdout.getvalue().split())
 
 
 def test_what_was_measured_is_of_so_many_threads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

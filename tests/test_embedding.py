@@ -133,7 +133,7 @@ def test_ways_that_files_state(tmp_path: Path, pooling: object, way: str) -> Non
 def test_ways_that_do_not_run(tmp_path: Path, pooling: object, modules: object, said: str) -> None:
     with pytest.raises(UsageError, match=said) as caught:
         pooling_of(embedder(tmp_path / "a", pooling, modules))
-    assert "Qwen3-Embedding" in caught.value.hint
+    assert "qwen3-embedding" in caught.value.hint
 
 
 def test_models_that_say_nothing_or_nonsense(tmp_path: Path) -> None:

@@ -307,7 +307,7 @@ def test_what_does_not_run_is_named(bert: Path, tmp_path: Path, changed: dict, s
     ("1_Pooling/config.json", {**POOLING, "pooling_mode_cls_token": True}, "cls and mean"),
     ("1_Pooling/config.json", {"pooling_mode": "sum"}, "'sum'"), ("1_Pooling/config.json", {}, "which does not run here"),
     ("modules.json", [*MODULES, {"type": "sentence_transformers.models.WordWeights", "path": "3"}], "wordweights"),
-    ("modules.json", [{"type": 3}], "is no list of modules"), ("modules.json", {"a": 1}, "is no list of modules"),
+    ("modules.json", [{"type": 3}], "is not a list of modules"), ("modules.json", {"a": 1}, "is not a list of modules"),
     ("modules.json", [{"type": "a.Pooling", "path": "../1_Pooling"}], "outside of the model's folder")])
 def test_ways_that_do_not_run_are_named(bert: Path, tmp_path: Path, name: str, content: object, said: str) -> None:
     folder = shutil.copytree(bert, tmp_path / "m")
@@ -366,7 +366,7 @@ def test_a_list_of_modules_that_leads_nowhere_is_not_taken_for_none(bert: Path, 
     folder = shutil.copytree(bert, tmp_path / "m")
     (folder / "modules.json").unlink()
     (folder / "modules.json").symlink_to("gone")
-    with pytest.raises(ConfigError, match="no list of modules"):
+    with pytest.raises(ConfigError, match="not a list of modules"):
         opened(folder)
 
 

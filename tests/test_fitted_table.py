@@ -64,5 +64,5 @@ def test_doctor_fits_a_terminal_and_says_where_its_reasons_are(monkeypatch: pyte
         kernels = out.getvalue().partition("\n\nkernel  ")[2].partition("\n\n")[0].splitlines()
         is_terminal = kind is Terminal
         assert ("because" in kernels[0]) != is_terminal and len(kernels) > 40
-        assert kernels[-1].startswith("why each of them: ") == is_terminal
+        assert kernels[-1].startswith("a wider terminal shows why ") == is_terminal
         assert not is_terminal or max(map(len, kernels)) <= 80

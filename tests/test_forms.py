@@ -20,13 +20,13 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 @pytest.mark.parametrize(("schema", "grammar", "expected"), [
     ('{"type": "objekt"}', None, "--schema: the schema: Invalid type: objekt"),
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
-    ("{bad", None, "is no JSON"),
+    ("{bad", None, "is not JSON"),
     ('{"type": "integer", "multipleOf": 1000003}', None, "multipleOf takes 1000003 remainders"),
     ('{"items": {"multipleOf": 7, "allOf": [{"multipleOf": 211}, {"anyOf": [{"multipleOf": 227}]}]}}', None, "takes 335279 remainders"),
     ("nowhere.json", None, "cannot read nowhere.json: No such file"),
     ("~nobody-of-this-name/x.json", None, "cannot read ~nobody-of-this-name/x.json: No such file"),
     (None, "nowhere.gbnf", "cannot read nowhere.gbnf: No such file"),
-    (None, "root ::= foo", "names foo, which is no rule"),
+    (None, "root ::= foo", "names foo, which is not a rule"),
     (None, 'root ::= "a', "--grammar: the grammar: "),
     ("json", 'root ::= "a"', "both say what the answer is"),
     ('{"$ref": "http://localhost/x"}', None, "--schema: the schema: $ref names http://localhost/x, which is not in it"),
@@ -37,8 +37,8 @@ __all__ = ["engine", "tokenizer"]  # fixtures
     ('{"a":' * 5000 + "1" + "}" * 5000, None, "--schema: the schema"),
     ('{"enum": ["\\ud800"]}', None, "--schema: the schema: "),
     ('{"const": 100000000000000000000000}', None, "--schema: the schema: "),
-    ('{"typ": "object"}', None, "'typ' is no keyword"),
-    ('{"name": "x", "parameters": {"type": "object"}}', None, "'name' is no keyword"),
+    ('{"typ": "object"}', None, "'typ' is not a keyword"),
+    ('{"name": "x", "parameters": {"type": "object"}}', None, "'name' is not a keyword"),
 ])
 def test_a_form_that_cannot_be_is_one_line(schema, grammar, expected):
     with pytest.raises(UsageError) as refused:

@@ -100,7 +100,7 @@ def test_a_grammar_of_lines_before_a_mark() -> None:
 @pytest.mark.parametrize(("grammar", "words"), [
     ("start: <|end|>", "means no text"), ("start: %json {}", "means no text"), ("start: /a/x", "flags other than"),
     ("start: /(?x:a)/", "flags other than"), ("start: /\\p{P}/", "not read here"), ('start: "a\\n"i', "leaves case open"),
-    ("start: /[z-a]/", "no class of letters"), ('start: "\\x"', "is no text")])
+    ("start: /[z-a]/", "not a class of letters"), ('start: "\\x"', "is not text")])
 def test_what_is_not_read_says_so(grammar: str, words: str) -> None:
     with pytest.raises(UsageError, match=words) as raised:
         within_json(grammar)

@@ -111,7 +111,7 @@ def test_grammars_as_they_are_written(opened, tokenizer, grammar, texts, others)
 
 
 @pytest.mark.parametrize(("grammar", "expected"), [
-    ('foo ::= "a"', "there is no rule root"), ("root ::= foo", "the rule root names foo, which is no rule"),
+    ('foo ::= "a"', "there is no rule root"), ("root ::= foo", "the rule root names foo, which is not a rule"),
     ('root ::= "a', "the text ends in the midst"), ("root ::= [ab", "the text ends in the midst"),
     ('root ::= "a"\n | "b"', "line 2: a name"),
     ('root ::= ("a"', "a closing parenthesis"), ('root ::= "a")', "the end of the line"), ('root ::= "a"{2,1}', "how often"),

@@ -52,11 +52,12 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], None]) -> 
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    (lambda keys: keys.update({"feed_forward_length": np.array([0, 32, 0], np.int32)}), "feed_forward_length that is no number for each"),
-    (lambda keys: keys.update({"feed_forward_length": 32}), "feed_forward_length that is no number for each of 8 blocks"),
+    (lambda keys: keys.update({"feed_forward_length": np.array([0, 32, 0], np.int32)}),
+     "feed_forward_length that is not a number for each"),
+    (lambda keys: keys.update({"feed_forward_length": 32}), "feed_forward_length that is not a number for each of 8 blocks"),
     (lambda keys: keys.update({"attention.head_count_kv": np.array([0, 0, 0, 2, 2, 2, 0, 0], np.int32)}), "heads and a width of block 4"),
     (lambda keys: keys.update({"attention.head_count_kv": np.array([0, 0, 0, 2, 0, 1, 0, 0], np.int32)}), r"\[1, 2\], which differ by"),
-    (lambda keys: keys.update({"attention.head_count_kv": np.array([0, 0, 0, -2, 0, 2, 0, 0], np.int32)}), "no number for each"),
+    (lambda keys: keys.update({"attention.head_count_kv": np.array([0, 0, 0, -2, 0, 2, 0, 0], np.int32)}), "not a number for each"),
     (lambda keys: keys.update({"ssm.inner_size": 191}), "inner_size 191 for 6 heads"),
     (lambda keys: keys.update({"ssm.time_step_rank": 0}), "inner_size 192 for 0 heads"),
     (lambda keys: keys.update({"ssm.group_count": 4}), "not a multiple of"),

@@ -13,7 +13,7 @@ from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, running
 from pulls import FABLE, Person, Terminal
 
-from effllm import EffllmError
+from effllm import EffllmError, ModelNotFound
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
@@ -125,9 +125,34 @@ def test_a_name_that_is_not_here_removes_nothing(hub: Hub, person: Person) -> No
     assert person.types("pull", WHOLE).code == 0
     for name in (f"{REPO}:typo.gguf", f"{REPO}:Q2_K", SPLIT):
         assert "is here, but" in person.types("rm", name, "-y").refused(3)
-    assert "GGUF files alone are here" in person.types("run", REPO, "Hi").refused(3)
-    assert WHOLE in person.types("run", REPO, "Hi").refused(3)
+    assert person.types("pull", SPLIT).code == 0
+    said = person.types("run", REPO, "Hi").refused(3)
+    assert "only GGUF files of" in said and WHOLE in said and SPLIT in said
     assert listed(person)[WHOLE] and person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO)
+
+
+def test_a_repository_by_its_name_alone_is_its_only_file_or_the_one_of_the_usual_precision(hub: Hub, person: Person) -> None:
+    said = person.types("pull", REPO).refused(3)
+    assert "holds only GGUF files" in said and WHOLE in said and SPLIT in said
+    assert person.types("pull", WHOLE).code == 0
+    hub.forget()
+    assert resolve(REPO, person.env).folder == person.snapshot(REPO, hub.repos[REPO].commit) / "fable-Q8_0.gguf"
+    assert person.types("verify", REPO).code == 0 and not hub.requests
+    assert person.types("rm", REPO, "-y").code == 0 and not person.blobs(REPO), "the name of a repository removes all of it"
+    raw = hub.repos[REPO].files["fable-Q8_0.gguf"]
+    hub.add("org/usual", files={"m-Q8_0.gguf": raw[:-1] + b"x", "m-Q4_K_M.gguf": raw, "m-Q4_K_S.gguf": raw[:-1] + b"y"})
+    plan = person.types("pull", "org/usual", "--dry-run")
+    assert plan.code == 0 and "file      m-Q4_K_M.gguf" in plan.err, plan.err
+    ran = person.types("run", "org/usual", "Once", "--raw", "-n", "1", "-y")
+    assert ran.code == 0 and list(listed(person)) == ["fable", "org/usual:m-Q4_K_M.gguf"], ran.err
+
+
+def test_a_folder_of_one_file_is_that_file(files: dict[str, bytes], tmp_path: Path) -> None:
+    (tmp_path / "m-Q8_0.gguf").write_bytes(files["fable-Q8_0.gguf"])
+    assert resolve(str(tmp_path), {}).folder == tmp_path / "m-Q8_0.gguf"
+    (tmp_path / "n-Q8_0.gguf").write_bytes(b"")
+    with pytest.raises(ModelNotFound, match="holds GGUF files and no config.json"):
+        resolve(str(tmp_path), {})
 
 
 def test_a_split_file_whose_parts_are_not_all_here(hub: Hub, person: Person) -> None:
@@ -209,7 +234,7 @@ def test_a_tag_in_a_folder_of_ones_own(person: Person, hub: Hub) -> None:
     said = person.types("run", f"{folder}:Q4_0", "Hi").refused(3)
     assert "no name of a GGUF file" in said and f"{folder}:deep/tale-Q8_0.gguf" in said
     assert f"{folder}:deep/tale-Q8_0.gguf" in person.types("run", f"{folder}:tale.gguf", "Hi").refused(3)
-    assert "states Q4_K_M" in (said := person.types("run", "fable:Q4_K_M", "Hi").refused(3)) and said.endswith("leave it away: fable")
+    assert "states Q4_K_M" in (said := person.types("run", "fable:Q4_K_M", "Hi").refused(3)) and said.endswith("leave it out: fable")
     assert not hub.requests
 
 
@@ -274,10 +299,10 @@ def test_the_shell_is_told_files_and_loads_little(hub: Hub, person: Person) -> N
 
 
 def test_a_place_of_several_gguf_files_names_them(hub: Hub, person: Person, tmp_path: Path) -> None:
-    """In a repository and in a folder, what most people take first; one file is one file."""
+    """In a repository, where one is to be quantized, what most people take first, and in a folder; one file is one file."""
     whole = hub.repos[REPO].files["fable-Q8_0.gguf"]
     hub.add("org/several", files={f"fable-{kind}.gguf": whole for kind in ("F16", "Q8_0", "Q4_K_M")})
-    said = person.types("pull", "org/several").refused(3)
+    said = person.types("pull", "org/several", "--bits", "4").refused(3)
     assert said.endswith("effllm pull org/several:fable-Q4_K_M.gguf or org/several:fable-F16.gguf or org/several:fable-Q8_0.gguf"), said
     pulled = person.types("pull", "org/several:fable-F16.gguf", "-y")
     assert pulled.code == 0 and " in 1 file\n" in pulled.err, pulled.err

@@ -132,7 +132,7 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
     code, out, err = typed("run", asr[0], "", *asked)
     assert code == 0 and out.strip() and "sound of 0.9 s: 12 tokens" in err, err
     code, out, err = typed("run", asr[0], "Who speaks?", *asked)
-    assert code == 2 and "drops what is said beside a sound" in err and "leave the words away" in err and len(err.splitlines()) <= 3
+    assert code == 2 and "drops what is said beside a sound" in err and "leave out the words" in err and len(err.splitlines()) <= 3
     assert typed("run", asr[0], "")[0] == 2
 
 

@@ -112,7 +112,7 @@ def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
     from PIL import EpsImagePlugin
 
     monkeypatch.setattr(EpsImagePlugin, "Ghostscript", lambda *args, **more: pytest.fail("another program was asked"))
-    with pytest.raises(UsageError, match="no picture that can be read"):
+    with pytest.raises(UsageError, match="not a picture that can be read"):
         decode_picture(encoded(Image.new("RGB", (64, 64)), kind), "it")
 
 
@@ -120,7 +120,7 @@ def test_formats_that_are_not_named_are_not_tried(kind, monkeypatch):
 def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
     path = tmp_path / "it.png"
     path.write_bytes(data)
-    with pytest.raises(UsageError, match="no picture that can be read") as caught:
+    with pytest.raises(UsageError, match="not a picture that can be read") as caught:
         read_picture(path)
     assert "\n" not in caught.value.message and "PNG" in caught.value.hint
     with pytest.raises(UsageError, match="No such file"):

@@ -206,7 +206,7 @@ def test_shapes_are_known_before_a_byte_is_here(folder: tuple[Path, dict[str, np
     (tmp_path / "config.json").write_bytes((path / "config.json").read_bytes())
     with open_store(tmp_path, wide="f32", whole=False) as store:
         assert {name: info.shape for name, info in store.tensors.items()} == {name: values.shape for name, values in meant.items()}
-        with pytest.raises(CheckpointError, match="no JSON"):
+        with pytest.raises(CheckpointError, match="not JSON"):
             store.read(store.tensors["model.layers.0.mlp.down_proj.weight"])
 
 

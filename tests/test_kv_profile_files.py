@@ -181,7 +181,7 @@ def spoilt(folder: Path, tmp_path: Path, **changes: object) -> Path:
 
 
 @pytest.mark.parametrize(("changes", "message"), [
-    ({"format": "other"}, "no KV profile"), ({"version": 3}, "version 3"), ({"version": True}, "version True"),
+    ({"format": "other"}, "not a KV profile"), ({"version": 3}, "version 3"), ({"version": True}, "version True"),
     ({"version": [2]}, r"version \[2\]"),
     ({"head_dim": 128}, "another model: 6 layers of 2 KV heads of 128"),
     ({"layers": 22}, "another model: 22 layers"), ({"weights": "0" * 64}, "other weights"), ({"costs": [None] * 5}, "damaged"),

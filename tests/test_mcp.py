@@ -78,16 +78,16 @@ def test_a_configuration_is_read(tmp_path):
 
 
 @pytest.mark.parametrize(("content", "said"), [
-    ("{", "no JSON"), ("[]", "no object mcpServers"), ('{"servers": {}}', "no object mcpServers"),
+    ("{", "not JSON"), ("[]", "no object mcpServers"), ('{"servers": {}}', "no object mcpServers"),
     ('{"mcpServers": {}}', "names no server"),
-    ({"a": {"command": "x", "disabled": True}}, "not disabled"), ({"a": []}, "mcpServers.a is no object"),
+    ({"a": {"command": "x", "disabled": True}}, "not disabled"), ({"a": []}, "mcpServers.a is not an object"),
     ({"a": {}}, "neither a command nor a url"), ({"a": {"command": "x", "url": "y"}}, "both a command and a url"),
-    ({"a": {"type": "sse", "url": "http://x"}}, "type 'sse'"), ({"a": {"command": 3}}, "mcpServers.a.command is no text"),
-    ({"a": {"command": "x", "args": "y"}}, "args is no list"), ({"a": {"command": "x", "env": []}}, "env is no object"),
+    ({"a": {"type": "sse", "url": "http://x"}}, "type 'sse'"), ({"a": {"command": 3}}, "mcpServers.a.command is not text"),
+    ({"a": {"command": "x", "args": "y"}}, "args is not a list"), ({"a": {"command": "x", "env": []}}, "env is not an object"),
     ({"a": {"command": "x", "timeout": True}}, "timeout is True"), ({"a": {"command": "x", "timeout": 0}}, "timeout is 0"),
-    ({"a": {"url": "http://x", "headers": {"Authorization": "Bearer k\n"}}}, "headers: 'Authorization' is no header that can be sent"),
-    ({"a": {"url": "http://x", "headers": {"A b": "k"}}}, "headers: 'A b' is no header"),
-    ({"a": {"command": "${NOWHERE}"}}, "variable NOWHERE, which is not set"), ("[" * 100_000, "no JSON"),
+    ({"a": {"url": "http://x", "headers": {"Authorization": "Bearer k\n"}}}, "headers: 'Authorization' is not a header that can be sent"),
+    ({"a": {"url": "http://x", "headers": {"A b": "k"}}}, "headers: 'A b' is not a header"),
+    ({"a": {"command": "${NOWHERE}"}}, "variable NOWHERE, which is not set"), ("[" * 100_000, "not JSON"),
 ])
 def test_a_configuration_that_is_wrong_is_one_line_with_a_next_step(tmp_path, content, said):
     path = tmp_path / "mcp.json"
@@ -143,7 +143,7 @@ def test_who_lets_go_is_free_at_once_and_the_server_is_told(client, tmp_path, mo
 
 
 @pytest.mark.parametrize(("manner", "said"), [("ends", "ended with exit code 2: no key was given"), ("mute", "gave no answer within 0.5 s"),
-                                              ("garbage", "0.5 s; it wrote what is no message: listening")])
+                                              ("garbage", "0.5 s; it wrote what is not a message: listening")])
 def test_a_server_that_cannot_be_used(manner, said):
     client = Client(entry(manner, patience_s=0.5), os.environ)
     with pytest.raises(ServerFailed, match=said) as failed:

@@ -156,15 +156,16 @@ def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(("stated", "expected"), [
-    ({"peft_type": "LOHA"}, "peft_type 'LOHA' is no LoRA"), ({"bias": "all"}, "bias = 'all'"), ({"fan_in_fan_out": True}, "fan_in_fan_out"),
-    ({"lora_alpha": None}, "lora_alpha is no number"), ({"target_parameters": ["experts.down"]}, "target_parameters"),
-    ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "no pattern"),
-    ({"alpha_pattern": {"q": "x"}}, "alpha_pattern of 'q' is no number"), ({"alpha_pattern": ["q"]}, "alpha_pattern is no object"),
+    ({"peft_type": "LOHA"}, "peft_type 'LOHA' is not LoRA"), ({"bias": "all"}, "bias = 'all'"),
+    ({"fan_in_fan_out": True}, "fan_in_fan_out"),
+    ({"lora_alpha": None}, "lora_alpha is not a number"), ({"target_parameters": ["experts.down"]}, "target_parameters"),
+    ({"layer_replication": [[0, 2]]}, "layer_replication"), ({"alpha_pattern": {"(": 2}}, "not a pattern"),
+    ({"alpha_pattern": {"q": "x"}}, "alpha_pattern of 'q' is not a number"), ({"alpha_pattern": ["q"]}, "alpha_pattern is not an object"),
     ({"init_lora_weights": "pissa"}, "init_lora_weights = 'pissa'"), ({"init_lora_weights": "olora"}, "'olora'"),
     ({"kasa_config": {"beta": 1}}, "kasa_config"), ({"use_bdlora": {"nblocks": 2}}, "use_bdlora"),
-    ({"lora_alpha": 10**400}, "lora_alpha is no number"), ({"lora_alpha": math.nan}, "lora_alpha is no number"),
-    ({"alpha_pattern": {"q": 10**400}}, "alpha_pattern of 'q' is no number"),
-    ({"alpha_pattern": {"a{99999999999999999999}": 2}}, "no pattern"),
+    ({"lora_alpha": 10**400}, "lora_alpha is not a number"), ({"lora_alpha": math.nan}, "lora_alpha is not a number"),
+    ({"alpha_pattern": {"q": 10**400}}, "alpha_pattern of 'q' is not a number"),
+    ({"alpha_pattern": {"a{99999999999999999999}": 2}}, "not a pattern"),
     *(({"alpha_pattern": {slow: 2}}, "might take hours") for slow in ("(.*)*x", "(.+)+x", "(" * 5000, "a?" * 30, "(a|a)" * 30))])
 def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expected):
     own = adapter(tmp_path / "adapter", peft(matrices(base)), **stated)
@@ -178,8 +179,8 @@ def test_what_is_not_computed_is_refused_by_its_key(base, tmp_path, stated, expe
                    f"{PREFIX}model.layers.9.mlp.up_proj.lora_B.weight": random(88, 4)}, "which the model does not have"),
     (lambda made: {name: each for name, each in made.items() if "q_proj.lora_B" not in name}, "one of the two matrices"),
     (lambda made: {name: each[:, :-1] if "q_proj.lora_A" in name else each for name, each in made.items()}, "in the model it is"),
-    (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "what are no two matrices"),
-    (lambda made: {name: each[0] for name, each in made.items()}, "what are no two matrices"),
+    (lambda made: {name: each[:0] if "lora_A" in name else each[:, :0] for name, each in made.items()}, "what are not two matrices"),
+    (lambda made: {name: each[0] for name, each in made.items()}, "what are not two matrices"),
     (lambda made: {name: each * math.nan for name, each in made.items()}, "NaN or infinity"),
     (lambda made: {f"{PREFIX}lm_head.weight": random(400, 64)}, "brings 'lm_head.weight' of shape [400, 64]"),
     (lambda made: {name: each * 3e38 for name, each in made.items()}, "NaN or infinity")])

@@ -57,7 +57,7 @@ def with_towers(keys: Mapping[str, object], names: Sequence[str]) -> bytes:
 
 
 def test_gemma_by_its_older_keys_has_the_positions_of_the_newer(tmp_path: Path) -> None:
-    """What a file leaves away is what Ollama takes for granted of Gemma 3."""
+    """What a file leaves out is what Ollama takes for granted of Gemma 3."""
     keys = {key.replace("llama.", "gemma3."): value for key, value in KEYS.items() if "rms_epsilon" not in key}
     keys |= {"general.architecture": "gemma3", "gemma3.rope.local.freq_base": 20000.0, "gemma3.rope.global.freq_base": 500000.0,
              "gemma3.attention.sliding_window": 16, "gemma3.attention.key_length": 4, "gemma3.block_count": 26,

@@ -54,7 +54,7 @@ def test_a_person_reads_that_it_is_not_here_and_what_a_pull_would_load(hub: Hub,
     ran = person.types("plan", "qwen3-0.6b:4bit", "--no-probe")
     assert ran.code == 0, ran.err
     rows = {line.split("  ")[0]: line for line in ran.out.splitlines()}
-    assert "effllm pull qwen3-0.6b:4bit loads 11.27 MiB, keeps 3." in rows["not here"], rows["not here"]
+    assert "effllm pull qwen3-0.6b:4bit downloads 11.27 MiB, keeps 3." in rows["not here"], rows["not here"]
     assert "licence Apache-2.0" in rows["not here"] and {"context", "layers", "memory", "per token", "speed"} <= set(rows)
     here = person.types("plan", "fable", "--no-probe").out
     assert "not here" not in here

@@ -79,7 +79,7 @@ def test_a_head_that_does_not_tell_is_said_in_words(hub: Hub, person: Person, tm
     writer.write_kv_data_to_file()
     writer.close()
     hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "junk.gguf": b"g" * 1000})
-    for name, why in ((FILE, "does not state its shape before its vocabulary"), ("junk.gguf", "is no GGUF file")):
+    for name, why in ((FILE, "does not state its shape before its vocabulary"), ("junk.gguf", "is not a GGUF file")):
         ran = person.types("pull", f"{REPO}:{name}")
         assert ran.code == 0 and "memory and speed are not known: " in ran.err and why in ran.err, ran.err
     plan = person.types("pull", f"{REPO}:{FILE}", "--dry-run", "--json").json

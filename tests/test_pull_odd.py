@@ -97,7 +97,7 @@ def test_a_hub_that_sends_on_to_what_is_no_address(hub: Hub, person: Person, wor
     hub.add(REPO, files=tiny())
     hub.disturb = always(302, {"Location": place}, b"", word)
     said = person.types("pull", REPO).refused(6)
-    assert f"{hub.endpoint.removeprefix('http://')} sends on to what is no address of http or https" in said
+    assert f"{hub.endpoint.removeprefix('http://')} sends on to what is not an address of http or https" in said
     assert len(hub.asked(word)) == 1
 
 
@@ -189,7 +189,7 @@ def test_rm_never_advises_to_remove_what_is_no_model(person: Person, tmp_path: P
     monkeypatch.chdir(tmp_path)
     for name in ("/", ".", "..", str(tmp_path)):
         said = person.types("rm", name, "-y").refused(2)
-        assert "is no model" in said and "rm -r" not in said
+        assert "is not a model" in said and "rm -r" not in said
 
 
 @pytest.mark.parametrize("out", ["/", "o.txt"])

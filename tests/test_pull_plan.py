@@ -84,9 +84,9 @@ def test_yes_to_a_run_does_not_load_what_could_not_run(hub: Hub, person: Person)
     """The hint is a command that does."""
     hub.add(REPO, FABLE)
     said = person.types("run", REPO, "Once", "--ram", "60M", "-y").refused(4)
-    assert f"effllm pull {REPO} -y loads it anyway" in said and not hub.asked("model.safetensors")
+    assert f"effllm pull {REPO} -y downloads it anyway" in said and not hub.asked("model.safetensors")
     said = person.types("run", REPO, "Once", "--ram", "60M", "--bits", "4", "-y").refused(4)
-    assert f"hint: effllm pull {REPO} --bits 4 -y loads it anyway" in said
+    assert f"hint: effllm pull {REPO} --bits 4 -y downloads it anyway" in said
     assert person.types("pull", REPO, "--bits", "4", "-y").code == 0
 
 
@@ -211,5 +211,5 @@ def test_a_gated_repository_without_an_alias_is_told_with_an_open_model_of_its_s
                                               ("org/nothing-like-it", None)])
 def test_a_repository_that_the_hub_does_not_show_may_have_been_misspelt(hub: Hub, person: Person, typed: str, meant: str | None) -> None:
     said = person.types("pull", typed).refused(3)
-    assert "there is none, or it is private" in said and "check the spelling" in said
+    assert "it does not exist, or it is private" in said and "check the spelling" in said
     assert f"did you mean {meant}" in said if meant else "did you mean" not in said

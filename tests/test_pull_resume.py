@@ -98,7 +98,7 @@ def interrupted(hub: Hub, person: Person, after: int) -> str:
 def test_ctrl_c_keeps_what_came_and_says_how_to_go_on(hub: Hub, person: Person) -> None:
     repo = hub.add(REPO, files=large())
     said = interrupted(hub, person, 9_000_000)
-    assert f"effllm pull {REPO} goes on from here" in said and "Traceback" not in said
+    assert f"effllm pull {REPO} continues from here" in said and "Traceback" not in said
     before = weights_served(hub)
     again = person.types("pull", REPO)
     assert again.code == 0 and "here already" in again.err

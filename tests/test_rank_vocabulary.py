@@ -167,7 +167,7 @@ def test_tokenizer_json_comes_first(tmp_path: Path) -> None:
     (tekken(vocab=[{"rank": 0, "token_bytes": "AA=="}] * 2), "2 ranks"),
     (tekken(config=tekken()["config"] | {"default_num_special_tokens": -1}), "-1 are special"),
     (tekken(config=tekken()["config"] | {"default_vocab_size": 10**12}), "names 1000000000000"),
-    (tekken(config=tekken()["config"] | {"pattern": 3}), "no text"), (tekken(config=tekken()["config"] | {"pattern": "("}), "parenthesis"),
+    (tekken(config=tekken()["config"] | {"pattern": 3}), "not text"), (tekken(config=tekken()["config"] | {"pattern": "("}), "parenthesis"),
     (tekken(special_tokens=[{"rank": 5000, "token_str": "x"}]), "one by one"),
     (tekken(special_tokens=[{"rank": 1, "token_str": "<SPECIAL_0>"}]), "one by one"),
     (tekken(special_tokens=[{"rank": 0, "token_str": "a"}]), "spelt as one of the ranks"),

@@ -92,8 +92,8 @@ def test_a_gguf_file_says_it_itself(tmp_path: Path, tokenizer: Tokenizer, words:
     engine.close()
     for path, said in ((made("one.gguf", ["LABEL_0"]), "a head of its own"),
                        (made("long.gguf", ["certainly not", " no"]), "a head of its own"),
-                       (made("last.gguf", [*WORDS], "LAST"), "nothing in its file says how"),
-                       (made("bare.gguf", [*WORDS], rerank=None), "nothing in its file says how"),
+                       (made("last.gguf", [*WORDS], "LAST"), "its file does not say how"),
+                       (made("bare.gguf", [*WORDS], rerank=None), "its file does not say how"),
                        (made("query.gguf", [*WORDS], rerank="{query}"), "no place for a query and a document")):
         with pytest.raises(UsageError, match=said):
             asked_of(path)
@@ -112,7 +112,7 @@ def test_ways_that_do_not_run(tmp_path: Path, stated: object, modules: object, t
 
 
 def test_a_model_that_was_not_made_for_it(tmp_path: Path, words: dict[str, int]) -> None:
-    with pytest.raises(UsageError, match="not made for ranking documents: nothing beside its weights says how"):
+    with pytest.raises(UsageError, match="not made for ranking documents: its files do not say how to rank them"):
         asked_of(FABLE)
     folder = ranker(tmp_path / "ranks", words)
     (folder / "1_LogitScore" / "config.json").write_text("{")

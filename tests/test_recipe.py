@@ -60,7 +60,7 @@ def test_a_broken_rule_is_refused(text: str) -> None:
 @pytest.mark.parametrize("pattern, said", (("(", "unterminated"), ("a{99999999999}", "repetition number is too large"),
                                            ("(" * 5000 + ")" * 5000, "too deeply")), ids=("open", "count", "depth"))
 def test_a_pattern_that_python_does_not_compile_is_refused_in_a_line(pattern: str, said: str) -> None:
-    with pytest.raises(UsageError, match="is no regular expression") as refused:
+    with pytest.raises(UsageError, match="is not a regular expression") as refused:
         parse_rule(f"{pattern}=6bit")
     assert said in refused.value.message and len(refused.value.message) < 200
 

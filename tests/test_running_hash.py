@@ -165,7 +165,7 @@ def test_ctrl_c_leaves_no_process_behind(hub: Hub, person: Person, tmp_path: Pat
     assert wait_until(lambda: noted.exists() and noted.read_text() and hub.served.get("model.safetensors", 0) >= len(CONTENT), process)
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=MINUTE)
-    assert process.returncode == 130 and "goes on from here" in said and "Traceback" not in said, said
+    assert process.returncode == 130 and "continues from here" in said and "Traceback" not in said, said
     with pytest.raises(ProcessLookupError):
         os.kill(int(noted.read_text()), 0)
 

@@ -238,9 +238,9 @@ def ran(*flags: str) -> subprocess.CompletedProcess:
 
 def test_addresses_that_cannot_be_had(server: Served) -> None:
     for flag, value, code, said in (("--port", str(server.port), 1, f"port {server.port} of 127.0.0.1 is in use"),
-                                    ("--port", "70000", 2, "is no port"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"),
+                                    ("--port", "70000", 2, "is not a port"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"),
                                     ("--host", "192.0.2.1", 1, "--host 192.0.2.1"), ("--api-key", "", 2, "--api-key"),
-                                    ("--cors", "chat.example", 2, "is no origin"), ("--queue", "-1", 2, "--queue -1"),
+                                    ("--cors", "chat.example", 2, "is not an origin"), ("--queue", "-1", 2, "--queue -1"),
                                     ("--name", " ", 2, "--name"), ("--stop", "", 2, "stop")):
         done = ran("fable", flag, value)
         assert done.returncode == code and said in done.stderr and "hint: " in done.stderr and not done.stdout, flag
@@ -251,7 +251,7 @@ def test_another_address_without_a_key_is_said() -> None:
     process, stderr = started("--host", "0.0.0.0")
     try:
         server = Served(process, stderr)
-        assert server.url.startswith("http://0.0.0.0:") and "without --api-key: whoever reaches this machine can ask" in server.err
+        assert server.url.startswith("http://0.0.0.0:") and "without --api-key: anyone who reaches this machine can use it" in server.err
         assert server.ask("GET", "/v1/models", Host="my-machine.lan").status == 200
     finally:
         process.kill()

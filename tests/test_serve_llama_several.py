@@ -36,7 +36,7 @@ def test_each_prompt_has_its_answer(server: Served) -> None:
         several = completed(server, "/completions", prompt=prompts).json
         assert told(several) == [each["content"] for each in alone] and [each["prompt"] for each in several] == PROMPTS
         assert [each["tokens_evaluated"] for each in several] == [each["tokens_evaluated"] for each in alone]
-    assert completed(server, prompt=[ONCE]).json["content"] == alone[0]["content"], "one of one is no list"
+    assert completed(server, prompt=[ONCE]).json["content"] == alone[0]["content"], "one of one is not a list"
     few = completed(server, prompt=PROMPTS, response_fields=["content"]).json
     assert few == [{"content": each["content"]} for each in alone]
 

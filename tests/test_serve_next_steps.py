@@ -59,7 +59,7 @@ def test_what_is_no_request_is_refused_in_words(server: Served, path: str) -> No
     (LLAMA, {"prompt": "x", "json_schema": {}, "grammar": 'root ::= "a"'}, "leave one of them out"),
     (LLAMA, {"prompt": {"prompt_string": "x", "multimodal_data": ["AAAA"]}}, "send prompt_string alone"),
     (LLAMA, {"prompt": "x", "lora": [{"id": 0, "scale": 1.0}]}, "effllm serve MODEL --lora ADAPTER"),
-    ("/api/chat", {"messages": [{**ASKED[0], "images": ["AAAA"]}]}, "ask one that does"),
+    ("/api/chat", {"messages": [{**ASKED[0], "images": ["AAAA"]}]}, "`effllm list` shows which models here take pictures"),
     ("/v1/responses", {"input": [5]}, "an item is an object, as "),
     ("/v1/responses", {"input": [{"type": "reasoning_of_old"}]}, "leave it out"),
     ("/infill", {"input_prefix": "a", "input_suffix": "b"}, "models for code have them"),

@@ -73,10 +73,10 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
     """Python's reader takes them, and so does pydantic's where a value may be anything."""
     text = json.dumps({"messages": [USER], "tools": [WEATHER]}).replace('"minimum": 1', f'"minimum": {number}')
     assert number in text
-    with pytest.raises(Problem, match=r"tools\[0\] is no JSON: a number in it is beyond all numbers"):
+    with pytest.raises(Problem, match=r"tools\[0\] is not JSON: a number in it is beyond all numbers"):
         tools_asked(parsed(ChatAsked, text.encode()))
     for arguments in (f'{{"a": {number}}}', {"a": float(number)}):
-        with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is no JSON object"):
+        with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"):
             Calling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
 
 

@@ -266,7 +266,8 @@ def test_pictures_beside_a_prompt_of_a_model_of_text_are_refused_by_name(server:
     ([*ASKED, {"role": "user", "content": "What is it?", "images": ["AAAA"]}], "messages[1].images[0]: this model takes no pictures"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": [{"function": {}}]}, *ASKED], "messages[1].tool_calls[0]"),
     ([*ASKED, {"role": "assistant", "content": "", "tool_calls": ["f"]}, *ASKED], "messages[1].tool_calls[0]"),
-    ([*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *ASKED], "arguments is no JSON object"),
+    ([*ASKED, {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}, *ASKED],
+     "arguments is not a JSON object"),
     ([{"role": "user", "content": "fox " * 3000}], "the prompt has 300")])
 def test_messages_that_are_none(server: Served, messages: object, said: str) -> None:
     for stream in ({}, {"stream": False}):
@@ -275,7 +276,8 @@ def test_messages_that_are_none(server: Served, messages: object, said: str) -> 
 
 
 def test_tools_that_are_none(server: Served) -> None:
-    for tools, said in (([{"type": "web_search"}], "tools[0] is no function"), ({}, "tools"), ([{"function": {"name": "a b"}}], "letters")):
+    for tools, said in (([{"type": "web_search"}], "tools[0] is not a function"), ({}, "tools"),
+                        ([{"function": {"name": "a b"}}], "letters")):
         reply = chat(server, tools=tools)
         assert reply.status == 400 and said in error_of(reply)
 

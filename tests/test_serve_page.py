@@ -28,7 +28,7 @@ def test_a_browser_finds_a_page_and_a_program_a_line(server: Served) -> None:
     assert line.headers["content-type"] == "text/plain; charset=utf-8" and line.headers["vary"] == "accept"
     assert b"Ollama is running" in line.body
     assert server.ask("GET", "/").status == server.ask("GET", "/v1/models", accept=HTML).status == 401
-    assert f"http://127.0.0.1:{server.port}/ is a chat in a browser\n" in server.err
+    assert f"http://127.0.0.1:{server.port}/ opens a chat in a browser\n" in server.err
 
 
 def test_each_part_is_given_without_a_key_and_may_reach_this_server_alone(server: Served) -> None:
@@ -81,4 +81,4 @@ def test_a_server_of_several_models_has_it_once() -> None:
     with serving(model=None) as server:
         assert server.ask("GET", "/", accept=HTML).body == (FOLDER / "index.html").read_bytes()
         assert server.ask("GET", "/browser/api.js").status == 200
-        assert server.chat(model="fable").status == 200 and server.err.count("is a chat in a browser") == 1
+        assert server.chat(model="fable").status == 200 and server.err.count("opens a chat in a browser") == 1

@@ -112,8 +112,8 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
 
 
 @pytest.mark.parametrize(("file", "words"), [
-    ({"file_id": "file-1"}, "no files are kept here: send it in the request"), ({}, "no file in base64"),
-    ({"file_data": "?"}, "no file in base64"),
+    ({"file_id": "file-1"}, "no files are kept here: send it in the request"), ({}, "not a file in base64"),
+    ({"file_data": "?"}, "not a file in base64"),
     ({"file_data": as_data(b"\x00\x01")}, "neither a PDF nor text"), ({"file_data": as_data(b"\xff\xfe")}, "send what it says as text"),
     ({"file_data": 7}, "send its bytes as file_data")])
 def test_what_is_refused_says_what_to_send(file: dict, words: str) -> None:
@@ -142,7 +142,7 @@ def test_without_the_library_it_is_named(monkeypatch: pytest.MonkeyPatch) -> Non
 
 
 @pytest.mark.parametrize(("words", "said"), [
-    (b"locked", "behind a password"), pytest.param(b"broken", r"no PDF that can be read \(ValueError\)", marks=pytest.mark.slow),
+    (b"locked", "behind a password"), pytest.param(b"broken", r"not a PDF that can be read \(ValueError\)", marks=pytest.mark.slow),
     pytest.param(b"", "have no text", marks=pytest.mark.slow), pytest.param(b"blank", "have no text", marks=pytest.mark.slow),
     pytest.param(b"endless", "more than 4,194,304 letters", marks=pytest.mark.slow),
     pytest.param(b"crowd", "more than 2 GiB of memory", marks=pytest.mark.slow), (b"die", "too much time or memory")])
@@ -180,7 +180,7 @@ def test_the_library_reads_and_the_model_is_told(server: Served) -> None:
     said = ["The fox is king.", "The sea is calm."]
     assert len(PdfReader(BytesIO(pdf(*said))).pages) == 2, "a file that others read"
     assert [page.strip() for page in pages_of(pdf(*said), "it")] == said
-    with pytest.raises(UsageError, match="no PDF that can be read"):
+    with pytest.raises(UsageError, match="not a PDF that can be read"):
         pages_of(pdf("x")[:40], "it")
     data = as_data(pdf("The fox is king."))
     sent = server.chat([{"role": "user", "content": [{"type": "file", "file": {"filename": "a.pdf", "file_data": data}}]}])

@@ -150,13 +150,13 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"max_output_tokens": -2}, "max_output_tokens", "max_output_tokens is 0 or more"),
     ({"max_output_tokens": "9"}, "max_output_tokens", ""),
     ({"temperature": -1}, "temperature", ""), ({"top_p": 2}, "top_p", ""), ({"instructions": 1}, "instructions", ""),
-    ({"input": 3}, "input", "a text or a list"), ({"input": ["x"]}, "input[0]", "no item"), ({"input": []}, None, "no messages"),
+    ({"input": 3}, "input", "a text or a list"), ({"input": ["x"]}, "input[0]", "not an item"), ({"input": []}, None, "no messages"),
     ({"input": [{"role": "tool", "content": "x"}]}, "input[0].role", ""),
     ({"input": [{"role": "user"}]}, "input[0].content", ""), ({"input": [{"role": "user", "content": ["x"]}]}, "input[0].content[0]", ""),
     ({"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]}, "input[0].content[0]",
      "takes no pictures"),
     ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]", "send the whole"), ({"input": [{"type": "odd"}]}, "input[0]", "odd"),
-    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}]}, "input[0].arguments", "no JSON object"),
+    ({"input": [{"type": "function_call", "call_id": "a", "name": "f", "arguments": "[1]"}]}, "input[0].arguments", "not a JSON object"),
     ({"input": [{"type": "function_call", "name": "f", "arguments": "{}"}]}, "input[0].call_id", "missing"),
     ({"input": [{"type": "function_call_output", "call_id": "a"}]}, "input[0].output", "")])
 def test_what_is_refused_is_named(server: Served, fields: dict, param: str | None, said: str) -> None:

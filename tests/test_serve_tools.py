@@ -109,7 +109,7 @@ def test_what_a_template_does_not_know_is_told_once(server):
 @pytest.mark.parametrize(("fields", "param", "said"), [
     ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "is none, auto"),
     ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "else"}}}, "tool_choice", "none of the tools"),
-    ({"tools": [{"type": "web_search"}]}, "tools", "no function"), ({"tools": {"a": 1}}, "tools", "array"),
+    ({"tools": [{"type": "web_search"}]}, "tools", "not a function"), ({"tools": {"a": 1}}, "tools", "array"),
     ({"tools": ["f"]}, "tools[0]", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
     ({"tools": TOOLS, "parallel_tool_calls": "no"}, "parallel_tool_calls", "bool"), ({"functions": TOOLS}, "functions", "not supported"),

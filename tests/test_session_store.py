@@ -84,7 +84,7 @@ def test_files_are_private(store: SessionStore) -> None:
 
 @pytest.mark.parametrize("name", ["", ".hidden", "-rf", "a/b", "a\\b", "x" * 101, "new\nline", "../out"])
 def test_names_that_no_session_can_have(store: SessionStore, name: str) -> None:
-    with pytest.raises(UsageError, match="is no name for a session"):
+    with pytest.raises(UsageError, match="is not a name for a session"):
         store.path(name)
 
 
@@ -164,7 +164,8 @@ def test_a_session_file_that_was_cut_short_or_altered_is_refused_by_name(store: 
     path = store.path("tale")
     whole = path.read_bytes()
     for data, said in ((whole[: len(whole) // 2], "cut short"), (whole.replace(b'"1 pages', b'"2 pages'), "checksum differs"),
-                       (whole.replace(b"effllm-saved-session", b"effllm-saved-sessiom"), "no saved session"), (b"[]", "no saved session"),
+                       (whole.replace(b"effllm-saved-session", b"effllm-saved-sessiom"), "not a saved session"),
+                       (b"[]", "not a saved session"),
                        (b"[" * 100_000, "cut short"), (b"\xff" + whole, "cut short"), (b"", "cut short")):
         path.write_bytes(data)
         with pytest.raises(DamagedSession, match=f"session tale is damaged: it .*{said}") as caught:

@@ -110,7 +110,7 @@ def test_logits_behind_a_picture_are_those_of_transformers(gemma):
 @pytest.mark.parametrize(("where", "changes", "said"), [
     ("vision_config", {"architecture": "resnet50"}, "architecture .resnet50. is not supported"),
     ("vision_config", {"vocab_offset": SEEN - 9}, "vocab_offset"),
-    ("config.json", {"vision_soft_tokens_per_image": 5}, "vision_soft_tokens_per_image 5 is no square"),
+    ("config.json", {"vision_soft_tokens_per_image": 5}, "vision_soft_tokens_per_image 5 is not a square"),
     ("config.json", {"vision_soft_tokens_per_image": 16}, "6 × 6 places does not divide into 4 × 4 rows"),
     ("preprocessor_config.json", {"do_resize": False}, "do_resize is False, expected true")])
 def test_what_is_made_otherwise_is_refused_by_name(gemma, tmp_path, where, changes, said):

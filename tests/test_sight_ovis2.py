@@ -73,7 +73,7 @@ def test_words_a_few_at_a_time_make_the_same_rows(ovis, monkeypatch):
 @pytest.mark.parametrize(("changes", "said"), [
     ({"tokenize_function": "gumbel_argmax"}, "tokenize_function .gumbel_argmax. is not supported"),
     ({"num_visual_indicator_tokens": 4}, "num_visual_indicator_tokens is 4, expected 5"),
-    ({"hidden_stride": 4}, "6 patches in a row are no multiple of 4")])
+    ({"hidden_stride": 4}, "6 patches in a row are not a multiple of 4")])
 def test_a_tower_of_another_make_is_refused_by_name(ovis, changes, said, tmp_path):
     for each in ovis[0].iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())

@@ -69,7 +69,8 @@ def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
 
 
 def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
-    for data, said in ((b"hello", "no sound that can be read"), (as_wav(SAMPLES[:300]), "too short"), (b"", "no sound that can be read"),
+    for data, said in ((b"hello", "not a sound that can be read"), (as_wav(SAMPLES[:300]), "too short"),
+                       (b"", "not a sound that can be read"),
                        (wav(bytes(8000), 7, 8), "of another kind"), (wav(bytes(8000), 1, 16, rate=0), "claims 1 channels at 0"),
                        (wav(bytes(8000), 1, 16, channels=0), "claims 0 channels"), (as_wav(SAMPLES)[:20], "without a format"),
                        (as_wav(SAMPLES)[:36], "without data"), (wav(bytes(3601 * 100), 1, 8, rate=100), "longer than 60 minutes")):
@@ -99,8 +100,8 @@ def test_what_a_phone_or_a_film_holds_is_heard(container, codec, layout):
 
 def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
     whole = as_sound(TONE, "mp4", "aac", 48_000)
-    for data, said in ((as_video(1), "has no sound in it"), (whole[:200], "no sound that can be read"),
-                       (whole[4:8] * 20, "no sound that can be read"),
+    for data, said in ((as_video(1), "has no sound in it"), (whole[:200], "not a sound that can be read"),
+                       (whole[4:8] * 20, "not a sound that can be read"),
                        (as_sound(TONE[:400], "matroska", "pcm_s16le", 48_000), "too short")):
         with pytest.raises(UsageError, match=said) as raised:
             decode_sound(data, "it")
@@ -154,7 +155,7 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
 
     monkeypatch.setitem(sys.modules, "soundfile", types.SimpleNamespace(SoundFile=File))
     assert len(decode_sound(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
-    with pytest.raises(UsageError, match="no sound that can be read"):
+    with pytest.raises(UsageError, match="not a sound that can be read"):
         decode_sound(b"fLaCx" + bytes(10), "it")
     monkeypatch.setattr(sound_file, "MOST_SECONDS", 120)
     with pytest.raises(UsageError, match="longer than 2 minutes"):

@@ -86,7 +86,7 @@ def test_loss_that_costs_time_is_refused(lossy: tuple[Path, Path], monkeypatch: 
     prepared.store.close()
 
 
-@pytest.mark.parametrize("act, share, said", (("relu", 0.5, "leaves neurons out by itself"), ("silu", 1.5, "no share of gates")))
+@pytest.mark.parametrize("act, share, said", (("relu", 0.5, "leaves neurons out by itself"), ("silu", 1.5, "not a share of gates")))
 def test_thresholds_that_make_no_sense_are_refused(act: str, share: float, said: str, tmp_path: Path) -> None:
     saved(Case("llama", {**RELU, "hidden_act": act}), tmp_path / "model")
     with pytest.raises(UsageError, match=said):

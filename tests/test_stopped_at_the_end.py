@@ -16,7 +16,7 @@ from effllm.runtime.files.written import KV_PROFILE
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.stores.container import read_container
 
-GOES_ON = "the same command goes on from here"
+GOES_ON = "the same command continues from here"
 
 
 def stopped(behind: Callable[..., object], monkeypatch: pytest.MonkeyPatch, module: object, name: str, *words: object) -> str:

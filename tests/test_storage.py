@@ -56,8 +56,8 @@ def test_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         assert (found.path, found.variant, found.file, found.name) == (path, variant, file, ""), text
 
 
-@pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "no format"),
-                                            ("a@", "no revision"), ("a@../b", "no revision")])
+@pytest.mark.parametrize(("text", "said"), [("", "no model"), ("a:4bit:3bit", "two formats"), ("a:9bit", "not a format"),
+                                            ("a@", "not a revision"), ("a@../b", "not a revision")])
 def test_what_has_no_such_form(text: str, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         parse_reference(text, {})
@@ -309,7 +309,7 @@ def test_folders_of_a_person_are_never_removed(person: Person) -> None:
     folder.mkdir()
     for path in FABLE.iterdir():
         (folder / path.name).symlink_to(path)
-    assert "is no model that effllm quantized" in person.types("rm", folder, "-y").refused(2)
+    assert "is not a model that effllm quantized" in person.types("rm", folder, "-y").refused(2)
     assert "comes with effllm" in person.types("rm", "fable", "-y").refused(2)
     assert len(list(folder.iterdir())) == len(list(FABLE.iterdir()))
 

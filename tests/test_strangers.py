@@ -241,7 +241,7 @@ LONG = "a" * 300  # more than a file's name may have: `Path.exists` raises for i
 
 
 @pytest.mark.parametrize(("words", "code", "says", "next_step"), [
-    (("run", "Tell me a story. " * 20), 3, "is no model: the model comes first, then the prompt", 'effllm run fable "Tell me'),
+    (("run", "Tell me a story. " * 20), 3, "is not a model: the model comes first, then the prompt", 'effllm run fable "Tell me'),
     (("serve", LONG), 3, "there is no model", "effllm list"), (("run", "fable", "hi", "--lora", LONG), 2, "is not there", "a folder with"),
     (("run", "fable", "hi", "--lora", f"{LONG}:0.5"), 2, "is not there", "a folder with"),
     (("export", "fable", "-o", "FOLDER/merged", "--lora", LONG), 2, "is not there", "a folder with"),

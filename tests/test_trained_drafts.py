@@ -312,7 +312,7 @@ def test_one_whose_scores_are_no_numbers_drafts_no_longer(assistant: tuple[Path,
         engine.speculation = drafting(engine)
         found = answer(engine, IDS[:20], 20)
         assert engine.speculation.counts.drafted == 0
-        assert [str(each) for each in engine.announcements()] == [f"the draft model {to / 'draft'}: its scores are no numbers: "
+        assert [str(each) for each in engine.announcements()] == [f"the draft model {to / 'draft'}: its scores are not numbers: "
                                                                   "it drafts no longer"]
         engine.speculation = None
         engine.reset()

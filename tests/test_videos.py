@@ -66,9 +66,10 @@ LISTED = b"ffconcat version 1.0\nfile /etc/passwd\n"
 
 
 def test_what_is_no_video_is_told(tmp_path, monkeypatch):
-    for data, said in ((b"hello", "no video that can be read"), (b"", "no video that can be read"), (as_sound(), "has no pictures in it"),
-                       (TEN[:40], "no video that can be read"), (PLAYLIST, "no video that can be read"),
-                       (LISTED, "no video that can be read")):
+    for data, said in ((b"hello", "not a video that can be read"), (b"", "not a video that can be read"),
+                       (as_sound(), "has no pictures in it"),
+                       (TEN[:40], "not a video that can be read"), (PLAYLIST, "not a video that can be read"),
+                       (LISTED, "not a video that can be read")):
         with pytest.raises(UsageError, match=said) as raised:
             decode_video(data, "it")
         assert raised.value.hint
@@ -136,10 +137,10 @@ def test_what_cannot_be_shown_is_told_before_weights_are_read(folder, clip, tmp_
     text = tmp_path / "text.mp4"
     text.write_text("no video")
     for argv, said in ((("fable", "Who?", "--video", str(clip)), "takes no pictures"),
-                       ((str(folder), "Who?", "--video", str(text)), "no video that can be read"),
+                       ((str(folder), "Who?", "--video", str(text)), "not a video that can be read"),
                        ((str(folder), "Who?", "--video", str(tmp_path / "absent.mp4")), "No such file"),
                        ((str(folder), "Who?", "--raw", "--video", str(clip)), "--video has no place in --raw"),
-                       ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is no number"),
+                       ((str(folder), "Who?", "--video", str(clip), "--frames", "0"), "--frames 0 is not a number"),
                        ((str(folder), "Who?", "--frames", "4"), "there is none")):
         ran = Ran("run", *argv)
         assert ran.code in (1, 2) and said in ran.err and not ran.out, argv

@@ -29,7 +29,7 @@ def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
     line = b"\r\n--" + boundary.encode("latin-1", "replace")
     pieces = (b"\r\n" + body).split(line, MOST_PARTS + 1)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
-        raise Problem(400, f"the body is no form with at most {MOST_PARTS} parts, or it was cut off: send it again, whole")
+        raise Problem(400, f"the body is not a form with at most {MOST_PARTS} parts, or it was cut off: send it again, whole")
     return dict(_part(each) for each in pieces[1:-1])
 
 

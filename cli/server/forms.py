@@ -98,4 +98,4 @@ def _schema(value: Any, field: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise Problem(400, f"{field} is no JSON schema: its text is no JSON", param=field) from None
+        raise Problem(400, f"{field} is not a JSON schema: its text is not JSON", param=field) from None

@@ -31,7 +31,7 @@ STOPS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 def bound(host: str, port: int) -> socket.socket:
     """A socket at an address; a port of 0 takes one that is free. Raises UsageError, and EffllmError where the system refuses."""
     if not 0 <= port <= 65535:
-        raise UsageError(f"--port {port} is no port", "1 to 65535, or 0 for one that is free")
+        raise UsageError(f"--port {port} is not a port", "1 to 65535, or 0 for one that is free")
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError) as error:

@@ -113,7 +113,7 @@ def judged(asked: OllamaAsked, name: str, thinks: bool, context: int) -> str | N
     """What is to be remarked of a request, for a model of this name and context. Raises Problem for reasoning that it has none of, in the
     words by which programs know that they are to ask again without."""
     if asked.think and not thinks:
-        raise Problem(400, f'"{name}" does not support thinking: leave think away', param="think")
+        raise Problem(400, f'"{name}" does not support thinking: leave out think', param="think")
     if asked.options is None or (asked.options.num_ctx or 0) <= context:
         return None
     return f"a program asks for num_ctx {asked.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"

@@ -171,5 +171,5 @@ def _bytes_of(sent: Sent) -> bytes:
     except (binascii.Error, ValueError):
         data = b""
     if not data:
-        raise Problem(400, f"{where} is no file in base64", param=where, hint=f"send its bytes as {AS_DATA}")
+        raise Problem(400, f"{where} is not a file in base64", param=where, hint=f"send its bytes as {AS_DATA}")
     return data

@@ -102,7 +102,7 @@ def in_ollama_text(asked: OllamaText) -> Iterator[Sent]:
     """Of Ollama's generate: `images` beside the prompt."""
     images, asked.images = asked.images or [], None
     if images and (asked.raw or asked.suffix):
-        raise Problem(400, "images have no place in a raw prompt: leave raw and suffix away", param="images")
+        raise Problem(400, "images have no place in a raw prompt: leave out raw and suffix", param="images")
     marks: list[str] = []
     for at, image in enumerate(images):
         yield Sent(partial(str, image), f"images[{at}]", marks.append)
@@ -230,6 +230,6 @@ def _bytes_of(sent: Sent) -> bytes:
     if not data:
         shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
         form = shown if sent.sense is PICTURES else 'they are in {"data": ...} of input_audio'
-        raise Problem(400, f"{where} is no {sent.noun} in base64: send its bytes as {form}", param=where)
+        raise Problem(400, f"{where} is not a {sent.noun} in base64: send its bytes as {form}", param=where)
     return data
 

@@ -156,7 +156,7 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
             if number < begins and not is_systems(item):
                 continue
             if not isinstance(item, dict):
-                raise Problem(400, f"input[{number}] is no item", param=f"input[{number}]",
+                raise Problem(400, f"input[{number}] is not an item", param=f"input[{number}]",
                               hint='an item is an object, as {"role": "user", "content": "..."}')
             _add(turns, item, f"input[{number}]")
     return turns.messages

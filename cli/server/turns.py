@@ -61,5 +61,5 @@ def object_of(text: str, where: str) -> dict[str, Any]:
     except Wrong:
         value = None
     if not isinstance(value, dict):
-        raise Problem(400, f"{where} is no JSON object", param=where)
+        raise Problem(400, f"{where} is not a JSON object", param=where)
     return value

@@ -132,7 +132,7 @@ def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> Sa
         if isinstance(number, str):
             found |= dict.fromkeys(tokenizer.encode(number, add_special_tokens=False), bias)
         elif type(number) is not int or number not in range(tokenizer.vocab_size):
-            raise Problem(400, f"logit_bias: {token!r:.40} is no token of this model", param="logit_bias",
+            raise Problem(400, f"logit_bias: {token!r:.40} is not a token of this model", param="logit_bias",
                           hint="/tokenize tells those of a text")
         else:
             found[number] = bias

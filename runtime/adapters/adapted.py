@@ -166,7 +166,7 @@ def _parsed(asked: str) -> tuple[Path, float]:
         with suppress(ValueError):
             path, scale = Path(os.path.expanduser(before)), float(share)
     if not abs(scale) <= LARGEST:
-        raise UsageError(f"--lora {asked}: {share} is no scale", f"--lora {before}, or {before}:0.5 for half of it")
+        raise UsageError(f"--lora {asked}: {share} is not a scale", f"--lora {before}, or {before}:0.5 for half of it")
     if not os.path.exists(path):
         raise UsageError(f"--lora: {path} is not there", f"a folder with {STATED} and {PEFT} or {MLX}, or a GGUF file")
     return path, scale

@@ -32,7 +32,7 @@ HEAD, TABLE, FAN_IN = "lm_head", "embed_tokens", "fan_in_fan_out"
 ENDINGS = {"lora_A": "a", "lora_B": "b", "lora_a": "a", "lora_b": "b", "lora_magnitude_vector": "m", "lora_embedding_A": "a",
            "lora_embedding_B": "b", "m": "m"}
 # Of adapter_config.json: what changes what the matrices mean, and is not computed here.
-REFUSED = {"target_parameters": "matrices of parameters that are no weights of their own", "lora_bias": "biases of its own",
+REFUSED = {"target_parameters": "matrices of parameters that are not weights of their own", "lora_bias": "biases of its own",
            "alora_invocation_tokens": "an adapter that begins in the midst of a text", "layer_replication": "layers that are used again",
            "trainable_token_indices": "rows of the embeddings alone", "use_bdlora": "matrices of blocks",
            "kasa_config": "weights cut by rank", "use_qalora": "matrices over groups of channels",
@@ -83,7 +83,7 @@ class Adapter:
         so as well; its matrices lie as of any other. `tables`: what else the model's embeddings are called. Raises CheckpointError,
         UsageError."""
         if not folder.is_dir():
-            raise UsageError(f"--lora: {folder} is no folder", f"a folder with {STATED} and {PEFT}, or a GGUF file")
+            raise UsageError(f"--lora: {folder} is not a folder", f"a folder with {STATED} and {PEFT}, or a GGUF file")
         path = next((folder / name for name in (PEFT, MLX) if (folder / name).is_file()), None)
         if path is None or not (folder / STATED).is_file():
             pickled = "; weights in a pickle are not opened" if (folder / "adapter_model.bin").exists() else ""
@@ -129,7 +129,7 @@ class Adapter:
                 self._refuse(f"holds one of the two matrices of {shown(module)} alone")
             a, b = (self._values(parts[part]) for part in "ab")
             if a.ndim != 2 or b.ndim != 2 or not a.size or not b.size:
-                self._refuse(f"changes {shown(module)} by what are no two matrices: {list(a.shape)} and {list(b.shape)}")
+                self._refuse(f"changes {shown(module)} by what are not two matrices: {list(a.shape)} and {list(b.shape)}")
             table = any("lora_embedding" in part.name for part in parts.values())
             if self._is_mlx or table:  # of a table PEFT has a [r, N] and b [K, r]
                 a, b = (b.T, a.T) if table else (a.T, b.T)
@@ -180,7 +180,7 @@ class Adapter:
             try:
                 matches = re.match(rf"(.*\.)?({pattern})$", module)
             except (re.error, OverflowError) as error:
-                self._refuse(f"states an alpha for {shown(pattern)}, which is no pattern: {error}")
+                self._refuse(f"states an alpha for {shown(pattern)}, which is not a pattern: {error}")
             if matches:
                 alpha = value
                 break
@@ -232,19 +232,19 @@ def _demand_known(stated: Mapping[str, object], folder: Path, is_mlx: bool) -> N
     if is_mlx:
         own = stated.get("lora_parameters")
         if stated.get("fine_tune_type", "lora") not in ("lora", "dora") or not isinstance(own, dict):
-            refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is no LoRA")
+            refuse(f"fine_tune_type {stated.get('fine_tune_type')!r} is not LoRA")
         if not _is_number(own.get("scale")):
             refuse("lora_parameters states no scale")
         return
     if stated.get("peft_type") != "LORA":
-        refuse(f"peft_type {stated.get('peft_type')!r} is no LoRA")
+        refuse(f"peft_type {stated.get('peft_type')!r} is not LoRA")
     patterns = stated.get("alpha_pattern") or {}
     if not isinstance(patterns, dict):
-        refuse("alpha_pattern is no object")
+        refuse("alpha_pattern is not an object")
     alphas = {"lora_alpha": stated.get("lora_alpha"), **{f"alpha_pattern of {shown(each)}": value for each, value in patterns.items()}}
     for name, value in alphas.items():
         if not _is_number(value):
-            refuse(f"{name} is no number, or beyond all that is of use")
+            refuse(f"{name} is not a number, or beyond all that is of use")
     for pattern in patterns:
         if not is_quick(pattern):
             refuse(f"alpha_pattern {shown(pattern)} might take hours to compare")

@@ -35,7 +35,7 @@ WAYS = {"lasttoken": LAST, "mean": MEAN}
 STATED = {"pooling_mode_lasttoken": LAST, "pooling_mode_mean_tokens": MEAN}  # as it was written before
 USUAL = {"transformer", "pooling", "normalize"}  # modules that do what is done here, by the last word of their type
 POOLING_TYPE, EOS, ADDS_EOS = "{}.pooling_type", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.add_eos_token"
-OTHERS = "take a model that was made for it, as Qwen/Qwen3-Embedding-0.6B"
+OTHERS = "use a model that was made for it, such as qwen3-embedding-0.6b"
 
 
 def pooling_of(path: Path | None) -> str:
@@ -48,7 +48,7 @@ def pooling_of(path: Path | None) -> str:
     names = () if path is None else (POOLING, POOLING_KEPT)
     stated = next((found for name in names if (found := read_json(path / name)) is not None), None)
     if not isinstance(stated, dict):
-        raise UsageError("this model was not made for embeddings: nothing beside its weights says how", OTHERS)
+        raise UsageError("this model was not made for embeddings: its files do not say how to make them", OTHERS)
     modules = read_json(path / MODULES)
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None

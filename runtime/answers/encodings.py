@@ -84,7 +84,7 @@ class Encodings:
         was not made for it, or one of these has no room."""
         self.encoder.demand_ranking()
         if instruction is not None:
-            raise UsageError(NO_INSTRUCTION, "leave it away")
+            raise UsageError(NO_INSTRUCTION, "leave it out")
         rows, kinds, letters = [], [], self.tokenizer.of_letters
         for document in documents:
             ids, types = letters.pair(query, document)

@@ -32,8 +32,8 @@ USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by t
 POOLING_TYPE, LABELS, TEMPLATE = "{}.pooling_type", "{}.classifier.output_labels", "tokenizer.chat_template.rerank"
 # What stands in a prompt for what is asked about, while it is looked at where that comes.
 QUERY, DOCUMENT, INSTRUCTION = "{query}", "{document}", "{instruction}"
-OTHERS = "serve a model that was made for it, as Qwen/Qwen3-Reranker-0.6B"
-NOT_MADE = "this model was not made for ranking documents: {} says how"
+OTHERS = "use a model that was made for it, such as qwen3-reranker-0.6b"
+NOT_MADE = "this model was not made for ranking documents: {} how to rank them"
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ class Ranking:
         texts = {QUERY: query, DOCUMENT: document, INSTRUCTION: instruction or ""}
         framed = self._framed(None if instruction is None else INSTRUCTION)
         if instruction is not None and INSTRUCTION not in framed:
-            raise UsageError("this model's template has no place for an instruction", "leave it away")
+            raise UsageError("this model's template has no place for an instruction", "leave it out")
         parts = re.split("|".join(f"({re.escape(each)})" for each in texts), framed)
         return tokens_of([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
 
@@ -80,7 +80,7 @@ def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Ranking:
     elif path is not None and (stated := next((each for name in (RANKING, RANKING_KEPT) if (each := read_json(path / name))), None)):
         found = _of_folder(path, stated, tokenizer)
     else:
-        raise UsageError(NOT_MADE.format("nothing beside its weights"), OTHERS)
+        raise UsageError(NOT_MADE.format("its files do not say"), OTHERS)
     rows = tokenizer.vocab_size
     if any(type(each) is not int or not 0 <= each < rows for each in (found.yes, found.no)):
         raise UsageError("this model's files name no two tokens by which it ranks documents", OTHERS)
@@ -106,7 +106,7 @@ def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Ranking:
 def _of_gguf(path: Path, tokenizer: Tokenizer) -> Ranking:
     labels, template = stated_in(path, LABELS), stated_in(path, TEMPLATE)
     if stated_in(path, POOLING_TYPE) != RANK or not isinstance(template, str):
-        raise UsageError(NOT_MADE.format("nothing in its file"), OTHERS)
+        raise UsageError(NOT_MADE.format("its file does not say"), OTHERS)
     words = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
     if [len(each) for each in words] != [1, 1]:
         raise UsageError("this model ranks documents by a head of its own, which does not run here", OTHERS)

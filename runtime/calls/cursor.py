@@ -103,7 +103,7 @@ class Cursor:
 
 
 def _no_json(word: str) -> Any:
-    raise ValueError(f"{word} is no JSON")
+    raise ValueError(f"{word} is not JSON")
 
 
 def parsed(text: str) -> Any:

@@ -156,7 +156,7 @@ def _text(said: str) -> str:
     try:
         return ast.literal_eval(said)
     except (ValueError, SyntaxError):
-        raise UsageError(f"{said:.40} in the grammar is no text", "escape letters as JSON does") from None
+        raise UsageError(f"{said:.40} in the grammar is not text", "escape letters as JSON does") from None
 
 
 def _imported(text: str) -> str:
@@ -234,7 +234,7 @@ def _pattern(atom: str, dot_is_all: bool, any_case: bool) -> re.Pattern[str]:
     try:
         return re.compile(atom, (re.DOTALL if dot_is_all else 0) | (re.IGNORECASE if any_case else 0))
     except re.error as error:
-        raise UsageError(f"{atom:.40} in the grammar is no class of letters: {error}", PLAIN) from None
+        raise UsageError(f"{atom:.40} in the grammar is not a class of letters: {error}", PLAIN) from None
 
 
 @cache

@@ -51,16 +51,16 @@ def functions(tools: Sequence[Message]) -> list[dict[str, Any]]:
     for number, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, Mapping) and tool.get("type", "function") == "function" else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
-            raise UsageError(f"tools[{number}] is no function with a name", 'a tool is {"type": "function", "function": {"name": …}}')
+            raise UsageError(f"tools[{number}] is not a function with a name", 'a tool is {"type": "function", "function": {"name": …}}')
         parameters = function.get("parameters") or {"type": "object", "properties": {}}
         if not isinstance(parameters, Mapping):
-            raise UsageError(f"tools[{number}].function.parameters is no JSON schema", "give an object")
+            raise UsageError(f"tools[{number}].function.parameters is not a JSON schema", "give an object")
         if not NAME.fullmatch(function["name"]):
             raise UsageError(f"tools[{number}] has a name of more than letters, digits, dots, dashes and slashes", "give it another name")
         try:
             written(function)
         except Wrong:
-            raise UsageError(f"tools[{number}] is no JSON: a number in it is beyond all numbers, or it is nested too deeply",
+            raise UsageError(f"tools[{number}] is not JSON: a number in it is beyond all numbers, or it is nested too deeply",
                              "send a schema of finite numbers") from None
         rest = {key: value for key, value in function.items() if key not in ("name", "description", "parameters")}
         made.append({"type": "function", "function": {"name": function["name"], "description": function.get("description") or "",
@@ -121,7 +121,7 @@ class _Calls:
     def _calling(self, message: Message, number: int) -> dict[str, Any]:
         style, said, made = self.style, message.get("content"), []
         if not isinstance(message["tool_calls"], list):
-            raise UsageError(f"messages[{number}].tool_calls is no list", AS_ANSWERED)
+            raise UsageError(f"messages[{number}].tool_calls is not a list", AS_ANSWERED)
         for at, call in enumerate(message["tool_calls"]):
             function = call.get("function") if isinstance(call, Mapping) else None
             name = function.get("name") if isinstance(function, Mapping) else None
@@ -171,7 +171,7 @@ def _arguments(given: Any, where: str) -> dict[str, Any]:
     except Wrong:
         value = None
     if not isinstance(value, Mapping):
-        raise UsageError(f"{where} is no JSON object", AS_ANSWERED)
+        raise UsageError(f"{where} is not a JSON object", AS_ANSWERED)
     return json.loads(text)
 
 

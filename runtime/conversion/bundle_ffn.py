@@ -79,7 +79,7 @@ def bundle(folder: Path, out: Path, replace: bool = False, source: Mapping[str, 
     with open_store(folder) as store:  # what headers tell is refused before the model is read and run
         tensors = check_tensors(config, store, given)
         if gate_sparsity is not None and not all("gate" in tensors[key] for key in tensors if key != "outer"):
-            raise UsageError(f"--gate-sparsity needs an MLP with a gate, {config.family} has none", "leave it away")
+            raise UsageError(f"--gate-sparsity needs an MLP with a gate, {config.family} has none", "leave it out")
         tuple(_jobs(config, tensors, ()))
     found: tuple[np.ndarray, ...] = ()
     if gate_sparsity is not None:
@@ -126,19 +126,19 @@ def _converted(out: Path, jobs: tuple[BundleJob, ...], store: TensorStore, files
 
 def _check(config: ModelConfig, gate_sparsity: float | None) -> None:
     if gate_sparsity is not None and not 0.05 <= gate_sparsity <= 0.95:
-        raise UsageError(f"--gate-sparsity {gate_sparsity:g} is no share of gates to leave out", "0.05 to 0.95; 0.5 is much already")
+        raise UsageError(f"--gate-sparsity {gate_sparsity:g} is not a share of gates to leave out", "0.05 to 0.95; 0.5 is much already")
     if gate_sparsity is not None and config.hidden_act in SPARSE:
-        raise UsageError(f"--gate-sparsity: {config.hidden_act} leaves neurons out by itself, and exactly", "leave it away")
+        raise UsageError(f"--gate-sparsity: {config.hidden_act} leaves neurons out by itself, and exactly", "leave it out")
     if gate_sparsity is None and config.hidden_act not in SPARSE:
         raise UsageError(f"--bundle-ffn: {config.hidden_act} is zero for no neuron, so that every token would read all of them",
                          f"it serves models of {' or '.join(SPARSE)}, such as fable-relu; --gate-sparsity 0.5 leaves out half, with loss")
     if config.mixture is not None:
-        raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it away")
+        raise UsageError("--bundle-ffn: the experts of a mixture are read as a whole", "leave it out")
     if config.family in WHOLE or config.side_by_side:
-        raise UsageError(f"--bundle-ffn: MLPs of the {config.family} family are read as a whole in this version", "leave it away")
+        raise UsageError(f"--bundle-ffn: MLPs of the {config.family} family are read as a whole in this version", "leave it out")
     if config.intermediate_size % FFN_MULTIPLE or config.hidden_size % WIDTH_MULTIPLE:
         raise UsageError(f"--bundle-ffn takes {FFN_MULTIPLE} neurons and {WIDTH_MULTIPLE} channels at a time, this model has "
-                         f"{config.intermediate_size} and {config.hidden_size}", "leave it away")
+                         f"{config.intermediate_size} and {config.hidden_size}", "leave it out")
 
 
 def _jobs(config: ModelConfig, tensors: Mapping[int | str, Mapping[str, ModelTensor]],

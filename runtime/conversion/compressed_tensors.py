@@ -127,7 +127,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         items = tuple(_items(config, store, bits))
         for item in items:
             if item.bits and item.shape[1] % GROUP:
-                raise UsageError(f"{item.name} has rows of {item.shape[1]}, which are no multiple of {GROUP}", "export as GGUF")
+                raise UsageError(f"{item.name} has rows of {item.shape[1]}, which are not a multiple of {GROUP}", "export as GGUF")
         file = _planned({name: entry for item in items for name, entry in _entries(item).items()})
         done, total = 0, sum(item.nbytes for item in items)
         quantized, fingerprint = sum(item.bits > 0 for item in items), _fingerprint(store, source, kind, file)

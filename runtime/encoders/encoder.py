@@ -100,7 +100,7 @@ def plan_encoder(folder: Path, options: EncoderOptions) -> EncoderPlan:
     if context > config.context_length:
         said = f"-c {context} is more than the {config.context_length} tokens that this model takes of a text"
         if not options.gives_way:
-            raise UsageError(said, "leave -c away")
+            raise UsageError(said, "leave out -c")
         context = config.context_length
         notices.append(f"{said}: left out, as it was set for all models")
     weights = sum(nbytes if kind in STORED and any(part in name for part in TABLES) else 4 * int(np.prod(shape, dtype=np.int64))
@@ -143,7 +143,7 @@ class Encoder:
         """Raises UsageError where the model has no head that ranks."""
         if self._head is None:
             raise UsageError("this model was not made for ranking documents: it has no head that scores",
-                             "serve a model that was made for it, as BAAI/bge-reranker-v2-m3")
+                             "use a model that was made for it, such as BAAI/bge-reranker-v2-m3")
 
     def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
                 task: str | None = None) -> Generator[Progress | Turn, None, list[np.ndarray] | None]:

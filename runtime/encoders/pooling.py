@@ -24,7 +24,7 @@ WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {
     "weightedmean": lambda states: np.average(states, 0, np.arange(1, len(states) + 1)).astype(np.float32)}
 # Behind pooling_mode_, as it was written before.
 FORMER = {"mean_tokens": "mean", "cls_token": "cls", "max_tokens": "max", "weightedmean_tokens": "weightedmean"}
-OTHERS = "serve a model that was made for it, as sentence-transformers/all-MiniLM-L6-v2"
+OTHERS = "use a model that was made for it, such as sentence-transformers/all-MiniLM-L6-v2"
 
 
 @dataclass(frozen=True)
@@ -90,7 +90,7 @@ def _modules(folder: Path) -> list[tuple[str, str]]:
         listed = json.loads(read_whole(folder / MODULES, JSON_NBYTES))
         found = [(each["type"].rpartition(".")[2].lower(), each.get("path") or "") for each in listed]
     except (OSError, ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-        raise ConfigError(f"{folder / MODULES} is no list of modules") from error
+        raise ConfigError(f"{folder / MODULES} is not a list of modules") from error
     if any(not isinstance(place, str) or "/" in place or place.startswith(".") for _, place in found):
         raise ConfigError(f"{folder / MODULES} names a module outside of the model's folder")
     return found

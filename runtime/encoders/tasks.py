@@ -52,7 +52,7 @@ def tasks_of(keys: Keys) -> dict[str, str]:
         raise ConfigError(f"config.json: lora_adaptations is {show(named)}, expected names of tasks")
     before = keys.section("task_instructions") or {}
     if not all(isinstance(before.get(each, ""), str) for each in named):
-        raise ConfigError("config.json: task_instructions are no texts")
+        raise ConfigError("config.json: task_instructions are not texts")
     return {each: before.get(each, "") for each in named}
 
 

@@ -37,7 +37,7 @@ def pages_of(data: bytes, source: str) -> list[str]:
     if LOCKED in told:
         raise UsageError(f"{source} is a PDF behind a password", "give it without one")
     if WRONG in told:
-        raise UsageError(f"{source} is no PDF that can be read ({told[WRONG]})", ITS_TEXT)
+        raise UsageError(f"{source} is not a PDF that can be read ({told[WRONG]})", ITS_TEXT)
     if not any(page.strip() for page in told[PAGES]):
         raise UsageError(f"{source} is a PDF whose pages have no text: they are pictures", "give them as pictures, to a model that sees")
     return told[PAGES]

@@ -96,7 +96,7 @@ def schema_form(asked: str) -> Form:
     try:
         schema = json.loads(text)
     except ValueError as error:
-        raise UsageError(f"{SCHEMA}: {name} is no JSON: {error}", "see json-schema.org for how a schema is written") from None
+        raise UsageError(f"{SCHEMA}: {name} is not JSON: {error}", "see json-schema.org for how a schema is written") from None
     except RecursionError:
         raise UsageError(f"{SCHEMA}: {name} is nested too deeply", "see json-schema.org for how a schema is written") from None
     for key in ENVELOPES:
@@ -109,9 +109,9 @@ def schema_form(asked: str) -> Form:
 def form_of_schema(schema: object, flag: str, name: str) -> Form:
     """The form of a schema that is at hand; `flag` and `name` for a person. Raises UsageError."""
     if not isinstance(schema, dict):
-        raise UsageError(f"{flag}: {name} is no JSON schema, which is an object", "see json-schema.org for how a schema is written")
+        raise UsageError(f"{flag}: {name} is not a JSON schema, which is an object", "see json-schema.org for how a schema is written")
     if schema and schema.keys().isdisjoint(KEYWORDS):
-        raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is no keyword of it",
+        raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is not a keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
         grammar = _library().LLMatcher.grammar_from_json_schema(schema, defaults=SPACE)
@@ -312,7 +312,7 @@ def _read(asked: str, flag: str, also: str) -> str:
     try:
         return read_text(Path(os.path.expanduser(asked)), JSON_NBYTES).removeprefix("\ufeff")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{flag}: {asked} is no text: byte {error.start} is no UTF-8", f"{also}a file of text") from None
+        raise UsageError(f"{flag}: {asked} is not text: byte {error.start} is not UTF-8", f"{also}a file of text") from None
     except (OSError, ValueError) as error:  # ValueError: a name that no file can have
         reason = getattr(error, "strerror", None) or error
         raise UsageError(f"{flag}: cannot read {asked}: {reason}", f"{also}the path of a file that can be read") from None

@@ -74,7 +74,7 @@ def to_lark(text: str, as_one: bool = True) -> str:
         for name, rule in rules.items():
             for other in rule.names():
                 if other not in rules:
-                    raise GbnfError(f"the rule {name} names {other}, which is no rule")
+                    raise GbnfError(f"the rule {name} names {other}, which is not a rule")
         return _Writer(_counted(rules)).written(as_one)
     except RecursionError:
         raise GbnfError("it is nested too deeply", SHALLOWER) from None

@@ -63,7 +63,7 @@ def opened_file(path: Path) -> TensorStore:
 def _architecture(path: Path, header: GgufHeader, config: ModelConfig) -> Architecture:
     told = {key: header.metadata.get(key) for key in ("general.type", "adapter.type", "general.architecture")}
     if told["general.type"] != "adapter" or told["adapter.type"] != "lora":
-        raise CheckpointError(f"{path} is no LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
+        raise CheckpointError(f"{path} is not a LoRA adapter but {shown(told['general.type'] or 'a model')}", MADE)
     if INVOKED in header.metadata:
         raise CheckpointError(f"{path} is an adapter that begins in the midst of a text, which is not computed here", MADE)
     name = told["general.architecture"]
@@ -87,7 +87,7 @@ def _deltas(path: Path, name: str, pair: Mapping[str, GgufTensor], store: Tensor
         raise refuse(f"changes {shown(name)}, to which nothing is added")
     alpha = header.metadata.get(ALPHA, 0.0)
     if isinstance(alpha, bool) or not isinstance(alpha, int | float) or not np.isfinite(alpha):
-        raise refuse(f"states {ALPHA} {shown(alpha)}, which is no number")
+        raise refuse(f"states {ALPHA} {shown(alpha)}, which is not a number")
     a, b = (_values(path, store, pair[part]) for part in "ab")
     if name == TABLE and a.ndim == b.ndim == 2:
         a, b = np.ascontiguousarray(b.T), a

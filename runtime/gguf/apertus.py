@@ -41,7 +41,7 @@ def _list(header: GgufHeader, key: str, layers: object) -> list[float]:
     if isinstance(value, int | float) and type(layers) is int and 0 < layers < 1 << 16:  # one for all
         return [float(value)] * layers
     if not isinstance(value, np.ndarray) or value.dtype.kind != "f" or len(value) != layers or not np.isfinite(value).all():
-        damaged(header.path, f"states {key} that is no number for each of {layers} layers")
+        damaged(header.path, f"states {key} that is not a number for each of {layers} layers")
     return [float(each) for each in value]
 
 

@@ -237,7 +237,7 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
         yield Notice("the embedding and the head are written as Q8_0, where errors weigh most")
     odd = [job for job in jobs if len(job.planned.shape) > 1 and job.planned.shape[-1] % BLOCK and job.planned.type == "F16" != kind]
     if odd:
-        yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are no multiple of {BLOCK}")
+        yield Notice(f"{odd[0].planned.name} and {len(odd) - 1} more are written as F16: their rows are not a multiple of {BLOCK}")
     if config.family == bitnet.FAMILY and config.hidden_act != bitnet.ACTS[0]:
         yield Notice(bitnet.RUN_OTHERWISE)
     if (window := unused_window(config)) is not None:

@@ -54,7 +54,7 @@ def add_half_layers(header: GgufHeader, name: str, raw: dict[str, object]) -> No
         raw[ours] = some[0] if some else None
     inner, count = raw.pop(state_spaces.INNER), raw["mamba_num_heads"]
     if type(inner) is not int or type(count) is not int or count < 1 or inner < 1 or inner % count:
-        damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is no multiple")
+        damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is not a multiple")
     raw |= {"layers_block_type": kinds, "mamba_head_dim": inner // count,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
@@ -63,7 +63,7 @@ def add_half_layers(header: GgufHeader, name: str, raw: dict[str, object]) -> No
 def _by_block(header: GgufHeader, key: str, blocks: object) -> list[int]:
     value = header.metadata.get(key)
     if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != blocks or (value < 0).any():
-        damaged(header.path, f"states {key} that is no number for each of {blocks} blocks")
+        damaged(header.path, f"states {key} that is not a number for each of {blocks} blocks")
     return value.tolist()
 
 

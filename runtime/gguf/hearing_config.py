@@ -41,7 +41,7 @@ def _of_windows(kind: str) -> Callable[..., Built]:
         places = shape_of(header, PLACES)[0]
         seconds, rest = divmod(places * HALVED * HOP, RATE)
         if rest or not seconds:
-            damaged(header.path, f"has {places} places for rows of a window, which are no whole seconds")
+            damaged(header.path, f"has {places} places for rows of a window, which are not whole seconds")
         joined = {} if kind != "voxtral" else {"intermediate_size": keys.integer("projector.stack_factor", 4, high=1 << 10)
                                                * keys.integer("embedding_length", high=1 << 16)}
         if joined and joined["intermediate_size"] != tower["intermediate_size"]:

@@ -28,7 +28,7 @@ WINDOW = 400  # samples of a frame
 USUAL_PIECES = 50, 800  # frames of half a piece, and of those that see each other: of all such models
 WAVES = 1500  # places that files have of those that follow from their number
 LATER = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi_modal_projector.linear_2": "audio_tower.proj2"}
-AWAY = "leave --mmproj away"
+AWAY = "leave out --mmproj"
 
 
 def metadata(sight: TowerHearing | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:

@@ -43,7 +43,7 @@ def add_jamba(header: GgufHeader, raw: dict[str, object]) -> None:
     path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]
     if type(inner) is int and type(hidden) is int and hidden > 0:
         if inner < 1 or inner % hidden:
-            raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner} for a width of {hidden}, of which it is no multiple",
+            raise CheckpointError(f"{path} states {FAMILY}.ssm.inner_size {inner} for a width of {hidden}, of which it is not a multiple",
                                   AGAIN)
         raw["mamba_expand"] = inner // hidden
     if type(layers) is not int:

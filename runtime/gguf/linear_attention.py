@@ -46,7 +46,7 @@ def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) 
     heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
     if type(heads) is type(inner) is int and heads > 0:
         if inner % heads:
-            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is no multiple of",
+            raise CheckpointError(f"{path} states {name}.ssm.inner_size {inner} for {heads} heads, which it is not a multiple of",
                                   "the file is damaged or was converted wrongly: download it again, or another one")
         raw["linear_value_head_dim"] = inner // heads
     reordered = data.get(f"{name}.{REORDERED}", True)

@@ -29,7 +29,7 @@ def add_mamba2(header: GgufHeader, raw: dict[str, object]) -> None:
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner < 1 or inner % heads or inner % hidden:
             raise CheckpointError(f"{header.path} states {NAME}.ssm.inner_size {inner} for {heads} heads and a width of {hidden}, one of "
-                                  "which it is no multiple of", jamba.AGAIN)
+                                  "which it is not a multiple of", jamba.AGAIN)
         raw |= {"head_dim": inner // heads, "expand": inner // hidden}
     raw["use_conv_bias"] = any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors)
 

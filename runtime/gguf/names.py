@@ -18,6 +18,7 @@ _STATED = re.compile(rf"(?<=[-._]){PRECISION}(?=[-._])", re.IGNORECASE)
 FOLDERS = r"(?:[A-Za-z0-9_][A-Za-z0-9_.+-]*/)*"  # none is hidden, none leads out
 PATH = FOLDERS + r"[A-Za-z0-9_][A-Za-z0-9_.+-]*\.gguf"
 PROJECTOR = re.compile(r"(?:^|[-._])mmproj(?=[-._])", re.IGNORECASE)  # in what llama.cpp names the part of a model that sees
+USUAL = "Q4_K_M"  # what llama.cpp and Ollama take of a repository where no precision is named
 TAKEN_FIRST = ("F16", "BF16", "Q8_0", "F32")  # of such a part, those that are taken first
 
 
@@ -65,3 +66,11 @@ def meant(asked: str, names: Iterable[str]) -> list[str]:
         return [asked] if asked in names else []
     stated = re.compile(rf"(?:^|[-._/]){re.escape(asked)}(?=[-./])", re.IGNORECASE)
     return [name for name in models(names) if stated.search(name)]
+
+
+def usual(names: Iterable[str]) -> str | None:
+    """The model that is meant where none of `names` is asked for: the only one, or else the only one of the usual precision; None where
+    that is not one."""
+    ours = models(names)
+    found = ours if len(ours) == 1 else meant(USUAL, ours)
+    return found[0] if len(found) == 1 else None

@@ -152,7 +152,7 @@ def _mlp(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
         return config, {"image_processor_type": "LlavaImageProcessor", "do_pad": True, **sized}
     stated = keys.get("image_grid_pinpoints")
     if stated is not None and (not isinstance(stated, list) or len(stated) % 2):
-        damaged(header.path, f"states {VISION}image_grid_pinpoints that are no widths and heights")
+        damaged(header.path, f"states {VISION}image_grid_pinpoints that are not widths and heights")
     pairs = [[high, wide] for wide, high in zip(stated[::2], stated[1::2], strict=True)] if stated else None
     return config, {"image_processor_type": "LlavaNextImageProcessor", **sized, **({"image_grid_pinpoints": pairs} if pairs else {})}
 
@@ -228,7 +228,7 @@ def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None
     deep = sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))})
     count = _tensor(header, "v.position_embd.weight").shape[0]
     if isqrt(count) ** 2 != count:
-        damaged(header.path, f"has {count} places for patches in v.position_embd.weight, which are no square")
+        damaged(header.path, f"has {count} places for patches in v.position_embd.weight, which are not a square")
     vision |= {"model_type": "qwen3_vl" if deep else "qwen3_5", "hidden_act": _curve(keys, "gelu_pytorch_tanh"),
                "num_position_embeddings": count, "deepstack_visual_indexes": deep}
 

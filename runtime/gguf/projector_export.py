@@ -59,7 +59,7 @@ def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Heari
     """What the file is written of. Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
     found = sights_of(folder, config)
     if not found:
-        raise UsageError(f"{folder} takes no pictures and no sounds", "leave --mmproj away")
+        raise UsageError(f"{folder} takes no pictures and no sounds", "leave out --mmproj")
     known = (*TYPES, *hearing_export.TYPES, gemma4_export.NAME)
     if (kind := str(kind_of(folder))) not in known or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
@@ -92,7 +92,7 @@ def _mlp(sight: Llava) -> Keys:
     """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
     if sight.drops_first != sight.tower.startswith("clip"):
         raise UsageError("what it sees with is read with another strategy than its tower's usual one, which such a file does not say",
-                         "leave --mmproj away")
+                         "leave out --mmproj")
     keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
                   "projection_dim": sight.vision.integer("projection_dim", 768)}
     if isinstance(sight, LlavaNext):
@@ -107,7 +107,7 @@ def _idefics3(sight: TowerSight) -> Keys:
 
 def _pixtral(sight: TowerSight) -> Keys:
     if wanted_layers(sight, -1) != [layer_count(sight)]:
-        raise UsageError("what it sees with is read from other layers than the last, which such a file does not say", "leave --mmproj away")
+        raise UsageError("what it sees with is read from other layers than the last, which such a file does not say", "leave out --mmproj")
     return {"spatial_merge_size": sight.joined, "image_size": sight.most[0]}
 
 
@@ -129,7 +129,7 @@ def _windows(sight: TowerSight) -> Keys:
     depth = sight.vision.integer("depth")
     whole = sorted(sight.vision.layers("fullatt_block_indexes", depth))
     if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
-        raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave --mmproj away")
+        raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave out --mmproj")
     return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.vision.integer("window_size")}
 
 
@@ -209,7 +209,7 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     out = Path(os.path.abspath(out))
     check_name(out)
     if is_gguf(source):
-        raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave --mmproj away")
+        raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
     sights, kind = sensing(source, read_config(source)), str(kind_of(source))
     sight, *_ = sights.values()
     with tower_store(source) as store:

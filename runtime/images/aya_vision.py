@@ -31,7 +31,7 @@ class AyaVision(FittedTiles):
         self.joined = self.outer.integer("downsample_factor", 2, high=16)
         self.demand_squares()
         if self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"}, "full") == "default":
-            raise ConfigError("config.json: vision_feature_select_strategy is 'default', with which patches are no square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'default', with which patches are not a square")
         self.wanted = wanted_layers(self, -1)
         self._known: dict[int, tuple[int, ...]] = {}
 

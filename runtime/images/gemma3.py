@@ -40,7 +40,7 @@ class Gemma3(TowerSight):
         self.count = self.outer.integer("mm_tokens_per_image", 256, high=1 << 16)
         self.across, self.kept = self.side // self.patch, math.isqrt(self.count)
         if self.kept**2 != self.count or self.across % self.kept:
-            raise ConfigError(f"config.json: mm_tokens_per_image {self.count} is no square that divides {self.across} × {self.across}")
+            raise ConfigError(f"config.json: mm_tokens_per_image {self.count} is not a square that divides {self.across} × {self.across}")
 
     @property
     def most_patches(self) -> int:

@@ -40,7 +40,7 @@ class Gemma3n(TowerSight):
             raise keys.fail("do_resize", "true")
         self.count = self.outer.integer("vision_soft_tokens_per_image", 256, high=1 << 14)
         if math.isqrt(self.count) ** 2 != self.count:
-            raise ConfigError(f"config.json: vision_soft_tokens_per_image {self.count} is no square")
+            raise ConfigError(f"config.json: vision_soft_tokens_per_image {self.count} is not a square")
         self.first, self.vocabulary = (said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
 
     def bytes_needed(self) -> int:

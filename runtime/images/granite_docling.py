@@ -49,7 +49,7 @@ class GraniteDocling(FittedTiles):
         self.scale_bound, self.least_aspect, self.most_aspect = (
             keys.number(name) if keys.raw.get(name) else 0.0 for name in ("dense_max_scale", "dense_min_aspect", "dense_max_aspect"))
         if config.hidden_size % 4:
-            raise ConfigError(f"config.json: hidden_size {config.hidden_size} is no multiple of 4, as places in a tile ask for")
+            raise ConfigError(f"config.json: hidden_size {config.hidden_size} is not a multiple of 4, as places in a tile ask for")
         self._known: dict[tuple[int, int], tuple[int, ...]] = {}
 
     @property

@@ -45,7 +45,7 @@ class FittedTiles(TowerSight):
     def demand_squares(self) -> None:
         """Raises ConfigError where patches do not become whole rows."""
         if self.joined < 1 or self.across % self.joined:
-            raise ConfigError(f"config.json: {self.across} patches in a row are no multiple of {self.joined}, which become one")
+            raise ConfigError(f"config.json: {self.across} patches in a row are not a multiple of {self.joined}, which become one")
 
     @property
     def most_patches(self) -> int:
@@ -103,7 +103,7 @@ class InternVl(FittedTiles):
         self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
                                              "default") == "default"
         if not self.drops_first:
-            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
         self.wanted = wanted_layers(self, -1)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:

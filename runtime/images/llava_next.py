@@ -39,7 +39,7 @@ class LlavaNext(Llava):
             raise ConfigError(f"{self.processor.where}: image_grid_pinpoints holds no list of heights and widths of whole tiles of {side}")
         self.pinpoints = [tuple(each) for each in stated]
         if self.tower.startswith("clip") and not self.drops_first:
-            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are no square")
+            raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
 
     @property
     def most_patches(self) -> int:

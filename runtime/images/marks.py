@@ -91,7 +91,7 @@ def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense,
         drops = bool(marks)
     if drops:
         raise UsageError(f"this model's chat template drops what is said beside a {senses[0].noun}",
-                         f"leave the words away: the {senses[0].noun} alone is enough")
+                         f"leave out the words: the {senses[0].noun} alone is enough")
     if failed is not None:
         raise failed
     nouns = dict.fromkeys(sense.noun for sense in senses or places)

@@ -141,7 +141,7 @@ class Ovis2(FittedTiles):
         curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
         words, count, biased = keys.integer("vocab_size"), END + 1, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))
         if words <= count:
-            raise keys.fail("vocab_size", f"more than the {count} words that are no parts of a picture")
+            raise keys.fail("vocab_size", f"more than the {count} words that are not parts of a picture")
 
         def block(number: int) -> Block:
             own = f"{name}encoder.layers.{number}."

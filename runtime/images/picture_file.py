@@ -48,7 +48,7 @@ def decode_picture(data: bytes, source: str) -> np.ndarray:
     except Image.DecompressionBombError as error:
         raise UsageError(f"{source} claims more than {MOST_POINTS:,} points", "make it smaller") from error
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is no picture that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a picture that can be read", ANOTHER) from error
 
 
 def _upright(image: object) -> object:

@@ -69,7 +69,7 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
     does not belong to the model."""
     if not is_gguf(model):
         raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees and hears with itself",
-                         "leave it away")
+                         "leave it out")
     if config.cross_layers:
         raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
                          "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")

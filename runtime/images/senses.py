@@ -26,7 +26,7 @@ class Sense:
     @property
     def refusal(self) -> tuple[str, str]:
         """The message and the hint of a model that takes none."""
-        return f"this model takes no {self.noun}s", f"ask one that does: `effllm list` says which models here take {self.noun}s"
+        return f"this model takes no {self.noun}s", f"`effllm list` shows which models here take {self.noun}s"
 
     def called(self, size: tuple[int, ...]) -> str:
         """One of this size: (height, width) of a picture, (samples,) of a sound."""

@@ -68,7 +68,7 @@ def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:
 def demand_count(frames: int) -> None:
     """Raises UsageError for what is no number of moments."""
     if not 1 <= frames <= MOST_FRAMES:
-        raise UsageError(f"--frames {frames} is no number of pictures of a video", f"1 to {MOST_FRAMES}")
+        raise UsageError(f"--frames {frames} is not a number of pictures of a video", f"1 to {MOST_FRAMES}")
 
 
 def library(source: str) -> ModuleType:
@@ -95,7 +95,7 @@ def _frames(file: BinaryIO, source: str, most: int) -> list[Frame]:
     except UsageError:
         raise
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is no video that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a video that can be read", ANOTHER) from error
     if not found:
         raise UsageError(f"{source} has no picture that can be read", ANOTHER)
     return found

@@ -101,7 +101,7 @@ def load_profile(path: Path, config: ModelConfig, store: TensorStore | None = No
     except EffllmError as error:  # what helps a config, to fetch the model again, does not help here
         raise UsageError(str(error), f"remove it, or {again}") from error
     if raw.get("format") != FORMAT:
-        raise UsageError(f"{target} is no KV profile", f"remove it, or {again}")
+        raise UsageError(f"{target} is not a KV profile", f"remove it, or {again}")
     version = raw.get("version")
     if not isinstance(version, int) or isinstance(version, bool) or version not in BITS:
         raise UsageError(f"{target} is of version {version!r}, this effllm reads {VERSION}", again)

@@ -381,7 +381,7 @@ def _entry_of(alias: str, text: str, ref: ModelRef, place: Mapping[str, str | No
     """With what headers tell. Raises ModelNotFound for what cannot run here."""
     model = _local(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:
-        raise ModelNotFound(f"{show(text)} is no model that can run here", f"effllm show {typed(text)} says why")
+        raise ModelNotFound(f"{show(text)} is not a model that can run here", f"effllm show {typed(text)} says why")
     params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
     return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence, gated=False,
                         params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)

@@ -29,7 +29,7 @@ ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]
 PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan", "gpt4all")
 OF_PROGRAM = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
-ELSEWHERE = "effllm list --all names what is here and some of the hub; effllm search WORDS finds others, each called org/repo"
+ELSEWHERE = "effllm list --all shows what is here and some models of the hub; effllm search WORDS finds more, each named org/repo"
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def parse_reference(text: str, env: Mapping[str, str]) -> Reference:
         if match := VARIANT.fullmatch(base):
             base, variant = match.groups()
             if VARIANT.fullmatch(base) and not exists(Path(base)):
-                raise UsageError(f"{show(text)} names two formats", f"leave one away: {show(base)}")
+                raise UsageError(f"{show(text)} names two formats", f"leave one out: {show(base)}")
         if (match := OF_PROGRAM.fullmatch(base)) is not None:
             return Reference(text, f"{match[1].lower()}:{match[2]}", variant=variant, program=match[1].lower())
         if (match := FILE.fullmatch(base)) and not exists(Path(base)):
@@ -119,12 +119,12 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
         is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
-        raise UsageError(f"{show(':' + variant)} is no format that a model can be loaded in",
+        raise UsageError(f"{show(':' + variant)} is not a format that a model can be loaded in",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
-                         + (f"or leave it away: {show(base)}" if is_one else f"and {show(base)} is no model here: {ELSEWHERE}"))
+                         + (f"or leave it out: {show(base)}" if is_one else f"and {show(base)} is not a model here: {ELSEWHERE}"))
     name, at, revision = base.partition("@")
     if at and not hub.is_revision(revision):
-        raise UsageError(f"{show(revision)} is no revision", "a branch, a tag or a commit follows the @")
+        raise UsageError(f"{show(revision)} is not a revision", "a branch, a tag or a commit follows the @")
     return name, revision if at else None
 
 

@@ -39,7 +39,7 @@ def read_modelfile(path: Path) -> list[Instruction]:
     except FileNotFoundError as error:
         raise UsageError(f"there is no file {path}", "ollama show --modelfile NAME > FILE writes one") from error
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is no text in UTF-8", "--modelfile takes a Modelfile, and FROM in it a model") from error
+        raise UsageError(f"{path} is not text in UTF-8", "--modelfile takes a Modelfile, and FROM in it a model") from error
     except OSError as error:
         raise EffllmError(f"{path} cannot be read: {error.strerror}", f"check its permissions: {ls(path)}") from error
     return parse_modelfile(text, str(path))

@@ -23,7 +23,7 @@ from ..config_reader import show
 from ..files.small_file import JSON_NBYTES, read_whole
 from .near_names import OLLAMAS
 
-HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves away
+HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves out
 SERVICE = Path("/usr/share/ollama/.ollama/models")  # where Ollama's installer for Linux lets its service keep them
 KIND = "application/vnd.ollama.image."
 PART = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
@@ -120,7 +120,7 @@ def names(env: Mapping[str, str]) -> list[str]:
 
 
 def find(asked: str, env: Mapping[str, str]) -> Stored | None:
-    """The model that Ollama calls so, in any case of its letters, its tag left away or not; None where it has no such one. Raises
+    """The model that Ollama calls so, in any case of its letters, its tag left out or not; None where it has no such one. Raises
     ModelNotFound for one whose weights are not whole, or not in one file."""
     if (parts := _parts(asked)) is None:
         return None

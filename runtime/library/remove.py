@@ -57,10 +57,12 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     try:
         ref = resolve(text, env)
         folder, repo, variant = ref.folder, ref.repo, ref.variant
+        if repo is not None and reference.file is None and reference.path is None and is_gguf(folder):  # the one that a run takes
+            folder = _part_of_download(reference, repo, env) or folder
     except Absent as absent:
         if (half := _half_made(reference, absent.repo, env)) is not None:
             return half
-        folder, repo, variant = _part_of_download(reference, absent, env), absent.repo, None
+        folder, repo, variant = _part_of_download(reference, absent.repo, env), absent.repo, None
         if folder is None:
             raise ModelNotFound(absent.message, "effllm list shows what is here") from absent
     except ModelNotFound:
@@ -162,25 +164,25 @@ def _left(text: str, out: Path) -> Removal | None:
     return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, True, may_be_pulled) if left else None
 
 
-def _part_of_download(reference: Reference, absent: Absent, env: Mapping[str, str]) -> Path | None:
-    """What of an absent model is here: the repository, one revision of it, or a part of the file that was asked for. Raises ModelNotFound
+def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -> Path | None:
+    """What of a repository is here: the repository, one revision of it, or a part of the file that was asked for. Raises ModelNotFound
     where a tag means several files that are partly here."""
-    root = hub.repo_folder(env, absent.repo)
+    root = hub.repo_folder(env, repo)
     if reference.variant or not root.is_dir():
         return None
     revision = _revision(reference, env)
-    found = hub.find(env, absent.repo, revision)
+    found = hub.find(env, repo, revision)
     if reference.file is None:
-        begun = {found.commit} if found else {each.commit for each in unfinished.meant(env, absent.repo, revision, None)}
+        begun = {found.commit} if found else {each.commit for each in unfinished.meant(env, repo, revision, None)}
         if not _is_pinned(reference, env) or not begun and not hub.names_in(root / "snapshots"):
             return root
         return root / "snapshots" / min(begun) if begun else None
     links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
     files = names.meant(reference.file, links)  # also those that lead nowhere
     places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
-                                                         in unfinished.meant(env, absent.repo, revision, reference.file)}
+                                                         in unfinished.meant(env, repo, revision, reference.file)}
     if len({place.name for place in places}) > 1:
-        raise ModelNotFound(f"{absent.repo} has {len(places)} files of {reference.file}",
+        raise ModelNotFound(f"{repo} has {len(places)} files of {reference.file}",
                             "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(places)))
     return min(places, default=None)
 
@@ -211,9 +213,9 @@ def _demand_ours(folder: Path) -> None:
 
 def _made_folder(text: str, folder: Path) -> Removal:
     if not (folder / storage.MARKER).is_file() and not (folder / "config.json").exists():
-        raise UsageError(f"{folder} is no model", "effllm list shows the models that are here")
+        raise UsageError(f"{folder} is not a model", "effllm list shows the models that are here")
     if not (folder / storage.MARKER).is_file():
-        raise UsageError(f"{folder} is no model that effllm quantized, and is left alone", f"if it is to go: rm -r {typed(folder)}")
+        raise UsageError(f"{folder} is not a model that effllm quantized, and is left alone", f"if it is to go: rm -r {typed(folder)}")
     _demand_ours(folder)
     if folder.is_symlink():  # its files would go, and what they are in would stay
         target = folder.resolve()

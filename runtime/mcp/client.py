@@ -224,4 +224,4 @@ def _is_number(value: Any) -> bool:
 
 def _silence(transport: Transport, patience: float) -> str:
     garbage = transport.inbox.garbage
-    return f"gave no answer within {patience:g} s" + (f"; it wrote what is no message: {garbage[-1]}" if garbage else "")
+    return f"gave no answer within {patience:g} s" + (f"; it wrote what is not a message: {garbage[-1]}" if garbage else "")

@@ -54,7 +54,7 @@ def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry,
         raise UsageError(f"{path}: {error.strerror}", f"--mcp takes the path of a file: {EXAMPLE}") from error
     except (ValueError, RecursionError) as error:
         where = f" (line {error.lineno}: {error.msg})" if isinstance(error, json.JSONDecodeError) else ""
-        raise UsageError(f"{path} is no JSON{where}", EXAMPLE) from None
+        raise UsageError(f"{path} is not JSON{where}", EXAMPLE) from None
     servers = content.get(SERVERS) if isinstance(content, dict) else None
     if not isinstance(servers, dict):
         raise UsageError(f"{path} has no object {SERVERS}", EXAMPLE)
@@ -68,7 +68,7 @@ def read_configuration(path: Path, env: Mapping[str, str]) -> tuple[ServerEntry,
 def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerEntry:
     where = f"{path}: {SERVERS}.{name}"
     if not isinstance(given, dict):
-        raise UsageError(f"{where} is no object", EXAMPLE)
+        raise UsageError(f"{where} is not an object", EXAMPLE)
     kind = given.get("type", "stdio" if "command" in given else "http")
     if kind not in SPOKEN:
         raise UsageError(f"{where} is of type {kind!r:.40}, not spoken here", 'programs ("command") and streamable HTTP ("url") are')
@@ -79,7 +79,7 @@ def _entry(name: str, given: Any, path: Path, env: Mapping[str, str]) -> ServerE
     headers = texts.mapped(given, "headers")
     for header, value in headers.items():
         if not HEADER_NAME.fullmatch(header) or not HEADER_VALUE.fullmatch(value):
-            raise UsageError(f"{where}.headers: {header!r:.40} is no header that can be sent",
+            raise UsageError(f"{where}.headers: {header!r:.40} is not a header that can be sent",
                              "its value is one line of plain letters, without a line's end behind it")
     approved = [*texts.listed(given, "autoApprove"), *texts.listed(given, "alwaysAllow")]
     patience = given.get("timeout", PATIENCE_S)
@@ -102,18 +102,18 @@ class _Texts:
     def listed(self, given: Mapping[str, Any], key: str) -> list[str]:
         value = given.get(key, [])
         if not isinstance(value, list):
-            raise UsageError(f"{self._where}.{key} is no list", f'write it as "{key}": ["…"]')
+            raise UsageError(f"{self._where}.{key} is not a list", f'write it as "{key}": ["…"]')
         return [self._filled(each, key) for each in value]
 
     def mapped(self, given: Mapping[str, Any], key: str) -> dict[str, str]:
         value = given.get(key, {})
         if not isinstance(value, dict):
-            raise UsageError(f"{self._where}.{key} is no object", f'write it as "{key}": {{"NAME": "…"}}')
+            raise UsageError(f"{self._where}.{key} is not an object", f'write it as "{key}": {{"NAME": "…"}}')
         return {name: self._filled(each, f"{key}.{name}") for name, each in value.items()}
 
     def _filled(self, value: Any, key: str) -> str:
         if not isinstance(value, str) or "\0" in value:
-            raise UsageError(f"{self._where}.{key} is no text", "put it between quotes")
+            raise UsageError(f"{self._where}.{key} is not text", "put it between quotes")
 
         def of(found: re.Match[str]) -> str:
             name, otherwise = found.groups()

@@ -70,7 +70,7 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
         found, why = None, str(error).splitlines()[0]
     if found is None and flag:
         raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
-                         f"leave {flag.split()[0]} away: without it the CPU runs all layers; {DOCTOR}")
+                         f"leave out {flag.split()[0]}: without it the CPU runs all layers; {DOCTOR}")
     if found is None:
         notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({why})"))
     return found

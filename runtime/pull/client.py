@@ -137,7 +137,7 @@ class Client:
     def small_file(self, repo: str, commit: str, file: RemoteFile, limit: int) -> bytes:
         """A whole file of at most `limit` bytes, its checksum verified."""
         if file.size > limit:
-            raise DownloadFailed(f"{file.name} of {repo} is larger than {limit >> 10} KiB", "this is no usual model")
+            raise DownloadFailed(f"{file.name} of {repo} is larger than {limit >> 10} KiB", "this is not a usual model")
         text = self._fetch(self.address(repo, commit, file.name), repo, limit + 1)
         running = new_hash(file.digest, len(text))
         running.update(text)
@@ -331,9 +331,9 @@ class Client:
         if "disabled" in said.lower():
             raise ModelNotFound(f"{repo} was disabled by the hub", "choose another model: effllm list --all")
         if code == "RepoNotFound" or status in (401, 404):
-            private = "or the token may not see it" if self.has_token else "or it is private: hf auth login"
-            raise NoSuchRepository(f"{self._home.authority} shows no repository {show(repo)}: there is none, or it is private",
-                                   f"check the spelling, {private}")
+            private = "the token may not see it" if self.has_token else "a private one needs hf auth login"
+            raise NoSuchRepository(f"{self._home.authority} shows no repository {show(repo)}: it does not exist, or it is private",
+                                   f"check the spelling; {private}")
         if status == 403:
             raise ModelNotFound(f"the hub does not let this token read {repo}", f"see {self.page(repo)}, then hf auth login")
         if status == 407:
@@ -357,7 +357,7 @@ def redirected(url: Url, address: str, location: str) -> str:
         target = urljoin(address, location)
         Url.parse(target)
     except (ValueError, ConnectionFailed):  # brackets that are never closed are an error already when the two are joined
-        raise ConnectionFailed(f"{url.authority} sends on to what is no address of http or https", again=False) from None
+        raise ConnectionFailed(f"{url.authority} sends on to what is not an address of http or https", again=False) from None
     return target
 
 

@@ -149,6 +149,8 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     repository, sees = _described(wish, client, env), None
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = (wish.entry and wish.entry.licence) or repository.licence
+    if wish.reference.file is None and wish.bits is None and (file := repository.usual_file) is not None:
+        wish = replace(wish, reference=replace(wish.reference, text=f"{wish.reference.base}:{file}", file=file))
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
         sees = projector_file(repository, files[0].name)

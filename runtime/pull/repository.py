@@ -45,6 +45,11 @@ class Repository:
     parameters: int | None
     nbytes_read: int
 
+    @property
+    def usual_file(self) -> str | None:
+        """The GGUF file that the name alone means, of a repository that holds no other weights."""
+        return None if any(name.endswith(".safetensors") for name in self.files) else names.usual(self.files)
+
 
 def describe(client: Client, repo: str, revision: str) -> Repository:
     """Ask the hub, in one request. Raises ModelNotFound and DownloadFailed."""
@@ -169,10 +174,10 @@ def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
     if ggufs := names.models(repository.files):
-        return ModelNotFound(f"{repository.repo} holds GGUF files alone",
+        return ModelNotFound(f"{repository.repo} holds only GGUF files",
                              "name one: effllm pull " + " or ".join(f"{repository.asked}:{file}" for file in _preferred(ggufs)))
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in every):
-        return ModelNotFound(f"{repository.repo} holds pickle weights alone: opening one runs whatever code is inside, so effllm refuses",
+        return ModelNotFound(f"{repository.repo} holds only pickle weights: opening one runs whatever code is inside, so effllm refuses",
                              "choose a repository of this model with .safetensors")
     return ModelNotFound(f"{repository.repo} holds no weights", "choose another repository")
 

@@ -112,7 +112,7 @@ def parse_saved(data: bytes, name: str) -> SavedSession:
     except (ValueError, RecursionError) as error:  # what can just be read may be nested too deeply to be written
         raise Malformed("it is cut short, or was altered") from error
     if not isinstance(content, dict) or content.get("format") != FORMAT:
-        raise Malformed("it is no saved session")
+        raise Malformed("it is not a saved session")
     if content.get("version") != VERSION:
         raise OtherVersion(content.get("version"))
     if stated != checksum:

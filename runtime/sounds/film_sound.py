@@ -32,7 +32,7 @@ def read_film_sound(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int
         container = av.open(io.BytesIO(data), options={"format_whitelist": FORMATS, "protocol_whitelist": ""})
         streams = [*container.streams.audio]
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
     if not streams:
         container.close()
         raise UsageError(f"{source} has no sound in it", ANOTHER)
@@ -54,7 +54,7 @@ def _pieces(container: InputContainer, stream: AudioStream, rate: int, source: s
                 frame = next(frames, None)
                 made = [each.to_ndarray() for each in resampler.resample(frame)]
             except Exception as error:
-                raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+                raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
             yield from (np.nan_to_num(each.T, nan=0.0, posinf=1.0, neginf=-1.0) for each in made)
             if frame is None:
                 return

@@ -45,7 +45,7 @@ class LogMagnitudes:
         keys = Keys({**usual, **{name: value for name, value in keys.raw.items() if value is not None}}, keys.where)
         for name in ("per_bin_mean", "per_bin_stddev"):
             if keys.raw.get(name) is not None:
-                raise keys.fail(name, "left away: bands are taken as they are")
+                raise keys.fail(name, "left out: bands are taken as they are")
         emphasis = keys.number("preemphasis") if keys.raw["preemphasis"] else 0.0
         if emphasis >= 1 or not keys.flag("preemphasis_htk_flavor", True):
             raise keys.fail("preemphasis", "a number below 1, in HTK's way")

@@ -110,7 +110,7 @@ def read_extractor(folder: Path, known: Sequence[str]) -> Keys:
         raise keys.fail("sampling_rate", f"{RATE}")
     normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said
     if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
-        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them away")
+        raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them out")
     return keys
 
 

@@ -62,15 +62,15 @@ def _in_one(pieces: Iterable[np.ndarray], rate: int, source: str) -> np.ndarray:
 def _by_library(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
     """Of formats that are not WAV: pieces float32 [n, channels], and their rate. Raises UsageError, also as they are read."""
     if not _is_known(data):
-        raise UsageError(f"{source} is no sound that can be read", ANOTHER)
+        raise UsageError(f"{source} is not a sound that can be read", ANOTHER)
     try:
         import soundfile
     except (ImportError, OSError) as error:  # OSError: its own library of C is missing
-        raise UsageError(f"{source} is no WAV file, and the library that reads others is not installed", INSTALL) from error
+        raise UsageError(f"{source} is not a WAV file, and the library that reads others is not installed", INSTALL) from error
     try:
         file = soundfile.SoundFile(io.BytesIO(data))
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
     if not LOWEST_RATE <= file.samplerate <= HIGHEST_RATE or not 1 <= file.channels <= MOST_CHANNELS:
         raise UsageError(f"{source} claims {file.channels} channels at {file.samplerate} samples a second", ANOTHER)
     return _pieces(file, source), file.samplerate
@@ -82,7 +82,7 @@ def _pieces(file: SoundFile, source: str) -> Iterator[np.ndarray]:
             try:
                 piece = file.read(PIECE, dtype="float32", always_2d=True)
             except Exception as error:
-                raise UsageError(f"{source} is no sound that can be read", ANOTHER) from error
+                raise UsageError(f"{source} is not a sound that can be read", ANOTHER) from error
             if not len(piece):
                 return
             yield np.nan_to_num(piece, nan=0.0, posinf=1.0, neginf=-1.0)

@@ -49,7 +49,7 @@ def name_of(hearing: Hearing, language: str) -> str:
         if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
             return name
     raise UsageError(f"this model was not trained to write {language!r:.40} down",
-                     f"known: {', '.join(hearing.languages)}; or leave it away")
+                     f"known: {', '.join(hearing.languages)}; or leave it out")
 
 
 class Said:

@@ -113,7 +113,7 @@ def read_container(folder: Path) -> Container | None:
 def refuse_quantized(folder: Path, called: str, asked: str) -> None:
     """Raises UsageError where a model, which a person has `called` so, was quantized by this program; `asked`: what asks for that again."""
     if (made := read_container(folder)) is not None:
-        raise UsageError(f"{called} is quantized already ({made.spec_text})", f"leave {asked} away", "bits")
+        raise UsageError(f"{called} is quantized already ({made.spec_text})", f"leave out {asked}", "bits")
 
 
 def _read(path: Path) -> Container | None:

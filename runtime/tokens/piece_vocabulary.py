@@ -47,12 +47,12 @@ def read_pieces(path: Path, settings: Mapping[str, Any]) -> Ranks:
     if not pieces:
         raise RanksError("it holds no pieces")
     if trainer.get(MODEL_TYPE, 1) != BPE:
-        raise RanksError("it is no model that joins pairs (BPE)")
+        raise RanksError("it is not a model that joins pairs (BPE)")
     try:
         tokens = [bytes(piece.get(TEXT, b"")).decode() for piece in pieces]
         scores = [float(piece.get(SCORE, 0.0)) for piece in pieces]
     except (UnicodeDecodeError, TypeError):
-        raise RanksError("one of its pieces is no text with a score") from None
+        raise RanksError("one of its pieces is not text with a score") from None
     kinds = [piece.get(KIND, NORMAL) for piece in pieces]
     _add(tokens, kinds, scores, _added(path, settings))
     found = {role: _signed(trainer.get(field, usual)) for role, (field, usual) in IDS.items()}
@@ -87,7 +87,7 @@ def _added(path: Path, settings: Mapping[str, Any]) -> dict[int, tuple[str, bool
         try:
             listed = json.loads(read_whole(older, TOKENIZER_NBYTES))
         except ValueError as error:
-            raise RanksError(f"{older.name} beside it is no JSON: {str(error)[:80]}") from None
+            raise RanksError(f"{older.name} beside it is not JSON: {str(error)[:80]}") from None
         found = {number: (text, True) for text, number in listed.items() if type(number) is int} if isinstance(listed, dict) else {}
     if any(not 0 <= number < MOST_TOKENS for number in found):
         raise RanksError("a token is added to it with a number that no vocabulary has")

@@ -81,7 +81,7 @@ def _tekken(path: Path, data: bytes) -> Ranks:
     if not all(type(number) is int and 0 < number < 1 << 24 for number in (rows, count)) or not count < rows <= count + len(entries):
         raise RanksError(f"it names {rows!r} tokens, of which {count!r} are special, and has {len(entries)} ranks")
     if not isinstance(pattern, str) or not all(isinstance(name, str) and type(rank) is int for rank, name in named):
-        raise RanksError("its pattern or one of its special tokens is no text")
+        raise RanksError("its pattern or one of its special tokens is not text")
     names = dict(named) or dict(enumerate(FIRST_SPECIAL))
     specials = [AddedToken(names.get(number, f"<SPECIAL_{number}>"), special=True, normalized=False) for number in range(count)]
     if any(not 0 <= rank < count for rank in names) or len({token.content for token in specials}) != count:

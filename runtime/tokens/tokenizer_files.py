@@ -66,7 +66,7 @@ def open_backend(path: Path) -> tokenizers.Tokenizer:
             raise TokenizerError(f"{path} is {path.stat().st_size:,} bytes, too long for a tokenizer", REFETCH)
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise TokenizerError(f"{path} is not a tokenizer that can be read: byte {error.start} is no UTF-8", REFETCH) from None
+        raise TokenizerError(f"{path} is not a tokenizer that can be read: byte {error.start} is not UTF-8", REFETCH) from None
     except OSError as error:
         raise ModelNotFound(f"cannot read {path}: {_reason(error)}", "check the permissions of the folder, or " + REFETCH) from None
     try:
