@@ -95,7 +95,8 @@ def test_shards_and_their_index(hub: Hub, person: Person) -> None:
 
 
 @pytest.mark.parametrize(("files", "said"), [
-    ({"pytorch_model.bin": b"x"}, "pickle"), ({"model-Q4_K_M.gguf": b"x", "model-F16.gguf": b"x"}, f"effllm pull {REPO}:model-Q4_K_M.gguf"),
+    ({"pytorch_model.bin": b"x"}, "pickle"),
+    ({"model-Q4_K_S.gguf": b"x", "model-F16.gguf": b"x"}, f"effllm pull {REPO}:model-F16.gguf or {REPO}:model-Q4_K_S.gguf"),
     ({"adapter_model.safetensors": b"x"}, "LoRA"), ({"a.safetensors": b"x", "b.safetensors": b"x"}, "no index"), ({}, "no weights")])
 def test_repositories_without_usable_weights(hub: Hub, person: Person, files: dict[str, bytes], said: str) -> None:
     hub.add(REPO, files={"config.json": tiny()["config.json"], **files})
