@@ -7,7 +7,7 @@ import types
 import numpy as np
 import pytest
 from hearing_models import as_wav, sound
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from transformers import WhisperFeatureExtractor
 from video_files import as_sound, as_video
@@ -117,6 +117,7 @@ def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
 
 @settings(max_examples=40)
 @given(st.integers(0, 2000), st.binary(max_size=12))
+@example(1627, bytes(7))  # names no codec
 def test_broken_films_are_heard_as_far_as_they_go_or_refused_in_a_line(at, noise):
     data = FILM[:at] + noise + FILM[at + len(noise) :]
     try:

@@ -36,6 +36,9 @@ def read_film_sound(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int
     if not streams:
         container.close()
         raise UsageError(f"{source} has no sound in it", ANOTHER)
+    if streams[0].codec_context is None:  # the file names a codec that no decoder here knows
+        container.close()
+        raise UsageError(f"{source} is not a sound that can be read", ANOTHER)
     rate, channels = streams[0].codec_context.sample_rate, streams[0].codec_context.channels
     if not LOWEST_RATE <= rate <= HIGHEST_RATE or not 1 <= channels <= MOST_CHANNELS:
         container.close()
