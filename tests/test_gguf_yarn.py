@@ -14,6 +14,7 @@ from effllm import EffllmError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.events import Notice
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
 
@@ -105,6 +106,32 @@ def test_a_stretched_model_travels_there_and_back(tmp_path: Path, own: dict[str,
     list(export_gguf(source, tmp_path / "out.gguf", "F16", "a name"))
     wanted = logits(source)
     assert np.abs(logits(tmp_path / "out.gguf") - wanted).max() < 1e-3 * np.abs(wanted).max()
+
+
+@pytest.mark.parametrize(("own", "said"), [({}, False), ({"beta_fast": 16.0}, True), ({"beta_slow": 2.0}, True)], ids=str)
+def test_channels_that_llama_cpp_stretches_otherwise_are_said(tmp_path: Path, own: dict[str, float], said: bool) -> None:
+    told = [item.text for item in export_gguf(checkpoint(tmp_path / "source", **own), tmp_path / "m.gguf", "F16", "x")
+            if isinstance(item, Notice)]
+    assert [each for each in told if "beta_fast 32 and beta_slow 1, whatever a file says" in each] == told and bool(told) == said
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_llama_cpp_stretches_the_same_channels_whatever_a_file_says(tmp_path: Path) -> None:
+    """What the notice says."""
+    peer = pytest.importorskip("llama_cpp")
+
+    def theirs(own: dict[str, float]) -> np.ndarray:
+        source, path = checkpoint(tmp_path / f"source{len(own)}", **own), tmp_path / f"m{len(own)}.gguf"
+        list(export_gguf(source, path, "F16", "x"))
+        model = peer.Llama(str(path), n_ctx=64, n_threads=1, verbose=False, logits_all=True, yarn_beta_fast=-1.0, yarn_beta_slow=-1.0)
+        try:
+            model.eval(IDS)
+            return np.array(model.scores[: len(IDS)])
+        finally:
+            model.close()
+
+    np.testing.assert_array_equal(theirs({"beta_slow": 2.0}), theirs({}))
 
 
 def test_what_a_file_cannot_state_of_yarn_is_refused(tmp_path: Path) -> None:

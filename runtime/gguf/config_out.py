@@ -221,6 +221,12 @@ def unused_window(config: ModelConfig) -> int | None:
     return config.windows[0] if config.family in WITHOUT_WINDOW else None
 
 
+def unread_positions(config: ModelConfig) -> str:
+    """What llama.cpp passes over of how rotary positions are stretched, as a sentence; empty where that is nothing."""
+    rope = config.rope
+    return yarn.passed_over(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""
+
+
 def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
     """The keys that describe the model, tokenizer apart."""
     arch, unturned = file_architecture(config), config.rope is None

@@ -39,7 +39,7 @@ from ..text import Tokenizer
 from ..weights.outliers import check_outliers
 from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, rwkv7, stateful
 from .architectures import BY_FAMILY, Architecture, file_architecture
-from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unused_window
+from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
 from .settings import licence_metadata, sampling_metadata
 from .sources import separated
 from .tensor_names import file_part
@@ -242,6 +242,8 @@ def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) 
         yield Notice(bitnet.RUN_OTHERWISE)
     if (window := unused_window(config)) is not None:
         yield Notice(f"llama.cpp runs this family without its sliding window: texts beyond {window} tokens differ")
+    if said := unread_positions(config):
+        yield Notice(said)
 
 
 def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:

@@ -4,6 +4,7 @@ cos and sin of positions are times a number there, 0.1 ln(factor) + 1 unless ano
 llama.cpp reads that of every architecture. `yarn_attn_factor` is where converters put the checkpoint's own number, `attention_factor` in
 transformers; llama.cpp reads it of architectures alone that are not among ours, and takes the usual number for the others. Files of
 mistral3 that state `yarn_log_multiplier` 1 have cos and sin as they are: by it the number is divided by itself; with 0, or none, it holds.
+`yarn_beta_fast` and `yarn_beta_slow` say which channels are stretched; llama.cpp reads them of mistral3 and takes 32 and 1 for the others.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ ORIGINAL = "give the folder of the original checkpoint, if its family is support
 DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
 SHARPENED = ("deepseek2", "deepseek4")  # whose multiplier is of scores (`latent_attention.sharpened`), or none: cos and sin are as they are
 TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
+BETAS, READ = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them
 SAME = 1e-3  # of a number that was rounded on its way
 
 
@@ -89,3 +91,12 @@ def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str,
             return keys
     times = 1.0 if arch in SHARPENED else scaling / magnitude(params["factor"])
     return keys if math.isclose(times, 1.0, rel_tol=1e-6) else {**keys, "attn_factor": float(times)}
+
+
+def passed_over(params: Mapping[str, object], arch: str) -> str:
+    """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
+    own = (params["beta_fast"], params["beta_slow"])
+    if arch in READ or own == BETAS:
+        return ""
+    return (f"llama.cpp stretches positions of this family with beta_fast {BETAS[0]:g} and beta_slow {BETAS[1]:g}, whatever a file says: "
+            f"with this model's {own[0]:g} and {own[1]:g} it answers otherwise")
