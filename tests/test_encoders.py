@@ -10,6 +10,7 @@ from typing import TypeVar
 import numpy as np
 import pytest
 import torch
+import transformers
 from encoding_models import MODULES, POOLING, WORDS, made_encoder, random_model, states_of, unit
 from safetensors.torch import save_file
 
@@ -345,6 +346,18 @@ def test_configs_of_nomic_as_they_were_published(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**said, "num_shared_experts": 1}))
     with pytest.raises(ConfigError, match="num_shared_experts = 1 is not supported"):
         opened(folder)
+
+
+def test_a_theta_of_nomic_may_stand_beside_its_section(tmp_path: Path) -> None:
+    """As transformers reads it, for which a section without one says nothing."""
+    folder = made_encoder(tmp_path / "m", random_model("NomicBert"))
+    raw = read_json(folder / "config.json")
+    raw.pop("rope_parameters")
+    for said in ({}, {"rope_theta": 10_000.0}, {"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default"}},
+                 {"rope_theta": 10_000.0, "rope_parameters": {"rope_type": "default", "rope_theta": 500.0}}):
+        (folder / "config.json").write_text(json.dumps({**raw, **said}))
+        theirs = transformers.AutoConfig.from_pretrained(folder).rope_parameters["rope_theta"]
+        assert set(read_encoder_config(folder).thetas) == {theirs}
 
 
 def test_numbers_that_are_none_are_told(bert: Path, tmp_path: Path) -> None:

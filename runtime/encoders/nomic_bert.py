@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, refuse, sizes
+from .shape import MOST, EncoderConfig, default_theta, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
@@ -29,10 +29,8 @@ def config(keys: Keys) -> EncoderConfig:
     found = sizes(keys, *names, vocab_size=30528)
     refuse(keys, head_dim=found["hidden_size"] // found["num_attention_heads"])
     theta = keys.number("rotary_emb_base", THETA)
-    if not older and (rope := keys.section("rope_parameters")) is not None:
-        inner = Keys(rope, "config.json: rope_parameters")
-        refuse(inner, rope_type="default")
-        theta = inner.number("rope_theta", THETA)
+    if not older:
+        theta = default_theta(keys, theta)
     return EncoderConfig(
         kind, **found, context_length=keys.integer("n_positions" if older else "max_position_embeddings", 2048, high=MOST["positions"]),
         norm_eps=keys.number("layer_norm_epsilon" if older else "layer_norm_eps", 1e-12), hidden_act=act,
