@@ -118,7 +118,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("qwen3_moe", {"mlp_only_layers": [1]}, "without experts"), ("olmoe", {"norm_topk_prob": True}, "adds a token's shares"),
     ("qwen2_moe", {"norm_topk_prob": True}, "adds a token's shares"), ("dots1", {"sliding_window": 30, "max_window_layers": 0}, "window"),
     *((family, rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3")
-      for family in ("dots1", "ernie4_5_moe", "glm4_moe", "qwen2_moe")),
+      for family in ("cohere2_moe", "dots1", "ernie4_5_moe", "gemma2", "glm4_moe", "hy_v3", "internlm2", "mimo", "minicpm3", "olmoe",
+                     "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")),
     ("qwen2_moe", {"head_dim": 32}, "4 heads of 32"),
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
     ("qwen3_5_text", {"attention_bias": True}, "biases on o"), ("qwen3_5_text", {"linear_value_head_dim": 16}, "values of 16 beside"),

@@ -39,6 +39,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say)."""
     own, added = config.latent, DEPTH / math.sqrt(config.num_hidden_layers)
+    yield config.rope.kind == "llama3", "has rotary positions of kind llama3"
     yield own.query_rank is None, "makes its queries at once"
     yield own.value * config.num_attention_heads != config.hidden_size, f"has values of {own.value}"
     yield config.embedding_multiplier != EMBEDDING, "multiplies its embedding otherwise"
