@@ -21,8 +21,9 @@ from effllm.quant.weight import Norm
 from effllm.runtime.kv.states import controls
 
 sys.path.insert(0, str(Path(__file__).parent))
+from conversions import options, run
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
-from gpu_runs import opened, simulated
+from gpu_runs import divergence, logits, opened, simulated
 from test_device_memory import watched
 
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in (
@@ -60,6 +61,15 @@ def test_layers_on_the_card_answer_as_transformers_does(model: tuple[Path, PreTr
             assert 0 < seen.most <= planned, f"{seen.most / 2**20:.1f} MiB used, {planned / 2**20:.1f} MiB planned"
         finally:
             engine.close()
+
+
+@pytest.mark.slow
+def test_layers_of_four_bits_on_the_card_answer_as_on_the_cpu(model: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
+    """With float32 activations on both sides; where two experts are nearly as good as each other rounding may choose."""
+    run(model[0], tmp_path / "4bit", options("4bit"))
+    wanted = logits(opened(tmp_path / "4bit", None, exact=True, kv="32bit")[0])
+    engine, _ = opened(tmp_path / "4bit", simulated(1 << 30), gpu_layers=2, exact=True, kv="32bit")
+    assert engine.placement.devices.count("cuda") == 2 and divergence(logits(engine), wanted) < 1e-4
 
 
 class OnTorch:
