@@ -1,7 +1,8 @@
 """Hugging Face checkpoint folders as a table of tensors, read by byte range.
 
 Opening a folder reads headers only (`header.py` judges them); a weight byte is read when it is asked for. A folder is one
-model.safetensors, or shards named by an index, or a lone safetensors file under another name; pickles are never opened.
+model.safetensors, or shards named by an index, or a lone safetensors file under another name; pickles are never opened here
+(`pickled.py` finds tensors in one without running it).
 Files stay open from header to last read: a folder that is replaced meanwhile cannot mix two checkpoints, at the price of one
 descriptor per shard.
 """
