@@ -121,6 +121,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
       for family in ("cohere2_moe", "dots1", "ernie4_5_moe", "gemma2", "glm4_moe", "hy_v3", "internlm2", "mimo", "minicpm3", "olmoe",
                      "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "smollm3")),
     ("qwen2_moe", {"head_dim": 32}, "4 heads of 32"),
+    *((family, {"tie_word_embeddings": True}, "has the embedding for a head")
+      for family in ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")),
     ("ernie4_5_moe", {"moe_layer_end_index": 1}, "without experts"),
     ("qwen3_5_text", {"attention_bias": True}, "biases on o"), ("qwen3_5_text", {"linear_value_head_dim": 16}, "values of 16 beside"),
     ("qwen3_5_text", {"layer_types": ["full_attention", "linear_attention"] * 2}, "elsewhere than in every 1th layer"),

@@ -73,6 +73,7 @@ UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_
              "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen2", "qwen2_moe",
              "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm",
              "starcoder2", qwen4.FAMILY)
+HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
@@ -166,6 +167,8 @@ def _departures_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
     if family in ("cohere", "cohere2", "gemma", "gemma2"):
         yield not config.tie_word_embeddings, "has a head of its own"
+    if family in HEADED:
+        yield config.tie_word_embeddings, "has the embedding for a head"
     if family == "cohere":
         yield config.qk_norm != (config.num_hidden_layers >= NORMED_FROM), \
             f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
