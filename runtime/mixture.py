@@ -6,11 +6,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 if TYPE_CHECKING:
     from ..kernels.reference_moe import Routing
-    from .images.album import Shown
 
 
 @dataclass(frozen=True)
@@ -65,13 +62,3 @@ class Mixture:
 
         return Routing(self.per_token, self.renormalise, self.sigmoid, self.factor, self.groups, self.kept_groups, self.of_inputs,
                        self.near, self.of_logits, self.roots, self.handed)
-
-
-def by_sort(own: Mixture | None, ids: np.ndarray, shown: Shown | None) -> dict[int, tuple[bool, ...]] | None:
-    """By layer with two sorts of experts, of each token of a pass whether it visits those of pictures; None where none does."""
-    if own is None or not own.seen_words:
-        return None
-    seen = np.isin(ids, [*own.seen_words])
-    if shown is not None:
-        seen[shown.places] = True
-    return dict.fromkeys(own.layers, tuple(seen.tolist())) if seen.any() else None

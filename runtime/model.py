@@ -30,9 +30,9 @@ from .kv.both_ways import ends_of
 from .kv.layer_cache import LayerCache
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .last_layers import first_alone, kept_of, narrows
-from .mixture import by_sort
 from .ngrams import away_nbytes, held, is_table
 from .rope import learned, rope_tables
+from .seen_experts import by_sort
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
 from .stores.container import Container

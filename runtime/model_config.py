@@ -199,12 +199,15 @@ class ModelConfig:
 
     @property
     def mixes_on_host(self) -> bool:
-        """Whether the CPU alone has stages that mix streams, or that carry what routers say, in a model without keys of several tokens."""
-        return self.mix_rank > 0 or self.says_mixes or self.router_rank > 0
+        """Whether the CPU alone has the stages by which streams are read and written."""
+        return self.streams_kept
+
     @property
     def says_mixes(self) -> bool:
         """Whether a token says by numbers of its own how branches meet its streams, in a model without keys of several tokens."""
         return self.mix_rounds > 0 or self.streams_kept
+
+    @property
     def shares_by_turns(self) -> bool:
         """Whether a layer with keys and values of its own comes behind one that attends to others'."""
         return any(source != layer for layer, source in enumerate(self.kv_sources[: max(self.attention_layers, default=0)]))

@@ -142,16 +142,18 @@ HEADS = {"llama": {}, "qwen3": {"family": "qwen3"}, "narrow": {"hidden": 48}, "a
          "layers behind which": {"eagle_config": {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}}}
 
 
-def judge_head(engine: Engine, own: Head, tokens: int) -> None:
+def judge_head(engine: Engine, own: Head, tokens: int, ties: bool = False) -> None:
+    """Four guesses have the scores and are the tokens that the parts say. `ties`: up to one that is as likely as another, behind which
+    both go on otherwise."""
     expected = own.scores(IDS[:tokens], 4)
     found, guess = scores(engine, IDS[:tokens], 4)
     places = [int(each.argmax()) for each in expected]
     for token, (logits, _), theirs, place in zip(guess, found, expected, places, strict=True):
         near = 1e-2 * np.abs(theirs.numpy()).max()
         assert np.abs(logits - theirs.numpy()).max() < near, "its cache has 16 bits"
-        if token != place + int(own.offsets[place]):  # two are as likely, and what is behind them differs
+        if ties and token != place + int(own.offsets[place]):
             assert theirs[place] - theirs[logits.argmax()] < near
-            break
+            return
     assert guess[0] == places[0] + int(own.offsets[places[0]])
 
 
@@ -170,7 +172,7 @@ def test_heads_of_every_kind(tmp_path: Path, name: str) -> None:
         own.reads = (1, 3, 5)
     engine = opened(tmp_path, kv="32bit", chunk=512)
     for tokens in (2, 20, 150, 620):
-        judge_head(engine, own, tokens)
+        judge_head(engine, own, tokens, ties=name == "a norm before its matrix")
     engine.close()
 
 

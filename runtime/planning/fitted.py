@@ -99,7 +99,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     if config.compressed is not None:
         why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
     elif config.indexed is None:
-        return config, options
+        return config, _on_the_host(options, notices) if config.mixes_on_host else options
     else:
         whole = config.indexed.shape.whole
         if options.ctx is not None and options.ctx <= whole:
@@ -108,14 +108,16 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
                 found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
                 why = "layers of this model share keys and values by turns, and these stay in memory"
                 options = _without(options, found, why, "", notices)
-            return config, options
+            return config, _on_the_host(options, notices) if config.mixes_on_host else options
         why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
         instead = f"-c {whole}"
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
-             "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse"), **_of_a_card(options)}
+             "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
     refused, shorter = f"{said}, which lie unpacked in memory, on the CPU", f"; or {instead}, where every token sees all before it"
     options = _without(options, found, refused, shorter if instead else "", notices)
+    instead = "" if config.mixes_on_host else instead  # streams are read and written on the CPU whatever is seen
+    options = _without(options, _of_a_card(options), refused, shorter if instead else "", notices)
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
@@ -147,3 +149,9 @@ def _on_the_cpu(options: EngineOptions, why: str, instead: str, notices: list[st
     if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
         notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone{instead}"))
     return replace(options, device="cpu")
+
+
+def _on_the_host(options: EngineOptions, notices: list[str]) -> EngineOptions:
+    """Of a model whose tokens see all before them, but whose streams the CPU alone reads and writes."""
+    options = _without(options, _of_a_card(options), "the streams of this model's tokens are mixed on the CPU alone", "", notices)
+    return _on_the_cpu(options, "streams of a token are read and written", "", notices)
