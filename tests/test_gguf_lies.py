@@ -157,7 +157,7 @@ def test_a_folder_with_the_config_of_another_family(tmp_path: Path, inside: str)
 
 def test_a_gguf_file_under_the_name_of_weights_and_the_other_way_round(tmp_path: Path) -> None:
     (tmp_path / "m.gguf").write_bytes((FABLE / "model.safetensors").read_bytes())
-    assert "no GGUF file" in refused(tmp_path / "m.gguf")
+    assert "not a GGUF file" in refused(tmp_path / "m.gguf")
     folder = tmp_path / "folder"
     folder.mkdir()
     for path in FABLE.iterdir():

@@ -123,7 +123,7 @@ def test_what_a_file_ranks_by_comes_and_goes_with_it(hub: Hub, person: Person, t
     """It lies in the same folder, and is no model by itself."""
     write_model(FABLE, tmp_path / FILE, "Q8_0", change=stated(7))
     hub.add(REPO, files={FILE: (tmp_path / FILE).read_bytes(), "projector.safetensors": b"x" * 64})
-    assert "holds GGUF files alone" in person.types("pull", REPO).refused(3)
+    assert "holds only GGUF files" in person.types("pull", REPO).refused(3)
     assert person.types("pull", f"{REPO}:{FILE}").code == 0
     (held,) = (person.blobs(REPO)[name] for name in person.blobs(REPO) if person.blobs(REPO)[name].stat().st_size == 64)
     assert held.read_bytes() == b"x" * 64 and person.types("verify", f"{REPO}:{FILE}").code == 0

@@ -155,9 +155,12 @@ def test_used_is_right_after_load(session, tmp_path):
 
 
 def test_a_file_is_written_whole_or_not_at_all(session, tmp_path):
-    session.save(tmp_path / "deep" / "er" / "talk.json")
-    assert json.loads((tmp_path / "deep" / "er" / "talk.json").read_text())["format"] == "effllm-session"
-    assert [path.name for path in (tmp_path / "deep" / "er").iterdir()] == ["talk.json"]
+    with pytest.raises(EffllmError, match="there is no folder"):
+        session.save(tmp_path / "deep" / "er" / "talk.json")
+    (tmp_path / "deep").mkdir()
+    session.save(tmp_path / "deep" / "talk.json")
+    assert json.loads((tmp_path / "deep" / "talk.json").read_text())["format"] == "effllm-session"
+    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["talk.json"]
     (tmp_path / "taken").mkdir()
     (tmp_path / "file").write_text("old")
     for bad in (tmp_path / "taken", tmp_path / "file" / "talk.json", Path("/proc/nowhere/talk.json")):

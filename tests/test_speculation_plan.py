@@ -141,7 +141,7 @@ def test_a_draft_model_that_cannot_be_read_is_named_or_left_out(tmp_path: Path) 
 def test_what_is_asked_of_neurons_and_kernels_is_not_asked_of_the_draft() -> None:
     """Its activation is never zero, and it has no low-bit weights: no reason to refuse the flags that the large one has."""
     given = EngineOptions(device="cpu", ctx=128, draft=str(FABLE), predict_neurons=True, kernel="lut", strict=True)
-    made = prepare_draft(FABLE, read_config(FABLE), given)
+    made = prepare_draft(FABLE, read_config(FABLE), None, given)
     made.store.close()
     assert not made.options.predict_neurons and made.options.kernel == "auto"
 

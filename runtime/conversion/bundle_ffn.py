@@ -41,7 +41,7 @@ from .convert_plan import MATRICES, ORIGINAL, OTHER, SizeRow
 
 COPY_NBYTES = 16 << 20
 # Families whose blocks multiply gate, up and down themselves, norm what goes into down, or read rows of two tokens.
-WHOLE = ("bitnet", "cohere", "cohere2", "falcon_h1", "gemma3n_text", "gemma4_text", "longcat_flash",
+WHOLE = ("bitnet", "cohere", "cohere2", "ernie4_5_vl_moe_text", "falcon_h1", "gemma3n_text", "gemma4_text", "longcat_flash",
          "mllama_text_model", "phi", "rwkv7")
 
 

@@ -165,7 +165,7 @@ def taken_too(raw: Mapping[str, object]) -> str:
         return ""
     senses = senses_of(raw)
     seen = not senses or PICTURES in senses
-    heard = SOUNDS in senses or not senses and any(raw.get(key) is not None for key in ("audio_config", "sound_config"))
+    heard = SOUNDS in senses or any(raw.get(key) is not None for key in ("audio_config", "sound_config"))
     return " and ".join([*("images",) * seen, *("sounds",) * heard])
 
 
