@@ -21,7 +21,7 @@ from numpy import float32, uint32
 
 from ..compile import kernel
 from ..deferred import inlined
-from ..layout import ONE_SCALE, align
+from ..layout import NORM_NONE, ONE_SCALE, align
 from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, least_of, normed_row
@@ -153,14 +153,17 @@ def pack_tokens(args, worker, counter):
         if panel >= panels:
             return
         start = a[FIRST + OUT] + panel * (padded // block) * block_nbytes
+        first, kind = panel * TOKENS, a[NORM] % ONE_SCALE
+        plain = kind == NORM_NONE and depth == padded and first + TOKENS <= tokens  # then rows are read where they lie
+        origin = a[X] + 4 * first * depth if plain else rows
         for t in range(TOKENS):
-            token = panel * TOKENS + t
-            row = rows + 4 * t * padded
-            normed_row(a[X] + 4 * token * depth, row, depth if token < tokens else 0, padded, a[NORM] % ONE_SCALE, a[NORM_WEIGHT],
-                       a[NORM_BIAS], eps)
+            row = origin + 4 * t * padded
+            if not plain:
+                normed_row(a[X] + 4 * (first + t) * depth, row, depth if first + t < tokens else 0, padded, kind, a[NORM_WEIGHT],
+                           a[NORM_BIAS], eps)
             u32_at(least)[t] = uint32(least_of(row, padded, a[NORM]))
         for index in range(padded // block):
-            x, to = rows + 4 * index * block, start + index * block_nbytes
+            x, to = origin + 4 * index * block, start + index * block_nbytes
             if _is_stepped(way):
                 stepped_pack_panel(x, 4 * padded, block, to, factor, least)
             elif _is_narrow(way):
