@@ -27,8 +27,11 @@ NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 
 
 def add_apertus(header: GgufHeader, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, the activations of all layers. Raises CheckpointError."""
+    """Put into `raw`, a config.json in the making, the activations of all layers, and that positions are plain where nothing stretches
+    them. Raises CheckpointError."""
     layers = raw["num_hidden_layers"]
+    if raw.get("rope_scaling") is None and "rope_theta" in raw:
+        raw["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}
     for key, usual in USUAL.items():
         if key in header.metadata and not np.allclose(_list(header, key, layers), usual, rtol=NEAR, atol=0):
             raise CheckpointError(f"{header.path} states {key} that is not {usual:g} in every layer, which is not supported",
