@@ -61,7 +61,7 @@ class NemotronHOmni(TowerSight):
         demand_shape(height, width)
         rows, columns = (round(side / self.patch + 0.5) for side in (height, width))
         shrink = min(math.sqrt(self.most / (rows * columns)), 1.0)
-        rows, columns = math.floor(shrink * rows), math.floor(shrink * columns)
+        rows, columns = (max(1, math.floor(shrink * each)) for each in (rows, columns))
         if self.most > self.least > rows * columns:
             grow = math.sqrt(self.least / (rows * columns))
             rows, columns = math.ceil(grow * rows), math.ceil(grow * columns)
