@@ -2,8 +2,8 @@
 
 What the last layer makes of a token is read by the head, and of a prompt the head reads the last token alone. So nothing matters of the
 others behind the last keys and values (or states) that a layer keeps for itself: what they attend to there, what the MLP makes of them, and
-all layers behind that, which attend to the keys and values of earlier ones (half of the layers in Gemma 3n and 4). Some tokens go on with
-the last one, so that the kernels of long passes multiply it as they would among all: no bit depends on this.
+all layers behind that, which attend to the keys and values of earlier ones (a third of them or more in Gemma 3n, and in Gemma 4 E2B and
+E4B). Some tokens go on with the last one, so that the kernels of long passes multiply it as they would among all: no bit depends on this.
 """
 
 from __future__ import annotations
