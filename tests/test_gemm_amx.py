@@ -13,7 +13,21 @@ import pytest
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels import target
+from effllm.kernels.compile import kernel
 from effllm.kernels.cpu import amx, candidates, gemm, gemm_amx, linear
+from effllm.kernels.cpu.amx import QUAD_NBYTES
+from effllm.kernels.cpu.gemm_scaled import (
+    SCALED_SHIFT,
+    scaled_codebook_2,
+    scaled_codebook_3,
+    scaled_codebook_4,
+    signed_codebook_2,
+    signed_codebook_3,
+    signed_codebook_4,
+)
+from effllm.kernels.cpu.gemm_tiles import STEP
+from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
+from effllm.kernels.cpu.intrinsics import i64_at
 from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.kernels.registry import Call
 from effllm.quant.codes import dequantize
@@ -133,3 +147,37 @@ def test_a_system_that_gives_no_tiles_is_compiled_for_without_them(monkeypatch):
 class Features(str):
     def flatten(self, sort: bool) -> str:
         return str(self)
+
+
+TILE_PITCH, SIGNED_PITCH = 8 * STEP, 8 * QUAD_NBYTES
+
+
+@kernel()
+def in_both_forms(args, worker, counter):
+    """A tile of codebooks of 4, 3 and 2 bits as bytes `SCALED_SHIFT` above themselves, and as signed ones."""
+    a = i64_at(args)
+    source, scales, tables, limits, above, signed = a[0], a[1], a[2], a[3], a[4], a[5]
+    scaled_codebook_4(source, scales, tables, limits, 1, 1, above)
+    scaled_codebook_3(source, scales, tables + 32, limits, 2, 1, above + TILE_PITCH)
+    scaled_codebook_2(source, scales, tables + 64, limits, 3, 1, above + 2 * TILE_PITCH)
+    signed_codebook_4(source, scales, tables, limits, 1, 1, signed)
+    signed_codebook_3(source, scales, tables + 32, limits, 2, 1, signed + SIGNED_PITCH)
+    signed_codebook_2(source, scales, tables + 64, limits, 3, 1, signed + 2 * SIGNED_PITCH)
+
+
+@pytest.mark.skipif(INSTRUCTION_SET != "avx512", reason="the unit's rows are made by AVX-512 alone")
+def test_the_units_bytes_are_those_that_vectors_multiply(pools):
+    rng = np.random.default_rng(3)
+    inputs = np.zeros(4096, np.uint8)
+    inputs[:1024] = rng.integers(0, 256, 1024)
+    limits = rng.uniform(20, 63, 16).astype(np.float32)  # with the largest step and level still within a byte
+    for index, bits in enumerate((4, 3, 2)):
+        inputs[1024 + 32 * index :][: 1 << bits] = rng.integers(-64, 64, 1 << bits).astype(np.int8).view(np.uint8)
+        inputs[1040 + 32 * index :][:16] = np.linspace(14, 127, 16).astype(np.uint8)
+    above, signed = np.zeros((3, 8, STEP), np.uint8), np.zeros((3, 8, QUAD_NBYTES), np.int8)
+    assert above[0].nbytes == TILE_PITCH and signed[0].nbytes == SIGNED_PITCH
+    at = inputs.ctypes.data
+    args = np.array([at, at + 512, at + 1024, limits.ctypes.data, above.ctypes.data, signed.ctypes.data], np.int64)
+    pools[1].run(in_both_forms, args.ctypes.data)
+    rows = signed[:, :, :64].astype(int)
+    assert np.array_equal(above[:, :, :64].astype(int) - SCALED_SHIFT, rows) and len(np.unique(rows)) > 50 and not signed[:, :, 64:].any()

@@ -12,7 +12,6 @@ from ..tiles import CODEBOOK, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .amx import INPUTS, PAIR_SPAN, QUAD_NBYTES, SIDE, STEP_NBYTES
 from .amx_planes import pack_rows
-from .gemm_expand import signed_blocks, signed_codebook_2, signed_codebook_3, signed_codebook_4, signed_linear
 from .gemm_floats import expand_f32
 from .gemm_formats import (
     BITS,
@@ -29,6 +28,7 @@ from .gemm_formats import (
     stores_zeros,
     unpack,
 )
+from .gemm_scaled import signed_blocks, signed_codebook_2, signed_codebook_3, signed_codebook_4, signed_linear
 from .gemm_stripes import LIMITS_AT, TILE_AT, ZEROS_AT
 from .gemm_tiles import STRIPE
 from .intrinsics import f32_at
@@ -58,11 +58,11 @@ def expand_narrow(a, matrix, depth, row, start, span, index, up, scratch, number
     if a[matrix + SCHEME] == CODEBOOK:
         source, scales = a[matrix + CODES] + at * bits * (TILE_ROWS * TILE // 8), a[matrix + SCALES] + at * TILE_ROWS
         if bits == 4:
-            signed_codebook_4(source, scales, a[matrix + TABLES], limits, up, out)
+            signed_codebook_4(source, scales, a[matrix + TABLES], limits, up, 1, out)
         elif bits == 3:
-            signed_codebook_3(source, scales, a[matrix + TABLES], limits, up, out)
+            signed_codebook_3(source, scales, a[matrix + TABLES], limits, up, 1, out)
         else:
-            signed_codebook_2(source, scales, a[matrix + TABLES], limits, up, out)
+            signed_codebook_2(source, scales, a[matrix + TABLES], limits, up, 1, out)
         return
     codes, group = scratch + TILE_AT, a[matrix + GROUP]
     unpack(a, matrix, tiles, block, tile, codes)

@@ -25,7 +25,6 @@ from ..layout import NORM_NONE, ONE_SCALE, align
 from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, least_of, normed_row
-from .gemm_expand import SCALED_SHIFT
 from .gemm_floats import TILE_SCRATCH_NBYTES, expand_f32, outliers_of
 from .gemm_formats import BIAS, BITS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
@@ -40,6 +39,7 @@ from .gemm_groups import (
     shifted_group_product,
 )
 from .gemm_pack import narrow_pack_panel, pack_panel, stepped_pack_panel
+from .gemm_scaled import SCALED_SHIFT, SPAN
 from .gemm_steps import stepped_product
 from .gemm_stripes import (
     BLOCK_ROWS,
@@ -49,7 +49,6 @@ from .gemm_stripes import (
     ROWS_AT,
     SCALED,
     SHIFTS_AT,
-    SPAN,
     STEPPED,
     STRIPES_NBYTES,
     WIDE_AT,

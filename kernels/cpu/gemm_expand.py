@@ -1,11 +1,6 @@
 """From the bytes of a low-bit weight to the stripes of the int8 product, a tile at a time, as LLVM vectors.
 
-`codes_of` writes a tile's codes as bytes, quad after quad; the others go from there. Scaled weights are int8 per row:
-
-    v8 = ((v << up) * p + 2**14) >> 15,    p = rint(f * limit)
-
-with f the group's factor and `limit` the row's 127 * 2**(15 - up) / max |f * v|. That is rint(127 * f * v / max |f * v|) but for rare ties,
-in one multiplication of 16-bit numbers (`vpmulhrsw`), and the same integers on every instruction set.
+`codes_of` writes a tile's codes as bytes, quad after quad; the others go from there. Those that are scaled as well are in `gemm_scaled.py`.
 """
 
 from __future__ import annotations
@@ -16,9 +11,8 @@ from typing import NamedTuple
 from llvmlite import ir
 
 from ..deferred import intrinsic, types
-from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, TILE, WIDE_SHIFT
-from .amx import PAIR_SPAN, QUAD_NBYTES
-from .gemm_tiles import HALVES, NARROW, PAIRS, ROUND, SIGNED_BYTES, STEP, WHOLE, Form, Loop
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
+from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form, Loop
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -28,12 +22,9 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
-    ask,
     constant,
     function,
-    levels_of_tile,
     load,
-    load_table,
     look_up,
     offset,
     splat,
@@ -41,14 +32,11 @@ from .int8_ir import (
     unpack_tile,
     widen_bytes,
 )
-from .int8_products import rounded_high
 from .intrinsics import I16, I32, I64
 from .packed_factors import byte_scales, exponent_scales, half_scales
 from .small_floats import small_scales
 
-# What stripes of scaled weights are above their values where bytes are multiplied; those of levels LEVEL_SHIFT.
-SCALED_SHIFT = 0 if SIGNED_BYTES else 128
-LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are then taken lower by
+LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are taken lower by
 CODEBOOK, LINEAR, BLOCKS, EXPONENTS, SMALL = "codebook", "linear", "blocks", "exponents", "small"
 QUADS = 8  # of a tile
 
@@ -69,7 +57,7 @@ def codes_of(bits: int):
     return run
 
 
-def _row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
+def row_factors(builder: ir.IRBuilder, way: str, address: ir.Value) -> list[ir.Value]:
     """The factors of 16 rows, per piece, from scale codes of eight bits, half-precision scales, exponents or
     floats of eight bits."""
     made = {BLOCKS: half_scales, EXPONENTS: exponent_scales, SMALL: small_scales}.get(way, byte_scales)
@@ -103,13 +91,13 @@ def steps_of(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) ->
     return found[0], found[1]
 
 
-def _step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
+def step_factors(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Value) -> tuple[list[ir.Value], list[ir.Value]]:
     """The same as factors."""
     first, second = ([builder.uitofp(each, FLOATS) for each in steps] for steps in steps_of(builder, table, address))
     return first, second
 
 
-class _Pair(NamedTuple):
+class Pair(NamedTuple):
     """WIDTH numbers of 16 bits in two vectors, cut within every 16 bytes: of four rows the first two in `low`, the others in `high`.
 
     That is what interleaving bytes gives and packing takes, so nothing crosses from one 16-byte lane to another.
@@ -119,26 +107,41 @@ class _Pair(NamedTuple):
     high: ir.Value
 
 
-def _each(operate: Callable[..., ir.Value], *pairs: _Pair) -> _Pair:
-    return _Pair(operate(*(each.low for each in pairs)), operate(*(each.high for each in pairs)))
+def each_of(operate: Callable[..., ir.Value], *pairs: Pair) -> Pair:
+    return Pair(operate(*(each.low for each in pairs)), operate(*(each.high for each in pairs)))
 
 
-def _interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> _Pair:
+def interleave(builder: ir.IRBuilder, first: ir.Value, second: ir.Value) -> Pair:
     """Elements of two vectors in turn, within every 16 bytes, as HALVES."""
     per, count, found = 16 * first.type.count // WIDTH, first.type.count, []
     for skip in (0, per // 2):
         order = [lane + skip + i + source * count for lane in range(0, count, per) for i in range(per // 2) for source in (0, 1)]
         found.append(builder.bitcast(builder.shuffle_vector(first, second, ir.Constant(ir.VectorType(I32, count), order)), HALVES))
-    return _Pair(*found)
+    return Pair(*found)
 
 
-def _four_times(builder: ir.IRBuilder, words: ir.Value) -> _Pair:
+def twice(builder: ir.IRBuilder, words: ir.Value) -> ir.Value:
+    """Numbers of 16 bits, a word each -> two copies in it."""
+    return builder.or_(words, builder.shl(words, constant(WORDS, 16)))
+
+
+def four_times(builder: ir.IRBuilder, words: ir.Value) -> Pair:
     """Numbers of 16 bits, a word per row -> four copies per row."""
-    twice = builder.or_(words, builder.shl(words, constant(WORDS, 16)))
-    return _interleave(builder, twice, twice)
+    both = twice(builder, words)
+    return interleave(builder, both, both)
 
 
-def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _Pair, shift: int, step: int = STEP) -> None:
+def less(builder: ir.IRBuilder, codes: ir.Value, zeros: Pair) -> Pair:
+    """Codes as 16-bit numbers, lessened by `zeros`."""
+    return each_of(builder.sub, interleave(builder, codes, constant(BYTES, 0)), zeros)
+
+
+def widened(builder: ir.IRBuilder, levels: ir.Value, down: ir.Value) -> Pair:
+    """Levels as 16-bit numbers, 8 - `down` bits up."""
+    return each_of(lambda each: builder.ashr(each, down), interleave(builder, constant(BYTES, 0), levels))
+
+
+def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pair, shift: int, step: int = STEP) -> None:
     """A quad's values of a piece's rows into the steps at `out`; where bytes are multiplied as such, `shift` above and `step` apart."""
     out = offset(builder, out, WIDTH * piece)
     if SIGNED_BYTES:
@@ -148,7 +151,7 @@ def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _P
         return
     if not PAIRS:
         name = ("llvm.x86.avx512.pack{}swb.512" if WIDTH == 64 else "llvm.x86.avx2.pack{}swb").format("u" if shift else "s")
-        shifted = _each(lambda each: builder.add(each, constant(HALVES, shift)), values) if shift else values
+        shifted = each_of(lambda each: builder.add(each, constant(HALVES, shift)), values) if shift else values
         store(builder, builder.call(function(builder, BYTES, [HALVES] * 2, name), [*shifted]), offset(builder, out, step * quad))
         return
     low, high = (builder.bitcast(each, WORDS) for each in values)
@@ -156,98 +159,6 @@ def _put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: _P
         order = [lane + step + i + source * LANES for lane in range(0, LANES, 4) for source in (0, 1) for i in (0, 2)]
         chosen = builder.shuffle_vector(low, high, ir.Constant(ir.VectorType(I32, LANES), order))
         store(builder, chosen, offset(builder, out, STEP * (2 * quad + step)))
-
-
-class _Reader:
-    """v << up of a tile's quads, from codes."""
-
-    def __init__(self, builder: ir.IRBuilder, way: str, codes: ir.Value, extra: ir.Value, up: ir.Value | None) -> None:
-        self.builder, self.way, self.codes, self.extra = builder, way, codes, extra
-        self.up = None if up is None else splat(builder, builder.trunc(up, I16), HALVES)
-        if way == CODEBOOK:
-            self.table = table_of(builder, extra)
-            # a level comes in the upper byte
-            self.down = constant(HALVES, 8) if up is None else builder.sub(constant(HALVES, 8), self.up)
-
-    def piece(self, piece: int) -> None:
-        """Turn to a piece's rows."""
-        if self.way != CODEBOOK:
-            self.zeros = _four_times(self.builder, widen_bytes(self.builder, offset(self.builder, self.extra, LANES * piece)))
-
-    def values(self, quad: int, piece: int) -> _Pair:
-        builder = self.builder
-        raw = load(builder, offset(builder, self.codes, 64 * quad + WIDTH * piece), BYTES)
-        if self.way == CODEBOOK:
-            return self.widened(look_up(builder, self.table, raw, 4))
-        values = _each(builder.sub, _interleave(builder, raw, constant(BYTES, 0)), self.zeros)
-        return values if self.up is None else _each(lambda each: builder.shl(each, self.up), values)
-
-    def widened(self, levels: ir.Value) -> _Pair:
-        """Levels of a codebook as 16-bit numbers, as far up."""
-        wide = _interleave(self.builder, constant(BYTES, 0), levels)
-        return _each(lambda each: self.builder.ashr(each, self.down), wide)
-
-
-def _scaled(way: str, shift: int = SCALED_SHIFT, step: int = STEP):
-    @intrinsic
-    def run(typingctx, codes, scales, second, extra, limits, up, out):
-        """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
-
-        codes: from `codes_of`. scales: scale codes of the tile's first half; `second` those of the other (codebook: not read). extra: the
-        tables of a codebook, else 16 zeros. limits: float32 [16]. up: see the module.
-        """
-
-        def codegen(context, builder, signature, args):
-            codes, scales, second, extra, limits, up, out = args
-            reader = _Reader(builder, way, codes, extra, up)
-            if way == CODEBOOK:
-                factors = _step_factors(builder, steps_table(builder, extra), scales)
-            else:
-                factors = _row_factors(builder, way, scales), _row_factors(builder, way, second)
-            for piece in range(PIECES):
-                reader.piece(piece)
-                limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
-                for half in (0, 1):
-                    multiplier = _multiplier(builder, factors[half][piece], limit)
-                    for quad in range(4 * half, 4 * half + 4):
-                        scaled = _each(lambda a, b: rounded_high(builder, a, b), reader.values(quad, piece), multiplier)
-                        _put(builder, out, quad, piece, scaled, shift, step)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
-
-    return run
-
-
-def signed_codebook_of(bits: int):
-    """`_scaled` of a codebook's tile from its packed codes, as signed bytes for the matrix unit."""
-
-    @intrinsic
-    def run(typingctx, source, scales, tables, limits, up, out):
-        def codegen(context, builder, signature, args):
-            source, scales, tables, limits, up, out = args
-            ahead = PAIR_SPAN // TILE  # in tiles: the next span comes from memory meanwhile
-            ask(builder, offset(builder, source, ahead * ROWS * TILE * bits // 8), ROWS * TILE * bits // 8, 2)
-            ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
-            reader = _Reader(builder, CODEBOOK, source, tables, up)
-            factors = _step_factors(builder, steps_table(builder, tables), scales)
-            levels = load_table(builder, tables, bits, 0)
-            for piece in range(PIECES):
-                limit = load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
-                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
-                for quad, own in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
-                    scaled = _each(lambda a, b: rounded_high(builder, a, b), reader.widened(own), multipliers[quad // 4])
-                    _put(builder, out, quad, piece, scaled, 0, QUAD_NBYTES)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
-
-    return run
-
-
-def _multiplier(builder: ir.IRBuilder, factors: ir.Value, limit: ir.Value) -> _Pair:
-    rounded = builder.fadd(builder.fmul(factors, limit), constant(FLOATS, ROUND))
-    return _four_times(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
 
 
 def _plain(way: str, form: Form = WHOLE, lower: int = 0):
@@ -258,14 +169,18 @@ def _plain(way: str, form: Form = WHOLE, lower: int = 0):
 
         def codegen(context, builder, signature, args):
             codes, extra, out = args
-            reader = _Reader(builder, way, codes, extra, None)
+            table = table_of(builder, extra) if way == CODEBOOK else []
             for piece in range(PIECES):
-                reader.piece(piece)
+                if way != CODEBOOK:
+                    zeros = four_times(builder, widen_bytes(builder, offset(builder, extra, LANES * piece)))
                 for quad in range(QUADS):
-                    if not form.byte_weights or way == CODEBOOK:
-                        _put(builder, out, quad, piece, reader.values(quad, piece), LEVEL_SHIFT)
+                    raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
+                    if way == CODEBOOK:
+                        levels = widened(builder, look_up(builder, table, raw, 4), constant(HALVES, 8))
+                        put(builder, out, quad, piece, levels, LEVEL_SHIFT)
+                    elif not form.byte_weights:
+                        put(builder, out, quad, piece, less(builder, raw, zeros), LEVEL_SHIFT)
                     else:
-                        raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
                         raw = builder.xor(raw, constant(BYTES, lower)) if lower else raw
                         store(builder, raw, offset(builder, out, STEP * quad + WIDTH * piece))
             return context.get_dummy_value()
@@ -283,9 +198,9 @@ def _factors(way: str):
         def codegen(context, builder, signature, args):
             scales, tables, out, second = args
             if way == CODEBOOK:
-                groups = _step_factors(builder, steps_table(builder, tables), scales)
+                groups = step_factors(builder, steps_table(builder, tables), scales)
             else:
-                groups = (_row_factors(builder, way, scales),)
+                groups = (row_factors(builder, way, scales),)
             for pieces, address in zip(groups, (out, second)):
                 for piece, value in enumerate(pieces):
                     store(builder, value, offset(builder, address, 4 * LANES * piece), 4)
@@ -313,10 +228,10 @@ def _largest(way: str):
             scales, zeros, *most = loop.values
             larger = lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)  # noqa: E731
             if way == CODEBOOK:
-                first, second = _step_factors(builder, table, scales)
+                first, second = step_factors(builder, table, scales)
                 most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
             else:
-                for piece, factor in enumerate(_row_factors(builder, way, scales)):
+                for piece, factor in enumerate(row_factors(builder, way, scales)):
                     if way == BLOCKS:  # these have a sign
                         factor = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [factor])
                     zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
@@ -351,9 +266,6 @@ def _levels_of(shift: int):
 
 
 levels_of, wide_levels_of = _levels_of(LEVEL_SHIFT), _levels_of(WIDE_SHIFT)
-scaled_codebook, scaled_linear, scaled_blocks = _scaled(CODEBOOK), _scaled(LINEAR), _scaled(BLOCKS)
-signed_linear, signed_blocks = (_scaled(kind, 0, QUAD_NBYTES) for kind in (LINEAR, BLOCKS))
-signed_codebook_2, signed_codebook_3, signed_codebook_4 = (signed_codebook_of(bits) for bits in (2, 3, 4))
 plain_codebook, plain_linear, narrow_plain = _plain(CODEBOOK), _plain(LINEAR), _plain(LINEAR, NARROW)
 lowered_plain = _plain(LINEAR, lower=LOWERED) if LOWERED else plain_linear  # of codes of eight bits
 codebook_factors, linear_factors, block_factors = (_factors(way) for way in (CODEBOOK, LINEAR, BLOCKS))

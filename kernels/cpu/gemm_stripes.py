@@ -34,9 +34,6 @@ from .gemm_expand import (
     narrow_plain,
     plain_codebook,
     plain_linear,
-    scaled_blocks,
-    scaled_codebook,
-    scaled_linear,
     small_factors,
     wide_levels_of,
 )
@@ -49,7 +46,9 @@ from .gemm_factors import (
 from .gemm_floats import CONSTANTS_AT, TILE_SCRATCH_NBYTES
 from .gemm_formats import (
     BITS,
+    CODES,
     GROUP,
+    LOOKED_UP,
     ROW_SCALES,
     SCALES,
     SCHEME,
@@ -66,6 +65,21 @@ from .gemm_formats import (
     stores_zeros,
     unpack,
 )
+from .gemm_scaled import (
+    SPAN,
+    UNPACKED,
+    scaled_blocks_2,
+    scaled_blocks_3,
+    scaled_blocks_4,
+    scaled_blocks_8,
+    scaled_codebook_2,
+    scaled_codebook_3,
+    scaled_codebook_4,
+    scaled_linear_2,
+    scaled_linear_3,
+    scaled_linear_4,
+    scaled_linear_8,
+)
 from .gemm_steps import STEPPED_TILE, stepped_codebook
 from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at
@@ -75,8 +89,6 @@ NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of 
 STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_steps.py`)
 # A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
 BLOCK_ROWS = max(2 * STRIPE, 64)
-# Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
-SPAN = 256 if STRIPE >= 64 else 2048
 MOST = float32(127.0)
 
 # Scratch of a worker, byte offsets.
@@ -189,16 +201,28 @@ def _plain(codes, zeros, narrow, out):
 
 
 @inlined()
-def _expand_tile(a, matrix, tiles, way, block, tile, scratch, limits, up, factors, shifts, out):
-    """A tile whose scales lie with it, its codes unpacked at TILE_AT, into a stripe at `out`; with GROUPED factors and minima too."""
+def _expand_scaled_codebook(a, matrix, at, count, limits, up, out):
+    """`count` tiles of a codebook's row block, the first behind `at` others, as the row's int8 into a stripe at `out`."""
+    bits, scales, tables = a[matrix + BITS], a[matrix + SCALES] + at * TILE_ROWS, a[matrix + TABLES]
+    source = a[matrix + CODES] + at * bits * (TILE_ROWS * TILE // 8)
+    if bits == 4:
+        scaled_codebook_4(source, scales, tables, limits, up, count, out)
+    elif bits == 3:
+        scaled_codebook_3(source, scales, tables, limits, up, count, out)
+    else:
+        scaled_codebook_2(source, scales, tables, limits, up, count, out)
+
+
+@inlined()
+def _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, out):
+    """A tile whose scales lie with it, its codes unpacked at TILE_AT, as it is into a stripe at `out`; with GROUPED factors and minima
+    too."""
     scheme, tables, narrow = a[matrix + SCHEME], a[matrix + TABLES], way == NARROW_CODES and AS_BYTES
     codes, zeros = scratch + TILE_AT, scratch + ZEROS_AT
     if scheme == CODEBOOK:
         scales = a[matrix + SCALES] + (block * tiles + tile) * TILE_ROWS
         if way == STEPPED and AS_BYTES:
             stepped_codebook(codes, scales, tables, out)
-        elif way == SCALED:
-            scaled_codebook(codes, scales, scales, tables, limits, up, out)
         else:
             plain_codebook(codes, tables, out)
             codebook_factors(scales, tables, factors, factors + 4 * STRIPE)
@@ -234,15 +258,40 @@ def _expand_tile(a, matrix, tiles, way, block, tile, scratch, limits, up, factor
 
 
 @inlined()
-def _expand_in_group(a, matrix, way, scratch, scales, second, zeros, limits, up, factors, shifts, out):
+def _is_unpacked(a, matrix, way):
+    """Are codes unpacked before anything else is done with them? Those of few bits are scaled as they are stored."""
+    return way != SCALED or a[matrix + LOOKED_UP] != 0 or a[matrix + BITS] > 4
+
+
+@inlined()
+def _expand_scaled(a, matrix, at, codes, scales, second, zeros, limits, up, out):
+    """The tile behind `at` others, whose scales, and zeros, are those of its group, or of two of half a tile each, as the row's int8."""
+    bits, halves = a[matrix + BITS], halves_of(a[matrix + SCHEME])
+    source = a[matrix + CODES] + at * bits * (TILE_ROWS * TILE // 8)
+    if _is_unpacked(a, matrix, SCALED):
+        source, bits = codes, int64(UNPACKED)
+    if halves and bits == 4:
+        scaled_blocks_4(source, scales, second, zeros, limits, up, out)
+    elif halves and bits == 3:
+        scaled_blocks_3(source, scales, second, zeros, limits, up, out)
+    elif halves and bits == 2:
+        scaled_blocks_2(source, scales, second, zeros, limits, up, out)
+    elif halves:
+        scaled_blocks_8(source, scales, second, zeros, limits, up, out)
+    elif bits == 4:
+        scaled_linear_4(source, scales, second, zeros, limits, up, out)
+    elif bits == 3:
+        scaled_linear_3(source, scales, second, zeros, limits, up, out)
+    elif bits == 2:
+        scaled_linear_2(source, scales, second, zeros, limits, up, out)
+    else:
+        scaled_linear_8(source, scales, second, zeros, limits, up, out)
+
+
+@inlined()
+def _expand_in_group(a, matrix, way, scratch, scales, second, zeros, factors, shifts, out):
     """`_expand_tile` of a tile whose scales, and zeros, are those of its group, or of two of half a tile each."""
     scheme, codes, lower = a[matrix + SCHEME], scratch + TILE_AT, _lower_of(a, matrix)
-    if way == SCALED:
-        if halves_of(scheme):
-            scaled_blocks(codes, scales, second, zeros, limits, up, out)
-        else:
-            scaled_linear(codes, scales, second, zeros, limits, up, out)
-        return
     narrow = way == NARROW_CODES and AS_BYTES
     if lower != 0 and not narrow:
         lowered_plain(codes, zeros, out)
@@ -273,17 +322,25 @@ def expand_stripe(a, matrix, depth, way, row, start, span, scratch, number):
         limits = scratch + LIMITS_AT + 4 * (number * STRIPE + first)
         factors, shifts = scratch + FACTORS_AT + 4 * first, scratch + SHIFTS_AT + 4 * first
         out = scratch + WIDE_AT + 4 * first  # a step holds 4 bytes of every row
+        if scheme == CODEBOOK and way == SCALED:
+            _expand_scaled_codebook(a, matrix, block * tiles + start // TILE, span // TILE, limits, up, out)
+            continue
         scales, second, zeros, left = int64(0), int64(0), int64(0), int64(0)
         for tile in range(start // TILE, (start + span) // TILE):
-            unpack(a, matrix, tiles, block, tile, scratch + TILE_AT)
             if in_groups:
                 if left == 0:
                     scales, second, zeros = group_of(a, matrix, depth, block, tile, scratch + ZEROS_AT)
                     left = max(1, group // TILE)
                 left -= 1
-                _expand_in_group(a, matrix, way, scratch, scales, second, zeros, limits, up, factors, shifts, out)
+                if _is_unpacked(a, matrix, way):
+                    unpack(a, matrix, tiles, block, tile, scratch + TILE_AT)
+                if way == SCALED:
+                    _expand_scaled(a, matrix, block * tiles + tile, scratch + TILE_AT, scales, second, zeros, limits, up, out)
+                else:
+                    _expand_in_group(a, matrix, way, scratch, scales, second, zeros, factors, shifts, out)
             else:
-                _expand_tile(a, matrix, tiles, way, block, tile, scratch, limits, up, factors, shifts, out)
+                unpack(a, matrix, tiles, block, tile, scratch + TILE_AT)
+                _expand_tile(a, matrix, tiles, way, block, tile, scratch, factors, shifts, out)
             factors += factors_nbytes
             shifts += shifts_nbytes
             out += tile_nbytes

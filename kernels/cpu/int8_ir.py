@@ -181,6 +181,12 @@ def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Val
     """
     if not SIX_BITS:
         return [look_up(builder, table, each, bits) for each in unpack_tile(builder, address, bits, piece)]
+    permute = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx512.permvar.qi.512")
+    return [builder.call(permute, [table[0], each]) for each in loose_quads(builder, address, bits, piece)]
+
+
+def loose_quads(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int) -> list[ir.Value]:
+    """The eight quads of a tile with AVX-512, codes in the low bits of their bytes and anything above them."""
 
     def merge(raw: ir.Value, at: int, width: int, place: int, below: ir.Value | None) -> ir.Value:
         halves = builder.bitcast(raw, HALVES)
@@ -190,8 +196,7 @@ def levels_of_tile(builder: ir.IRBuilder, table: list[ir.Value], address: ir.Val
             return part
         return _choose(builder, below, part, constant(BYTES, (1 << place) - 1))
 
-    permute = function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx512.permvar.qi.512")
-    return [builder.call(permute, [table[0], each]) for each in _quads(builder, address, bits, piece, merge)]
+    return _quads(builder, address, bits, piece, merge)
 
 
 def look_up(builder: ir.IRBuilder, table: list[ir.Value], codes: ir.Value, bits: int) -> ir.Value:

@@ -1,0 +1,181 @@
+"""Low-bit weights as int8 of their row's own range, for the stripes of the int8 product, as LLVM vectors.
+
+    v8 = ((v << up) * p + 2**14) >> 15,    p = rint(f * limit)
+
+with f the group's factor and `limit` the row's 127 * 2**(15 - up) / max |f * v|. That is rint(127 * f * v / max |f * v|) but for rare ties,
+in one multiplication of 16-bit numbers (`vpmulhrsw`), and the same integers on every instruction set.
+
+With AVX-512, v << up is looked up (`vpermw`) by the low five bits of every 16: of two codes first the lower, then the upper one. So codes
+need no mask and levels no widening, and what is left for 64 weights are 10 instructions. Elsewhere bytes are looked up and widened, 12 and
+more.
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..deferred import intrinsic, types
+from ..tiles import ROWS, TILE
+from .amx import PAIR_SPAN, QUAD_NBYTES
+from .gemm_expand import (
+    BLOCKS,
+    LINEAR,
+    QUADS,
+    each_of,
+    four_times,
+    interleave,
+    less,
+    put,
+    row_factors,
+    step_factors,
+    steps_table,
+    twice,
+    widened,
+)
+from .gemm_tiles import HALVES, ROUND, SIGNED_BYTES, STEP, STRIPE, Loop
+from .int8_ir import (
+    FLOATS,
+    I8,
+    INSTRUCTION_SET,
+    LANES,
+    PIECES,
+    WIDTH,
+    WORDS,
+    ask,
+    constant,
+    function,
+    levels_of_tile,
+    load,
+    load_table,
+    loose_quads,
+    offset,
+    splat,
+    store,
+    unpack_tile,
+    widen_bytes,
+)
+from .int8_products import rounded_high
+from .intrinsics import I16, I32
+
+SCALED_SHIFT = 0 if SIGNED_BYTES else 128  # what stripes are above their values where bytes are multiplied
+WORDS_LOOKED_UP = INSTRUCTION_SET == "avx512"
+# Inputs expanded at a time, a multiple of 128. A stripe of many rows is to lie in the first-level cache; narrow ones gain nothing by it.
+SPAN = 256 if STRIPE >= 64 else 2048
+UNPACKED = 8  # bits of a code in a tile that was unpacked before
+
+
+def _wide_table(builder: ir.IRBuilder, levels: ir.Value, bits: int, up: ir.Value) -> ir.Value:
+    """16 levels, `up` bits up, as HALVES that repeat those of `bits`: what lies above a code does not matter."""
+    places = ir.Constant(ir.VectorType(I32, WIDTH // 2), [i % min(16, 1 << bits) for i in range(WIDTH // 2)])
+    wide = builder.sext(levels, ir.VectorType(I16, 16))
+    return builder.shl(builder.shuffle_vector(wide, wide, places), splat(builder, builder.trunc(up, I16), HALVES))
+
+
+def _by_words(builder: ir.IRBuilder, table: ir.Value, zeros: ir.Value | None, codes: ir.Value, multiplier: ir.Value,
+              shift: int) -> ir.Value:
+    """A quad of `loose_quads` as scaled bytes, `shift` above themselves, with AVX-512."""
+    permute = function(builder, HALVES, [HALVES] * 2, "llvm.x86.avx512.permvar.hi.512")
+    codes, scaled = builder.bitcast(codes, HALVES), []
+    for each in (codes, builder.lshr(codes, constant(HALVES, 8))):
+        values = builder.call(permute, [table, each])
+        scaled.append(rounded_high(builder, values if zeros is None else builder.sub(values, zeros), multiplier))
+    lower, upper = scaled[0], builder.shl(scaled[1], constant(HALVES, 8))
+    if shift:  # then the lower one is above zero and borrows nothing
+        return builder.add(builder.add(lower, constant(HALVES, 0x101 * shift)), upper)
+    return builder.or_(builder.and_(lower, constant(HALVES, 0xFF)), upper)
+
+
+def _multiplier(builder: ir.IRBuilder, factors: ir.Value, limit: ir.Value) -> ir.Value:
+    """p of a piece's rows, twice in a word each."""
+    rounded = builder.fadd(builder.fmul(factors, limit), constant(FLOATS, ROUND))
+    return twice(builder, builder.and_(builder.bitcast(rounded, WORDS), constant(WORDS, 0xFFFF)))
+
+
+def _limit(builder: ir.IRBuilder, limits: ir.Value, piece: int) -> ir.Value:
+    return load(builder, offset(builder, limits, 4 * LANES * piece), FLOATS, 4)
+
+
+def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
+    by_words = WORDS_LOOKED_UP and bits != UNPACKED
+
+    @intrinsic
+    def run(typingctx, source, scales, second, zeros, limits, up, out):
+        """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
+
+        source: its codes. scales: those of the tile's first half; `second` those of the other. zeros: a byte per row. limits: float32
+        [16]. up: see the module.
+        """
+
+        def codegen(context, builder, signature, args):
+            source, scales, second, zeros, limits, up, out = args
+            distance = splat(builder, builder.trunc(up, I16), HALVES)
+            table = _wide_table(builder, ir.Constant(ir.VectorType(I8, 16), list(range(16))), bits, up) if by_words else None
+            factors = row_factors(builder, way, scales), row_factors(builder, way, second)
+            for piece in range(PIECES):
+                limit, below = _limit(builder, limits, piece), widen_bytes(builder, offset(builder, zeros, LANES * piece))
+                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
+                if by_words:
+                    below = builder.shl(builder.bitcast(twice(builder, below), HALVES), distance)
+                    multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
+                    for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
+                        scaled = _by_words(builder, table, below, codes, multipliers[quad // 4], shift)
+                        store(builder, scaled, offset(builder, out, step * quad))
+                    continue
+                below, multipliers = four_times(builder, below), [interleave(builder, each, each) for each in multipliers]
+                for quad, codes in enumerate(unpack_tile(builder, source, bits, piece)):
+                    values = each_of(lambda each: builder.shl(each, distance), less(builder, codes, below))
+                    scaled = each_of(lambda a, b: rounded_high(builder, a, b), values, multipliers[quad // 4])
+                    put(builder, out, quad, piece, scaled, shift, step)
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+def _scaled_codebook(bits: int, ahead: int, shift: int = SCALED_SHIFT, step: int = STEP):
+    nbytes = ROWS * TILE * bits // 8
+
+    @intrinsic
+    def run(typingctx, source, scales, tables, limits, up, count, out):
+        """`_scaled` of `count` tiles of a codebook. What lies `ahead` tiles further is asked for."""
+
+        def codegen(context, builder, signature, args):
+            source, scales, tables, limits, up, count, out = args
+            steps, own = steps_table(builder, tables), [_limit(builder, limits, piece) for piece in range(PIECES)]
+            if WORDS_LOOKED_UP:
+                levels = _wide_table(builder, load(builder, tables, ir.VectorType(I8, 16)), bits, up)
+            else:  # a level comes in the upper byte
+                levels = load_table(builder, tables, bits, 0)
+                down = builder.sub(constant(HALVES, 8), splat(builder, builder.trunc(up, I16), HALVES))
+            loop = Loop(builder, count, [source, scales, out], "tiles")
+            source, scales, out = loop.values
+            ask(builder, offset(builder, source, ahead * nbytes), nbytes, 2)
+            ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
+            factors = step_factors(builder, steps, scales)
+            for piece, limit in enumerate(own):
+                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
+                if WORDS_LOOKED_UP:
+                    multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
+                    for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
+                        scaled = _by_words(builder, levels, None, codes, multipliers[quad // 4], shift)
+                        store(builder, scaled, offset(builder, out, step * quad))
+                    continue
+                multipliers = [interleave(builder, each, each) for each in multipliers]
+                for quad, found in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
+                    scaled = each_of(lambda a, b: rounded_high(builder, a, b), widened(builder, found, down), multipliers[quad // 4])
+                    put(builder, out, quad, piece, scaled, shift, step)
+            loop.end([offset(builder, source, nbytes), offset(builder, scales, ROWS), offset(builder, out, QUADS * step)])
+            return context.get_dummy_value()
+
+        return types.void(*[types.int64] * 7), codegen
+
+    return run
+
+
+scaled_linear_2, scaled_linear_3, scaled_linear_4, scaled_linear_8 = (_scaled(LINEAR, bits) for bits in (2, 3, 4, UNPACKED))
+scaled_blocks_2, scaled_blocks_3, scaled_blocks_4, scaled_blocks_8 = (_scaled(BLOCKS, bits) for bits in (2, 3, 4, UNPACKED))
+scaled_codebook_2, scaled_codebook_3, scaled_codebook_4 = (_scaled_codebook(bits, SPAN // TILE) for bits in (2, 3, 4))
+# As signed bytes for the matrix unit.
+signed_linear, signed_blocks = (_scaled(kind, UNPACKED, 0, QUAD_NBYTES) for kind in (LINEAR, BLOCKS))
+signed_codebook_2, signed_codebook_3, signed_codebook_4 = (_scaled_codebook(bits, PAIR_SPAN // TILE, 0, QUAD_NBYTES) for bits in (2, 3, 4))
