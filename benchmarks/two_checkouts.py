@@ -2,7 +2,7 @@
 """Passes of a model by two checkouts of effllm, alternating in one run: what a change of the kernels is worth.
 
 Each checkout runs in a process of its own, which imports the package from that folder. A round takes the checkouts in turn with passes of
-so many tokens (from 100 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth each number of
+so many tokens (from 17 on: a prompt); ratios are taken within a round, figures are medians over rounds. With --depth each number of
 tokens begins with a text of that length, read anew, and its passes follow, several in a turn: the longer they are, the deeper they come,
 and the conditions say from where to where.
 
@@ -25,7 +25,7 @@ from llamacpp_sides import CTX
 from report import Figure, publish
 
 HERE = Path(__file__).resolve().parent
-PROMPT = 100  # tokens from which a pass is a prompt
+PROMPT = 17  # tokens from which a pass is a prompt: no draft is longer
 TURN = 8  # passes of a turn at a depth
 # Answers every line of its input, a number of tokens, with the seconds that they took and the tokens that were held before; "begin" reads
 # the text of `depth` tokens into an empty cache.
