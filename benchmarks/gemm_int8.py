@@ -80,7 +80,8 @@ class Product:
         nbytes, at, base = gemm.gemm_scratch(tokens, inputs), spec.sections((outputs, inputs)), blob.ctypes.data
         panels, scratch = aligned(gemm.panel_nbytes(tokens, inputs, way)), aligned(nbytes * pool.workers)
         out = aligned(4*tokens*outputs).view(np.float32).reshape(tokens, outputs)
-        head = [tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, nbytes, 0, 0, way, 1]
+        at_once = gemm.stripes_at_once(outputs, 0, pool.workers)
+        head = [tokens, inputs, 0, 0, 0, 0, scratch.ctypes.data, nbytes, 0, 0, way, at_once, 1]
         fields = [base + max(0, at_) for at_ in (at.codes, at.scales, at.zeros, at.row_scales, at.tables)]
         fields += [0, spec.bits, SCHEMES[spec.scheme], spec.group, 0, outputs, 0, out.ctypes.data, outputs]
         self._pack = np.array([x.ctypes.data, *head, *fields], np.int64)

@@ -87,8 +87,8 @@ class Operand:
 
 
 def block(x: int, shape: tuple[int, int], scratch: Buffer, pool: ThreadPool, mode: int, way: int, operands: list[Operand],
-          outs: list[np.ndarray], act: str = "relu") -> np.ndarray:
-    head = [x, *shape, 0, 0, 0, 0, scratch.address, scratch.nbytes // pool.workers, mode, ACTIVATIONS[act], way, len(operands)]
+          outs: list[np.ndarray], act: str = "relu", at_once: int = 1) -> np.ndarray:
+    head = [x, *shape, 0, 0, 0, 0, scratch.address, scratch.nbytes // pool.workers, mode, ACTIVATIONS[act], way, at_once, len(operands)]
     for each, out in zip(operands, outs, strict=True):
         head += each.fields(out)
     return np.array(head, np.int64)
@@ -117,10 +117,21 @@ def product(pool: ThreadPool, x: np.ndarray, operands: list[Operand], way: int, 
     args = block(x.ctypes.data, x.shape, scratch, pool, mode, way, operands, targets)
     args[gemm.FIRST + gemm.OUT] = panels.address
     pool.run(by.pack, args.ctypes.data)
-    args = block(panels.address, x.shape, scratch, pool, mode, way, operands, targets)
-    pool.run(by.multiply, args.ctypes.data)
+    begun = [out.copy() for out in outs]
+    for at_once, own in ((gemm.STRIPES // (2 if mode == linear.GATED else 1), begun), (1, outs)):
+        targets = [own[min(i, len(own) - 1)] for i in range(len(operands))]
+        args = block(panels.address, x.shape, scratch, pool, mode, way, operands, targets, at_once=at_once)
+        pool.run(by.multiply, args.ctypes.data)
+    assert all(np.array_equal(few, one, equal_nan=True) for few, one in zip(begun, outs, strict=True)), "stripes at once"
     assert scratch.intact() and panels.intact()
     return outs
+
+
+def test_few_rows_are_cut_finer():
+    whole = gemm.STRIPES * gemm.STRIPE
+    assert gemm.stripes_at_once(8 * whole, linear.PLAIN, 2) == gemm.STRIPES
+    assert gemm.stripes_at_once(8 * whole - 1, linear.PLAIN, 2) == gemm.stripes_at_once(8 * whole, linear.PLAIN, 3) == 1
+    assert gemm.stripes_at_once(4 * whole, linear.GATED, 2) == gemm.STRIPES // 2
 
 
 def sample(tokens: int, depth: int) -> np.ndarray:

@@ -76,10 +76,11 @@ from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
 from .sharing import matrix_of
 
 # Slots of the argument block; the matrices follow, as `gemm_stripes.py` says.
-X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, MATRICES, FIRST = range(14)
+X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, AT_ONCE, MATRICES, FIRST = range(15)
 SCALED_BLOCK, GROUPED_BLOCK = 128, TILE  # inputs that share a scale of the activations
 SLACK = 64  # bytes after the last panel
 STRIPES = BLOCK_ROWS // STRIPE
+FEW_BLOCKS = 4  # of a worker: with fewer whole ones, some would wait for long while others do their last
 OUTLIERS_AT = STRIPES_NBYTES
 BIAS_AT = OUTLIERS_AT + 64
 ONES_AT = BIAS_AT + 4 * STRIPE
@@ -109,6 +110,12 @@ def way_of(bits: int, scheme: str) -> int:
     if bits <= 4 and scheme not in ("mxfp", "nibble", "nvfp", "table") and AS_BYTES:
         return NARROW_CODES
     return SCALED if bits <= 4 and scheme not in ("minimum", "mxfp", "nibble", "nvfp", "super", "table") else GROUPED
+
+
+def stripes_at_once(rows: int, mode: int, workers: int) -> int:
+    """Of each matrix, what a worker takes at once of a job over `rows` rows in all (of pairs, with GATED)."""
+    whole = STRIPES // (2 if mode == GATED else 1)
+    return whole if rows >= FEW_BLOCKS * workers * whole * STRIPE else 1
 
 
 @inlined()
@@ -276,7 +283,7 @@ def close(a, matrix, mode, row, number, used, sums, sums_nbytes, scratch, first,
 
 @kernel()
 def multiply(args, worker, counter):
-    """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's.
+    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate's and of the up matrix.
 
     A panel's outputs are written when its last products are made: memory takes them while the next panel is multiplied.
     """
@@ -290,7 +297,7 @@ def multiply(args, worker, counter):
     scratch = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     sums_nbytes = 4 * panels * TOKENS * STRIPE
     both = 2 if mode == GATED else 1
-    share = STRIPES // both * STRIPE  # rows of a matrix in a block
+    share = a[AT_ONCE] * STRIPE  # rows of a matrix in a block
     for i in range(STRIPE):
         f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     while True:

@@ -36,6 +36,7 @@ from .amx_planes import pack_byte_block, pack_token, scale_token
 from .amx_rows import FLOATS_NBYTES, PAIR, PAIR_NBYTES, PLANE_NBYTES, SPAN, expand_narrow, expand_wide, tiles_of_stripe
 from .arithmetic import least_of, normed_row
 from .gemm import (
+    AT_ONCE,
     COUNT,
     DEPTH,
     EPS,
@@ -154,7 +155,7 @@ def _clear(sums, count):
 
 @kernel()
 def multiply(args, worker, counter):
-    """y[t, n] for many t from the panels at X. Blocks are BLOCK_ROWS rows; with GATED half of them the gate's and half the up matrix's.
+    """y[t, n] for many t from the panels at X. Blocks are AT_ONCE stripes of a matrix, with GATED of the gate's and of the up matrix.
 
     While a stripe of bytes is multiplied the next one is expanded, some tiles for every panel: the matrix unit and the others work at once.
     """
@@ -166,7 +167,7 @@ def multiply(args, worker, counter):
     sums_nbytes = 4 * panels * height * STRIPE
     own = (scratch + SUMS_AT + STRIPES * sums_nbytes + 63) // 64 * 64
     both = 2 if mode == GATED else 1
-    share = STRIPES // both * STRIPE  # rows of a matrix in a block
+    share = a[AT_ONCE] * STRIPE  # rows of a matrix in a block
     for i in range(STRIPE):
         f32_at(scratch + NO_BIAS_AT)[i], f32_at(scratch + ONES_AT)[i] = ZERO, ONE
     configure(own + CONFIG_AT)

@@ -143,10 +143,12 @@ def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     for way in dict.fromkeys(ways):
         chosen = [i for i, own in enumerate(ways) if own == way]
         tokens, depth = x.shape
+        rows = sum(linears[i].weight.shape[0] for i in chosen) // (2 if mode == linear.GATED else 1)
         panels = ops.workspace.take("low_panels", panel_floats(tokens, depth))
         kind = _norm_of(ops, norm, linears)
+        at_once = gemm.stripes_at_once(rows, mode, ops.pool.workers)
         head = [tokens, depth, kind, 0 if norm is None else address(norm.weight), 0 if norm is None else address(norm.bias), 0,
-                ops.scratch, ops.scratch_stride, mode, activation_number(act), way, len(chosen)]
+                ops.scratch, ops.scratch_stride, mode, activation_number(act), way, at_once, len(chosen)]
         block = [ops.at(x), *head]
         for i in chosen:
             out = outs[min(i, len(outs) - 1)]
@@ -180,7 +182,7 @@ def run_exact(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[L
         ops.reals[linear.EPS] = norm.eps
     if ops.must_pack("panels", RAW):
         ops.run(linear.pack_columns, ops.where, True, ops.args)
-    block = [ops.at(panels), *head, gemm.GROUPED, len(linears)]
+    block = [ops.at(panels), *head, gemm.GROUPED, 0, len(linears)]
     for each, out in zip(linears, outs):
         block += [*gemm_fields(each.weight, each.bias), ops.at(out), out.strides[0] // 4]
     ops.args[: len(block)] = block
