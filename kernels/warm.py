@@ -20,17 +20,17 @@ MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 
 
-KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "floats", "adapters", "rounding")
-RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, FLOATS, ADAPTERS, ROUNDING = KINDS
+KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "experts", "floats", "adapters", "rounding")
+RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, EXPERTS, FLOATS, ADAPTERS, ROUNDING = KINDS
 
 
 def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
-    """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it,
-    EXACT their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them,
-    BUNDLED the MLP over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other
-    tools in order, or widens them, MIXERS what layers have in the place of attention over keys and values, FLOATS products with
-    floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read. Those first that take longest to
-    compile."""
+    """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it, EXACT
+    their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them, BUNDLED the MLP
+    over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other tools in order, or
+    widens them, MIXERS what layers have in the place of attention over keys and values, EXPERTS who visits which expert, FLOATS products
+    with floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read. Those first that take longest
+    to compile."""
     from . import threads
     from .cpu import (
         attention,
@@ -86,7 +86,8 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
                BUNDLED: (neurons,), SPARSE: (estimate, choice),
                FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
                FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths), ROUNDING: (quantise,),
-               RAW: (sampling, attention, attention_few, linear, rows, experts, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
+               EXPERTS: (experts,),
+               RAW: (sampling, attention, attention_few, linear, rows, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
                MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, rwkv7_loops,
                        latent_loops, stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention,
                        hyper_loops, residual_loops, ngram_loops, pool_loops, cca_loops, rescaling)}

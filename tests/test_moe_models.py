@@ -13,6 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from effllm import UsageError
+from effllm.kernels.warm import compiled_functions
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
 from effllm.quant.codes import dequantize
@@ -27,7 +28,7 @@ from effllm.runtime.events import Notice
 from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, prepare_synthetic
 from effllm.runtime.measuring.synthetic import synthetic_config
 from effllm.runtime.model import Model
-from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
+from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.stores.container import read_container
 
@@ -286,3 +287,9 @@ def test_a_quantized_mixture_says_what_it_is(source: Path, tmp_path: Path) -> No
     run(source, tmp_path / "out")
     made = read_container(tmp_path / "out")
     assert made is not None and sum(".experts." in name for name in made.tensors) == 2 * 3 * EXPERTS
+
+
+def test_what_mixtures_alone_need_is_compiled_for_them_alone(source: Path) -> None:
+    assert "experts" in folder_kinds(source, EngineOptions()) and "experts" not in folder_kinds(FABLE, EngineOptions())
+    assert not any(function.name.startswith("experts.") for function in compiled_functions(folder_kinds(FABLE, EngineOptions())))
+    assert any(function.name.startswith("experts.") for function in compiled_functions(folder_kinds(source, EngineOptions())))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,17 +27,17 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class Needs:
     """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
-    read, floats of eight bits, and layers with something else in the place of attention over keys and values."""
+    read, floats of eight bits, layers with something else in the place of attention over keys and values, and experts."""
 
     low_bit: bool = False
     bundled: bool = False
     foreign: bool = False
     mixers: bool = False
     floats: bool = False
+    experts: bool = False
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(self.low_bit or other.low_bit, self.bundled or other.bundled, self.foreign or other.foreign,
-                     self.mixers or other.mixers, self.floats or other.floats)
+        return Needs(*(getattr(self, each.name) or getattr(other, each.name) for each in fields(self)))
 
 
 def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
     needed = {warm.RAW: True, warm.LOW_BIT: needs.low_bit, warm.EXACT: needs.low_bit and options.exact,
               warm.LOOKUP: needs.low_bit and options.kernel == "lut", warm.KV: options.kv == AUTO or codec(options.kv).is_packed,
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
-              warm.MIXERS: needs.mixers, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora),
+              warm.MIXERS: needs.mixers, warm.EXPERTS: needs.experts, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora),
               warm.ROUNDING: needs.low_bit and options.draft is not None and draft_in(Path(options.draft)) is not None}
     return tuple(kind for kind, is_needed in needed.items() if is_needed)
 
@@ -59,17 +59,24 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run of these weights needs."""
     low_bit = container is not None and container.is_low_bit
-    return kernel_kinds(Needs(low_bit, is_bundled(container), store.puts_in_order, has_mixers(config), has_floats(container)), options)
+    stored = Needs(low_bit, is_bundled(container), store.puts_in_order, floats=has_floats(container))
+    return kernel_kinds(stored | layer_needs(config), options)
 
 
 def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
     """What a pass over unquantized weights needs, layer by layer."""
-    return (warm.RAW, warm.MIXERS) if has_mixers(config) else (warm.RAW,)
+    needs = layer_needs(config)
+    return (warm.RAW, *([warm.MIXERS] if needs.mixers else []), *([warm.EXPERTS] if needs.experts else []))
 
 
 def has_floats(container: Container | None) -> bool:
     """Are floats of eight bits among the weights?"""
     return container is not None and any(stored.spec.scheme == "float" for stored in container.tensors.values())
+
+
+def layer_needs(config: ModelConfig) -> Needs:
+    """Of layers, whatever their weights are stored in."""
+    return Needs(mixers=has_mixers(config), experts=config.mixture is not None)
 
 
 def has_mixers(config: ModelConfig) -> bool:
@@ -80,11 +87,11 @@ def has_mixers(config: ModelConfig) -> bool:
 
 def folder_needs(folder: Path) -> Needs:
     """Of a model in a folder or a GGUF file; where its files are damaged, less."""
-    low_bit, bundled, foreign, mixers, floats = is_low_bit(folder), False, False, False, False
+    low_bit, bundled, foreign, floats, layers = is_low_bit(folder), False, False, False, Needs()
     with suppress(EffllmError):  # said when the folder is opened
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
         floats = low_bit and foreign and not is_gguf(folder) and are_floats(quantization_of(folder) or {})
-        mixers = has_mixers(read_config(folder))
-    return Needs(low_bit, bundled, foreign, mixers, floats)
+        layers = layer_needs(read_config(folder))
+    return Needs(low_bit, bundled, foreign, floats=floats) | layers
