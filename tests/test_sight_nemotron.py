@@ -89,7 +89,7 @@ def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
     assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01
 
 
-def test_a_sound_is_refused_by_itself(omni):
+def test_a_model_without_ears_sees_alone(omni):
     from effllm.runtime.images import sights_of
 
     assert set(sights_of(omni[0], read_config(omni[0]))) == {SEEN} and SOUNDS is not SEEN

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from ... import EffllmError, UsageError
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.small_file import JSON_NBYTES, read_whole
-from ..sounds import HEARING, hears
+from ..sounds import HEARING, SECTIONS, hears
 from .senses import PICTURES, SOUNDS, Sense
 
 if TYPE_CHECKING:
@@ -165,7 +165,7 @@ def taken_too(raw: Mapping[str, object]) -> str:
         return ""
     senses = senses_of(raw)
     seen = not senses or PICTURES in senses
-    heard = SOUNDS in senses or any(raw.get(key) is not None for key in ("audio_config", "sound_config"))
+    heard = SOUNDS in senses or any(raw.get(key) is not None for key in SECTIONS)
     return " and ".join([*("images",) * seen, *("sounds",) * heard])
 
 

@@ -47,7 +47,7 @@ class ProjectorSource:
         where = str(self.path)
         return Keys({key: value for key, value in self._said.processor.items() if value is not None}, where), Keys({}, where)
 
-    def extractor(self, known: Sequence[str]) -> Keys:
+    def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
         return Keys(dict(self._said.processor), str(self.path))
 
     def weights(self) -> Weights:

@@ -26,7 +26,7 @@ class TowerSource(Protocol):
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         """As of `read_processor`."""
 
-    def extractor(self, known: Sequence[str]) -> Keys:
+    def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
         """As of `read_extractor`, of sounds."""
 
     def weights(self) -> Weights:
@@ -48,8 +48,8 @@ class FolderSource:
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)
 
-    def extractor(self, known: Sequence[str]) -> Keys:
-        return read_extractor(self.model, known)
+    def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
+        return read_extractor(self.model, known, usual)
 
     def weights(self) -> Weights:
         return Weights(tower_store(self.model), "config.json", self.sense)

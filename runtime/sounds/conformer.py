@@ -115,8 +115,8 @@ class Convolution:
     shift: np.ndarray
     down: Matrix
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
-        """In place on x float32 [T, D]."""
+    def run(self, x: np.ndarray, crew: Crew, heard: int | None = None) -> None:
+        """In place on x float32 [T, D], of which others read the first so many alone, or all."""
         before, channels = len(self.taps) // 2, self.taps.shape[1]
         gated = np.zeros((len(x) + len(self.taps) - 1, channels), np.float32)
         up, down = self.up.wide(), self.down.wide()
@@ -132,7 +132,7 @@ class Convolution:
                 y += gated[rows.start + place : rows.stop + place] * weights
             x[rows] += down(silu(y))
 
-        crew.each(gate, len(x))
+        crew.each(gate, len(x) if heard is None else heard)
         crew.each(mix, len(x))
 
 

@@ -5,7 +5,7 @@ Slaney's scale (even up to 1 kHz, logarithmic above it) with bands of the same a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -91,13 +91,15 @@ def log_mel_of(keys: Keys) -> LogMel:
     return found
 
 
-def read_extractor(folder: Path, known: Sequence[str]) -> Keys:
-    """What a folder says of its extractor, which is of one of these kinds, the first where it names none. Raises UsageError where it says
-    nothing, or it is of another."""
+def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
+    """What a folder says of its extractor, which is of one of these kinds, the first where it names none; of a family whose folders may say
+    nothing, what is `usual` then. Raises UsageError where it says nothing, or it is of another."""
     inside, where = _json(folder / FILE), FILE
     if inside is None or "feature_extractor_type" not in inside and "image_processor_type" in inside:  # of pictures alone
         outer, where = _json(folder / OUTER) or {}, OUTER
         inside = outer.get("feature_extractor", outer.get("audio_processor"))
+    if inside is None and usual is not None:
+        inside, where = dict(usual), "config.json"
     if not isinstance(inside, dict):
         raise UsageError(f"{folder} has no {FILE}, so it is not known how sounds are made ready for this model",
                          "fetch that file from where the model is from, beside its config.json")
