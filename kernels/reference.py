@@ -105,12 +105,13 @@ def grown_heads(y: np.ndarray, logs: np.ndarray, scales: np.ndarray, offsets: np
 
 def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np.ndarray, scale: float, window: int | None,
            softcap: float | None, sinks: np.ndarray | None = None, ends: np.ndarray | None = None,
-           seen: np.ndarray | None = None) -> np.ndarray:
+           among: np.ndarray | None = None, seen: np.ndarray | None = None) -> np.ndarray:
     """q[T, H, D] at positions `position`..., k and v [n, KVH, D] at positions `first`[n] -> [T, H, D].
 
     A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
     head that takes part in the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each
-    query sees, where that is not its own. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_index.py`); None for all.
+    query sees, where that is not its own; `among` [T]: which tokens from `position` on queries before them see, 0 for those that they do
+    not; None for all. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_index.py`); None for all.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]
@@ -120,6 +121,8 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
         scores = softcap * np.tanh(scores / softcap)
     at = position + np.arange(tokens)[:, None]
     hidden = first[None] > (at if ends is None else ends[:, None])
+    if among is not None:
+        hidden |= (first[None] > at) & (among[np.clip(first - position, 0, tokens - 1)] == 0)
     if window:
         hidden |= first[None] <= at - window
     hidden = hidden[None] if seen is None else hidden[None] | ~np.repeat(seen, group, axis=1).swapaxes(0, 1)

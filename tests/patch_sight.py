@@ -18,7 +18,7 @@ class PatchSight:
 
     sense = PICTURES
     placeholder = written = IMAGE
-    most_in_text, bordered = None, False
+    together = bordered = False
 
     def __init__(self, width: int) -> None:
         self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)

@@ -44,7 +44,7 @@ class TorchSight:
     """What transformers' tower sees of a picture that is made 32 points wide and high. `seen` counts."""
 
     placeholder = written = IMAGE
-    most_in_text, bordered = None, False
+    together = bordered = False
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.model, self.seen = model, 0

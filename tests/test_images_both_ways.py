@@ -28,7 +28,7 @@ class DrawnSight:
     """Rows drawn by a picture's points."""
 
     placeholder = written = "<image>"
-    most_in_text, bordered = None, False
+    together = bordered = False
 
     def see(self, points: np.ndarray, work: object) -> Seen:
         draw = np.random.default_rng(int(points[:4].sum()))

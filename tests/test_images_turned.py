@@ -38,7 +38,7 @@ class GridSight:
     """What transformers' tower sees of patches that are drawn by a picture's points, of which 20 in height and width are a place."""
 
     placeholder = written = "<image>"
-    most_in_text, bordered = None, False
+    together = bordered = False
 
     def __init__(self, model) -> None:
         self.model = model

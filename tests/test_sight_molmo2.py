@@ -1,7 +1,8 @@
 """Molmo 2: squares that overlap on a canvas, rows of windows of patches, and words that are rows too are those of transformers; text that
-begins as its processor begins it, and one picture a conversation."""
+begins as its processor begins it, and pictures that see each other."""
 
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,19 +162,57 @@ def test_texts_begin_with_the_word_that_its_processor_puts_there(molmo, tmp_path
     assert again.render_chat([{"role": "user", "content": "a fox"}]) == "<|end|>[user]a fox[assistant]"
 
 
-def test_two_pictures_in_a_conversation_are_refused(molmo):
-    engine = list(open_engine(molmo[0], OPTIONS))[-1]
+@pytest.fixture(scope="module")
+def reading(molmo):
+    """An engine, and what reads a prompt with it: the logits behind, and how many tokens were gone on from."""
+    engine = list(open_engine(molmo[0], replace(OPTIONS, chunk=128, sight=str(molmo[0]))))[-1]
+    engine.album = album_of(molmo[0], engine.config)
+    prompts = Prompts(Tokenizer.load(molmo[0], engine.config), album=engine.album)
+
+    def read(prompt: str, anew: bool = False) -> tuple[np.ndarray, int]:
+        if anew:
+            engine.reset()
+        list(prompts.see(prompt, engine, lambda: False))
+        list(engine.prefill(prompts.encoded(prompt)))
+        return engine._logits.copy(), engine.reused
+
+    yield engine, read
+    engine.close()
+
+
+def test_pictures_that_see_each_other_are_read_anew_with_another(reading):
+    """And with other words between; what comes behind the last of them, and a picture by itself, goes on as ever."""
+    engine, read = reading
+    one, other = (mark(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
+    first = f"Once upon a time {one} was"
+    texts = [first, f"{first} a fox.", f"{first} a fox, and {other} was", f"{first} a fox, and {other} was another.",
+             f"{first} a cat, and {other} was", first, f"{first} it, {one} too"]
+    for text in texts:
+        gone_on, reused = read(text)
+        wanted, _ = read(text, anew=True)
+        assert np.abs(gone_on - wanted).max() < 2e-5 * np.abs(wanted).max(), text
+        words = len(engine.tokens) - sum(token >= 1 << 40 for token in engine.tokens)
+        assert reused <= words if text in (texts[2], texts[4], texts[5], texts[6]) else True
+    long = f"{texts[2]} another.{' It is so.' * 60}"
+    read(long, anew=True)
+    behind = max(place for place, token in enumerate(engine.tokens) if token >= 1 << 40)
+    assert read(f"{long} And so on.")[1] > behind, "it goes on behind both pictures"
+
+
+def test_a_pass_holds_all_pictures_and_what_is_between(molmo, reading):
+    engine, read = reading
+    one, other = (mark(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
+    assert engine.cache.shape.chunk == 512, "as long as the context"
+    near, far = (read(f"Once {one} was {'a fox ' * count}and {other} was", anew=True)[0] for count in (2, 130))
+    assert not np.allclose(near, far)
+    narrow = list(open_engine(molmo[0], replace(OPTIONS, chunk=128)))[-1]  # as where no picture may come
     try:
-        engine.album = album_of(molmo[0], engine.config)
-        prompts = Prompts(Tokenizer.load(molmo[0], engine.config), album=engine.album)
-        one, other = (mark(engine.album.take(PICTURES[name]).digest) for name in ("tiny", "odd"))
-        assert list(prompts.see(f"Once {one} was", engine, lambda: False))
-        for prompt in (f"Once {one} and {other}", f"Once {one} and {one}"):
-            with pytest.raises(UsageError, match="there are 2 pictures in this conversation, and 1 at most is read"):
-                list(prompts.see(prompt, engine, lambda: False))
-        assert engine.album.unseen(engine.album.take(PICTURES["odd"]).digest), "and none of them is looked at"
+        narrow.album = engine.album
+        prompts = Prompts(Tokenizer.load(molmo[0], narrow.config), album=engine.album)
+        with pytest.raises(UsageError, match="all pictures have, with what is between, [0-9]+ tokens, which see each other"):
+            list(narrow.prefill(prompts.encoded(f"Once {one} was {'a fox ' * 130}and {other} was")))
     finally:
-        engine.close()
+        narrow.close()
 
 
 def test_a_quantized_model_sees_the_same(tmp_path):

@@ -22,7 +22,7 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-SEVERAL = ("ernie4_5_vl_moe", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7",
+SEVERAL = ("ernie4_5_vl_moe", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7", "molmo2",
            "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
 
 
@@ -58,8 +58,9 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
         told[told == FIRST] = torch.tensor([word for size in points for part in sight.parts(*size.shape[:2]) for word in
                                             (sight.lines**2 * [FIRST] if part == PLACE else [FIRST + 2 + part])])
     if family == "molmo2":  # of which every word is a row
-        squares, _, tokens = engine.album.sights[SEEN].values(points[0])
-        told[told == FIRST] = torch.tensor([FIRST + words.index(each) for each in tokens])
+        seen = [engine.album.sights[SEEN].values(each) for each in points]
+        told[told == FIRST] = torch.tensor([FIRST + words.index(each) for _, _, tokens in seen for each in tokens])
+        squares = [square for each, _, _ in seen for square in each]
         cut = np.stack(squares).reshape(len(squares), 4, 8, 4, 8, 3).swapaxes(2, 3).reshape(len(squares), 16, -1)
         ready["pixel_values"] = torch.from_numpy(cut)  # of which bytes are one more or less now and then
         ready["mm_token_type_ids"] = torch.tensor([[token >= 1 << 40 for token in ids]]).int()

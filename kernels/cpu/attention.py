@@ -34,11 +34,14 @@ KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PART
 EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens of a part of a page
 SINKS = 25  # address of a float32 logit per query head, 0 for none
 STATE = 26  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
-ENDS, ATTEND_SLOTS = 27, 28  # address of the last position int64 that each query sees, for `attend_many` alone; 0: its own
+ENDS = 27  # address of the last position int64 that each query sees, for `attend_many` alone; 0: its own
+# Address of an int64 per token of the call, by ENDS: is it one that queries before it see? 0: all are.
+AMONG, ATTEND_SLOTS = 28, 29
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
 SEALED, INDEX, FIRST, COUNT, COLUMNS = range(5)
 SKIPPED = -1  # for SEALED: a row whose partial stays what it is
 QUERY_TILE = 32
+UNSEEN = float32(-1e30)  # a score that weighs nothing beside any other
 # Where few queries share a KV head, a long chunk's tiles are taller: a block is widened, or a packed page opened, once for each.
 TALL_ROWS, TALL_FROM = 128, 256  # query rows of such a tile, tokens of the chunk
 WIDE_QUERY, WIDE_ROWS = 4096, 192  # from how many numbers of a token's queries on a prompt's tiles are lower, and the rows they have then
@@ -233,6 +236,16 @@ def _sees(a, token):
 
 
 @inlined()
+def _hide(a, scores, first, position, end):
+    """Scores float32 [PAGE] of a query at `position`, up to row `end`: of rows behind it that it does not see they become next to nothing.
+    A block with no other row weighs nothing beside the query's own."""
+    row, among = f32_at(scores), i64_at(a[AMONG])
+    for j in range(max(0, position + 1 - first), end):
+        if among[first + j - a[POSITION]] == 0:
+            row[j] = UNSEEN
+
+
+@inlined()
 def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
     """Scores [padded, PAGE] of a block, to be multiplied by `scale` -> weights, and their (m, l) at `found`; rows that only fill the tile
     see nothing."""
@@ -241,6 +254,8 @@ def _weigh(a, entry, scores, begin_token, group, rows, padded, scale, found):
         token = begin_token + r // group
         last = _sees(a, begin_token + min(r, rows - 1) // group)
         begin, end = _begin(first, count, a[POSITION] + token, a[WINDOW]), _end(first, count, last)
+        if a[AMONG] != 0 and r < rows:
+            _hide(a, scores + 4 * r * PAGE, first, a[POSITION] + token, end)
         stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0, scale)
 
 

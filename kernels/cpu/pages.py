@@ -74,7 +74,8 @@ class LayerPages:
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
     spilled: Spilled | None = None
     selective: Selective | None = None
-    ends: np.ndarray | None = None  # of the last call
+    ends: np.ndarray | None = None  # of the last call, and so `among`
+    among: np.ndarray | None = None
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
                  softcap: float | None) -> None:
@@ -157,11 +158,12 @@ class LayerPages:
         return self.sealed[page * self.stride : (page + 1) * self.stride]
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None = None,
-               out: np.ndarray | None = None, ends: np.ndarray | None = None) -> np.ndarray:
+               out: np.ndarray | None = None, ends: np.ndarray | None = None, among: np.ndarray | None = None) -> np.ndarray:
         """q `[T, H * D]` at positions `position`... over the blocks -> `[T, H * D]`, in `out` where that is given. `sinks`: a logit per
-        head, float32 `[H]`, as in `reference.attend`, and `ends` int64 `[T]`, of pages in memory that are not packed; both must stay where
-        they are until the collected jobs have run."""
-        out, self._attend[attention.ENDS], self.ends = self.attended(q) if out is None else out, address(ends), ends
+        head, float32 `[H]`, as in `reference.attend`, and `ends` and `among` int64 `[T]`, of pages in memory that are not packed; all must
+        stay where they are until the collected jobs have run."""
+        out, self.ends, self.among = self.attended(q) if out is None else out, ends, among
+        self._attend[attention.ENDS : attention.AMONG + 1] = address(ends), address(among)
         self.choice.run(self, q, position, blocks, sinks, out)
         return out
 
@@ -303,7 +305,8 @@ class LayerPages:
         self.ops.flush()
         keys, values, at = self.gathered(blocks)
         split = q.reshape(len(q), -1, self.layout.head_dim)
-        result = reference.attend(split, keys, values, position, at, self.scale, self.window, self.softcap, sinks, self.ends)
+        result = reference.attend(split, keys, values, position, at, self.scale, self.window, self.softcap, sinks, self.ends,
+                                  self.among)
         out[:] = result.reshape(out.shape)
 
     def gathered(self, blocks: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -57,7 +57,8 @@ class Seen:
     """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
     rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `both_ways`: tokens of one
-    picture see each other, also those behind them; `in_windows`: in layers with a window alone. `deep`: float32 [layers, n, hidden], of
+    picture see each other, also those behind them, and `together` those of all pictures of a text; `in_windows`: in layers with a window
+    alone. `deep`: float32 [layers, n, hidden], of
     which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
     `by_adapter`: rows are read by the LoRA adapter that the model was published with. `numbered`: tokens that stand before a picture, by
     how many are before it in a conversation, else None. `stated`: what each row's token states of how the picture is laid out on a canvas
@@ -76,6 +77,7 @@ class Seen:
     word: int | None = None
     framed: int = 0
     stated: tuple[int, ...] | None = None
+    together: bool = False
 
 
 class Work:
@@ -98,14 +100,14 @@ class Left(Exception):
 class Sight(Protocol):
     """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
     what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
-    `most_in_text`: of pictures that a text may have; None for any number. `bordered`: the words on either side of a picture are one where
+    `together`: all pictures of a text see each other. `bordered`: the words on either side of a picture are one where
     two stand side by side, and a space follows where a word does."""
 
     sense: Sense
     placeholder: str
     written: str
     threads: int | None
-    most_in_text: int | None
+    together: bool
     bordered: bool
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:

@@ -74,13 +74,17 @@ class Picture:
         kept = (self.points,) if self.seen is None else (self.seen.rows, self.seen.deep)
         return sum(each.nbytes for each in kept if each is not None)
 
-    def ids(self, before: int = 0) -> list[int]:
-        """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own."""
+    def ids(self, before: int = 0, within: bytes = b"") -> list[int]:
+        """The tokens that stand for it behind so many others, once it is seen: words of the vocabulary around its own. `within`: of several
+        that see each other, a hash of the text from the first to the last. Their tokens state it, so that what was read among others is
+        not taken for what is read among these."""
         row, ids, columns = 0, list(self.seen.numbered(before) if self.seen.numbered else ()), self.seen.grid[1] if self.seen.grid else 0
         placed = range(self.seen.framed, len(self.seen.rows) - self.seen.framed)
         for token in self.seen.tokens:
             if token == PLACE:
                 said = self.seen.stated[row] if self.seen.stated else columns if row in placed else 0
+                if within:
+                    said = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
                 token, row = id_of(self.number, said, row), row + 1
             ids.append(token)
         return ids
@@ -90,7 +94,8 @@ class Picture:
 class Shown:
     """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
     each of the first layers, or of those that `behind` lists: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself
-    each of the pass sees, int64 [T]; None for none. `in_windows`: it does in layers with a window alone."""
+    each of the pass sees, int64 [T]; None for none. `in_windows`: it does in layers with a window alone; `among`: which of the pass those
+    before them see, int64 [T]; None for all."""
 
     places: np.ndarray
     rows: np.ndarray
@@ -98,6 +103,7 @@ class Shown:
     reach: np.ndarray | None = None
     in_windows: bool = False
     behind: tuple[int, ...] | None = None
+    among: np.ndarray | None = None
 
     def ends(self, first: int) -> tuple[np.ndarray, bool] | None:
         """The last position that each token sees, of a pass whose first is at `first`, and `in_windows`; None where it is its own. Raises
@@ -213,11 +219,11 @@ class Album:
             finally:
                 work.is_left = True
 
-    def ids(self, digest: str, before: int = 0) -> list[int]:
-        """The tokens that stand for a picture behind so many others; of one that was left unseen as many, which nothing is read by. Raises
-        PictureGone."""
+    def ids(self, digest: str, before: int = 0, within: bytes = b"") -> list[int]:
+        """The tokens that stand for a picture behind so many others, as of `Picture.ids`; of one that was left unseen as many, which
+        nothing is read by. Raises PictureGone."""
         picture = self.find(digest)
-        return picture.ids(before) if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
+        return picture.ids(before, within) if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
 
     def unseen(self, digest: str) -> list[Picture]:
         """The picture, where it is at hand and was not looked at."""
@@ -235,6 +241,7 @@ class Album:
         if not places:
             return list(ids), None
         rows, deep, pictured, plain, reach, narrow, behind = [], [], [], list(ids), np.zeros(len(ids), np.int64), False, None
+        together: list[int] = []
         for place in places:
             number, _, row = parts_of(ids[place])
             picture = self._numbered.get(number)
@@ -248,11 +255,17 @@ class Album:
             deep.append(None if picture.seen.deep is None else picture.seen.deep[:, row])
             if picture.seen.both_ways:
                 reach[place], narrow = len(picture.seen.rows) - 1 - row, picture.seen.in_windows
+            if picture.seen.together:
+                together.append(place)
             behind, plain[place] = picture.seen.behind or behind, 0
         if not pictured:
             return plain, None
+        among = None
+        if together:  # words between pictures are seen by what comes behind them alone
+            among = np.zeros(len(ids), np.int64)
+            among[together], reach[together] = 1, together[-1] - np.array(together)
         return plain, Shown(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
-                            reach if reach.any() else None, narrow, behind)
+                            reach if reach.any() else None, narrow, behind, among)
 
     def rows_of(self, number: int) -> np.ndarray:
         """What layers attend to of the picture of this number. Raises PictureGone."""

@@ -39,8 +39,7 @@ class Molmo2(TowerSight):
     VISION = {"molmo2_vision": USUAL, "molmo2": USUAL}
     PROCESSORS = ("Molmo2ImageProcessor",)
     placeholder = "<|image|>"
-    both_ways = True
-    most_in_text = 1  # all pictures of a text see each other, over the words between
+    both_ways = together = True
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         super().__init__(source, config)

@@ -122,12 +122,15 @@ class Seeing:
         return self.album is not None and self.album.both_ways
 
     def uncut(self, passes: Iterable[int]) -> Iterator[int]:
-        """Lengths of the passes over what is left of the prompt in hand, of which none ends inside a picture whose tokens see each other.
-        Raises UsageError for a picture that no pass holds."""
+        """Lengths of the passes over what is left of the prompt in hand, of which none ends inside a picture whose tokens see each other,
+        or between two that do. Raises UsageError for a picture that no pass holds."""
         if not self.both_ways:
             yield from passes
             return
         at, ends, spans = len(self.tokens), list(passes), list(_spans(self.reading, self.album.alone))
+        together = len(spans) > 1 and any(sight.together for sight in self.album.sights.values())
+        if together:
+            spans = [(spans[0][0], spans[-1][1])]
         if self.reads_whole(self.reading):
             spans = [(0, len(self.reading))]
         ends = [at + end for end in accumulate(ends)]
@@ -137,8 +140,9 @@ class Seeing:
                 if begin < stop < end:
                     stop = begin if begin > at else end
             if stop - at > self.cache.shape.chunk:
-                what = "the prompt" if self.reads_whole(self.reading) else "a picture"
-                raise UsageError(f"{what} has {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
+                what = "the prompt has" if self.reads_whole(self.reading) else "all pictures have, with what is between," if together else \
+                    "a picture has"
+                raise UsageError(f"{what} {stop - at} tokens, which see each other, and a pass holds {self.cache.shape.chunk}",
                                  "a larger context (-c)")
             yield stop - at
             at = stop

@@ -51,8 +51,7 @@ class Tower(Family):
     sense: Sense
     placeholder: str
     threads: int | None = None
-    most_in_text: int | None = None  # pictures that a text may have, where one that has more is not read here
-    bordered = False  # as of `Sight`
+    together = bordered = False  # as of `Sight`
     multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
     def __init__(self, source: TowerSource, config: ModelConfig, section: str, kinds: Mapping[str, Mapping[str, object]]) -> None:

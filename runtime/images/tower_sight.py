@@ -51,7 +51,7 @@ class TowerSight(Tower):
         height, width = picture.shape[:2]
         rows, tokens, deep = self.computed(picture, work)
         return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, behind=self.behind,
-                    word=self.stands_for, framed=self.framed)
+                    word=self.stands_for, framed=self.framed, together=self.together)
 
     def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""

@@ -26,27 +26,29 @@ if TYPE_CHECKING:
 
 WHOLE = "32bit"  # keys and values are kept for one pass, so what they are rounded by saves little
 LONGEST = 8192  # tokens of a text where nobody asks for more: a pass of all that some models take is more than memory holds
-Ends = Mapping["int | None", np.ndarray]
+# Families all of whose pictures of a text see each other.
+TOGETHER = ("molmo2_text",)
+Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 
 
 def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: Shown | None) -> Ends | None:
-    """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer; of a layer whose
-    window is not there, and of all for None, each sees itself last."""
+    """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer, and which tokens
+    those before them see, int64 [T] or None for all. Of a layer whose window is not there, and of all for None, each sees itself last."""
     if config.both_ways:
         last = cache.n + tokens - 1
         at = np.arange(cache.n, last + 1, dtype=np.int64)
-        return {window: np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last)
+        return {window: (np.full(tokens, last, np.int64) if window is None else np.minimum(at + window - 1, last), None)
                 for window in {None, *config.windows}}
     if shown is None or (found := shown.ends(cache.n)) is None:
         return None
     ends, in_windows = found
-    return {window: ends for window in {None, *config.windows} if window is not None or not in_windows}
+    return {window: (ends, shown.among) for window in {None, *config.windows} if window is not None or not in_windows}
 
 
 def as_one_pass(config: ModelConfig, options: EngineOptions) -> EngineOptions:
-    """The options of a model whose tokens see both ways, or those of a prompt: passes as long as its context. Raises UsageError for what
-    such a pass cannot do, but for what stands in a person's settings for all models."""
-    if config.prefixed and options.sight is not None:
+    """The options of a model whose tokens see both ways, or those of a prompt or of all its pictures: passes as long as its context. Raises
+    UsageError for what such a pass cannot do, but for what stands in a person's settings for all models."""
+    if (config.prefixed or config.family in TOGETHER) and options.sight is not None:
         longest = min(config.context_length, AUTO_CTX) if options.ctx is None else options.ctx
         return replace(options, chunk=max(options.chunk, -(-longest // PAGE) * PAGE))
     if not config.both_ways:

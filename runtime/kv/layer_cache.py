@@ -40,7 +40,7 @@ class LayerCache:
         if self.choosing is not None and (chosen := self.cache.chosen) is not None:
             return self.pages.attend_chosen(q, step.position, step.blocks, sinks, chosen, self.choosing.latent, *more)
         if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
-            return self.pages.attend(q, step.position, step.blocks, sinks, out, seen)
+            return self.pages.attend(q, step.position, step.blocks, sinks, out, *seen)
         return self.pages.attend(q, step.position, step.blocks, sinks, *more)
 
     def _attend_last(self, q: object, sinks: object | None) -> object:
@@ -49,7 +49,7 @@ class LayerCache:
         position = step.position + len(step.slots) - len(q)
         seen = None if ends is None else ends.get(self.pages.window)
         if seen is not None:
-            return self.pages.attend(q, position, step.blocks, sinks, None, seen[-len(q) :])
+            return self.pages.attend(q, position, step.blocks, sinks, None, *(each if each is None else each[-len(q) :] for each in seen))
         return self.pages.attend(q, position, step.blocks, sinks)
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:

@@ -3,6 +3,7 @@ them, and as token ids."""
 
 from __future__ import annotations
 
+import hashlib
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
@@ -100,7 +101,6 @@ class Prompts:
         those of the text that is held. Raises PictureGone, and ContextOverflow before anything is looked at."""
         if self.album is None:
             return
-        self._demand_few(prompt)
         held = self.held[0] if prompt.startswith(self.held[0]) else ""
         found = [picture for digest in digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
         if not (found := [*found, *(self.album.find(digest) for digest in digests(prompt[len(held) :]))]):
@@ -108,14 +108,6 @@ class Prompts:
         if engine.options.overflow != "shift" and (tokens := self.count(prompt)) >= engine.n_ctx:
             raise too_long(tokens, engine.n_ctx, engine.config.context_length)
         yield from self.album.see(found, left)
-
-    def _demand_few(self, prompt: str) -> None:
-        """Raises UsageError for a prompt with more pictures than are read together of this model."""
-        for sense, sight in self.album.sights.items():
-            count = sum(sense_marked(found) is sense for found in MARK.finditer(prompt))
-            if sight.most_in_text is not None and count > sight.most_in_text:
-                raise UsageError(f"there are {count} {sense.noun}s in this conversation, and {sight.most_in_text} at most is read of this "
-                                 f"model: all of its {sense.noun}s see each other", f"begin a new conversation for another {sense.noun}")
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""
@@ -131,7 +123,8 @@ class Prompts:
         if self.album is None or not (found := digests(text)):
             return self._letters(text, add_special_tokens)
         text = self._spaced(text)
-        shown = [self.album.ids(digest, number) for number, digest in enumerate(found, start=before)]
+        within = self._within(text)
+        shown = [self.album.ids(digest, number, within) for number, digest in enumerate(found, start=before)]
         places = [self.album.sights[sense_marked(mark)].placeholder for mark in MARK.finditer(text)]
         numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
         ids = self._letters(MARK.sub(lambda mark: next(waiting), text), add_special_tokens)
@@ -146,6 +139,11 @@ class Prompts:
         for token in ids:
             made += self._beside(made, *next(waiting)) if token in numbers else (token,)
         return made
+
+    def _within(self, text: str) -> bytes:
+        """A hash of the text from the first to the last of pictures that see each other; empty where there are no two."""
+        found = [mark for mark in MARK.finditer(text) if self.album is not None and self.album.sights[sense_marked(mark)].together]
+        return hashlib.sha256(text[found[0].start() : found[-1].end()].encode()).digest() if len(found) > 1 else b""
 
     def _spaced(self, text: str) -> str:
         """A text with a space behind pictures that ask for one."""
@@ -171,7 +169,7 @@ class Prompts:
     def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
         """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
         text, ids = held
-        if text and prompt.startswith(text):
+        if text and prompt.startswith(text) and not (digests(prompt[len(text) :]) and self._within(prompt)):
             rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(digests(text)))
             if not rest or rest[0] in self.tokenizer.stop_ids:
                 return ids + rest
