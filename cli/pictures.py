@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from ..runtime.catalog import ModelRef
     from ..runtime.images.senses import Sense
+    from ..runtime.images.video_file import Frame
     from ..runtime.session import Session
     from .screen import Screen
 
@@ -28,12 +29,12 @@ ENDINGS = {"image": (".png", ".jpg", ".jpeg", ".webp", ".gif", ".bmp", ".tif", "
 
 @dataclass(frozen=True)
 class Given:
-    """A file: its `name`, the `part` that it is (image, video or audio), and what is made of it, points uint8 [height, width, 3] or samples
-    float32 [n], each behind the words that stand before it."""
+    """A file: its `name`, the `part` that it is (image, video or audio), and what is made of it, points uint8 [height, width, 3], samples
+    float32 [n], or moments of a video."""
 
     name: str
     part: str
-    values: tuple[tuple[str, np.ndarray], ...]
+    values: np.ndarray | list[Frame]
 
 
 @dataclass(frozen=True)
@@ -86,21 +87,21 @@ def read_given(path: Path, part: str, frames: int | None = None) -> Given:
     if part == "audio":
         from ..runtime.sounds.sound_file import read_sound
 
-        return Given(path.name, part, (("", read_sound(path)),))
+        return Given(path.name, part, read_sound(path))
     if part == "video":
         from ..runtime.images.video_file import FRAMES, read_video
 
-        return Given(path.name, part, tuple((each.caption, each.points) for each in read_video(path, frames or FRAMES)))
+        return Given(path.name, part, read_video(path, frames or FRAMES))
     from ..runtime.images.picture_file import read_picture
 
-    return Given(path.name, part, (("", read_picture(path)),))
+    return Given(path.name, part, read_picture(path))
 
 
 def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
     """As what goes with the next message."""
     found = []
     for each in given:
-        shown = [(words, session.picture(values)) for words, values in each.values]
+        shown = session.film(each.values) if isinstance(each.values, list) else [("", session.picture(each.values))]
         tokens = sum((session.count(words) if words else 0) + session.engine.album.places(picture.digest) for words, picture in shown)
         flat = tuple(piece for pair in shown for piece in pair if piece != "")
         found.append(Attachment(each.name, "", tokens, each.part, flat))

@@ -36,8 +36,8 @@ NESTED = {POOLING: POOLING_KEPT, RANKING: RANKING_KEPT,
           **{f"{folder}/config.json": name.replace(".weight", ".json") for folder, name in DENSE.items()},
           **{f"{folder}/model.safetensors": name.replace(".weight", ".matrix") for folder, name in DENSE.items()}}
 SETTINGS = ("config.json", "generation_config.json", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt",
-            "chat_template*", "preprocessor_config.json", "processor_config.json", *RANKS, MODULES, PROMPTS,
-            SENTENCES, *NESTED.values())
+            "chat_template*", "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json", *RANKS,
+            MODULES, PROMPTS, SENTENCES, *NESTED.values())
 COMPANIONS = (*SETTINGS, *NESTED, "LICENSE*", "LICENCE*", "NOTICE*", "README*", "USE_POLICY*")
 GGUF_PATH = re.compile(PATH, re.IGNORECASE)
 LICENCE_LINE = re.compile(r"^license(_name)?:[ \t]*[\"']?([A-Za-z0-9.+_-]{1,40})[\"']?[ \t]*$", re.MULTILINE)

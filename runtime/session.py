@@ -36,6 +36,7 @@ if TYPE_CHECKING:
     from .calls.turns import ToolTurns
     from .forms.constraint import Form, Vocabulary
     from .images.album import Picture
+    from .images.video_file import Frame
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
@@ -142,6 +143,12 @@ class Session:
         conversation lives. Raises EffllmError."""
         made = sighted(self.engine.album, sense_of(points)).take(points)
         self._pictures.add(made)
+        return made
+
+    def film(self, frames: Sequence[Frame]) -> list[tuple[str, Picture]]:
+        """As `picture`, of moments of a video: what stands before each, and the picture, or what is seen as one."""
+        made = sighted(self.engine.album).film(frames)
+        self._pictures.update(each for _, each in made)
         return made
 
     def cancel(self) -> None:

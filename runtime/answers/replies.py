@@ -98,8 +98,7 @@ class Replies(Asking, Readings):
 
     def video(self, data: bytes, source: str) -> list[tuple[str, Picture]]:
         """As `picture`, of moments of a video: what stands before each, and the picture."""
-        album = self.demand_sight()
-        return [(each.caption, album.take(each.points)) for each in decode_video(data, source)]
+        return self.demand_sight().film(decode_video(data, source))
 
     def sound(self, data: bytes, source: str) -> Picture:
         """As `picture`, of a sound."""

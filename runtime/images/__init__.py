@@ -8,7 +8,7 @@ as tokens of its own (`album.py`), as a mark in a text (`marks.py`) or as a file
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
     from ..config import ModelConfig
     from .tower_source import TowerSource
+    from .video_file import Frame
 
 PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
@@ -62,7 +63,8 @@ class Seen:
     which the k-th is added to the rows' hidden states behind layer k of the text part (Qwen 3 VL), or behind layer `behind`[k], else None.
     `by_adapter`: rows are read by the LoRA adapter that the model was published with. `numbered`: tokens that stand before a picture, by
     how many are before it in a conversation, else None. `stated`: what each row's token states of how the picture is laid out on a canvas
-    (`canvas.py`), else None. `word`: of families whose layers attend to the rows, what their one place is in the
+    (`canvas.py`), else None. `pace`: how many positions a second is between frames of a film; None where the next frame is one later.
+    `word`: of families whose layers attend to the rows, what their one place is in the
     vocabulary; else None."""
 
     rows: np.ndarray
@@ -78,6 +80,7 @@ class Seen:
     framed: int = 0
     stated: tuple[int, ...] | None = None
     together: bool = False
+    pace: float | None = None
 
 
 class Work:
@@ -111,10 +114,15 @@ class Sight(Protocol):
     bordered: bool
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
-        """Of a picture uint8 [height, width, 3], or a sound float32 [samples]. Raises Left where `work` is left."""
+        """Of a picture uint8 [height, width, 3], a film [frames, height, width, 3], or a sound float32 [samples]. Raises Left where `work`
+        is left."""
+
+    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        """Moments of a video as pictures, or films where several frames are seen as one: what stands before each, its points, and the
+        seconds between what is seen as one and the next."""
 
     def places(self, *size: int) -> int:
-        """Tokens that a picture of this size, or a sound of so many samples, takes, known beforehand."""
+        """Tokens that a picture of this size, a film, or a sound of so many samples, takes, known beforehand."""
 
     def bytes_needed(self) -> int:
         """Of the tower's weights and of what it computes with."""

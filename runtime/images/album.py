@@ -31,10 +31,11 @@ from . import PLACE, Left, Seen, Sight, Work, raw_of, senses_of, sights_of
 from .canvas import markers_of
 from .marks import PictureGone, mark
 from .senses import PICTURES, SOUNDS, Sense, sense_of
-from .turning import COLUMN_BITS, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
+from .turning import COLUMN_BITS, FILMED, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .video_file import Frame
 
 KEPT = 256 << 20  # bytes of rows that are kept though their pictures are not held
 BESIDE = 2048  # of a picture, beside its points or rows: without it the smallest would be kept without an end
@@ -50,14 +51,16 @@ class Ops(Protocol):
 
 @dataclass(eq=False)
 class Picture:
-    """One picture, or one sound. `digest` is made from its points and its `size`: height and width, or how many samples; `points` uint8
-    [height, width, 3] or float32 [samples] until it is `seen`."""
+    """One picture, film or sound. `digest` is made from its points and its `size`: height and width, of a film the frames before them, or
+    how many samples; `points` uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples] until it is `seen`. `apart`:
+    seconds from what is seen as one frame of a film to the next."""
 
     digest: str
     size: tuple[int, ...]
     sense: Sense
     points: np.ndarray | None = field(repr=False)
     seen: Seen | None = field(default=None, repr=False)
+    apart: float = 0.0
 
     @property
     def mark(self) -> str:
@@ -83,11 +86,21 @@ class Picture:
         for token in self.seen.tokens:
             if token == PLACE:
                 said = self.seen.stated[row] if self.seen.stated else columns if row in placed else 0
+                if (later := self._later(row)) is not None:
+                    said = FILMED + min(later, (1 << COLUMN_BITS) - 1 - FILMED)
                 if within:
                     said = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
                 token, row = id_of(self.number, said, row), row + 1
             ids.append(token)
         return ids
+
+    def _later(self, row: int) -> int | None:
+        """Of the first row of a film's frame how much later that is than the one before; None of any other row."""
+        frame, rest = divmod(row, self.seen.grid[0] * self.seen.grid[1]) if len(self.size) == 3 and self.seen.grid else (0, 1)
+        if rest or not frame:
+            return None
+        step = None if self.seen.pace is None else self.seen.pace * self.apart
+        return 1 if step is None else int(frame * step) - int((frame - 1) * step)
 
 
 @dataclass(frozen=True)
@@ -146,14 +159,20 @@ class Album:
         self._kept_nbytes = 0
         self._looks = threading.Lock()
 
-    def take(self, points: np.ndarray) -> Picture:
-        """The picture of these points, uint8 [height, width, 3], or the sound of samples float32 [n]: the same one for the same points."""
-        size = points.shape[:2]
-        digest = hashlib.sha256(f"{' '.join(map(str, size))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
+    def film(self, frames: Sequence[Frame]) -> list[tuple[str, Picture]]:
+        """Moments of a video: what stands before each picture, or film, and that."""
+        return [(caption, self.take(points, apart)) for caption, points, apart in self.sights[PICTURES].filmed(frames)]
+
+    def take(self, points: np.ndarray, apart: float = 0.0) -> Picture:
+        """The picture of these points, uint8 [height, width, 3], the film [frames, height, width, 3] whose frames are so many seconds
+        `apart`, or the sound of samples float32 [n]: the same one for the same points."""
+        size = points.shape if points.ndim == 1 else points.shape[:-1]
+        said = (*size, apart) if apart else size
+        digest = hashlib.sha256(f"{' '.join(map(str, said))} ".encode() + np.ascontiguousarray(points).data.cast("B")).hexdigest()[:32]
         with self._lock:
             found = self._known.get(digest)
             if found is None:
-                found = Picture(digest, size, sense_of(points), points)
+                found = Picture(digest, size, sense_of(points), points, apart=apart)
                 if found.number in self._numbered:
                     raise UsageError(f"two {found.sense.noun}s have the same number here, by a rare chance",
                                      "change one of them in a point")

@@ -13,7 +13,7 @@ import numpy as np
 from ... import ModelNotFound, UsageError
 from ..config_reader import Keys, read_json, show
 
-FILE, OUTER = "preprocessor_config.json", "processor_config.json"
+FILE, FILMS, OUTER = "preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"
 NEAREST, LANCZOS, BILINEAR, BICUBIC = 0, 1, 2, 3  # as files and Pillow number them
 CLIP_MEAN, CLIP_STD = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALF, IMAGENET_MEAN, IMAGENET_STD = [0.5, 0.5, 0.5], [0.485, 0.456, 0.406], [0.229, 0.224, 0.225]
@@ -36,6 +36,14 @@ def read_processor(folder: Path, known: Sequence[str]) -> tuple[Keys, Keys]:
         raise UsageError(f"{where}: pictures are made ready by {show(kind)}, which is not known for this model",
                          f"known: {', '.join(known)}; text alone works")
     return keys, Keys(outer or {}, OUTER)
+
+
+def read_films(folder: Path) -> Keys:
+    """What a folder says of videos; {} where it says nothing."""
+    inside, where = _json(folder / FILMS), FILMS
+    if inside is None:
+        inside, where = (_json(folder / OUTER) or {}).get("video_processor"), OUTER
+    return Keys(inside if isinstance(inside, dict) else {}, where)
 
 
 def _json(path: Path) -> dict[str, object] | None:

@@ -47,6 +47,9 @@ class ProjectorSource:
         where = str(self.path)
         return Keys({key: value for key, value in self._said.processor.items() if value is not None}, where), Keys({}, where)
 
+    def films(self) -> Keys:
+        return Keys({}, str(self.path))
+
     def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
         return Keys(dict(self._said.processor), str(self.path))
 

@@ -17,6 +17,10 @@ class Qwen25Omni(Qwen25Vl):
     VISION = {"qwen2_5_omni_vision_encoder": USUAL}
     placeholder, written = "<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>"
 
+    @property
+    def pace(self) -> float:
+        return self.outer.number("position_id_per_seconds", 25)
+
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
         return [weights.matrix(f"{name}.{each}", self.width, self.width) for each in "qkv"]
 

@@ -6,8 +6,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, Matrix, Span, gelu, product, two_layers
+from .qwen_patches import QwenPatches, frames_at
+from .tower_parts import CURVES, Block, Crew, Matrix, Span, gelu, two_layers
 from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
 
@@ -22,6 +22,11 @@ USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_s
 
 class Qwen25Vl(QwenPatches):
     VISION = {"qwen2_5_vl_vision": USUAL, "qwen2_5_vl": USUAL}
+    FILMS = True
+
+    @property
+    def pace(self) -> float:
+        return self.vision.number("tokens_per_second", 4)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
         """What makes a layer's queries, keys and values."""
@@ -36,7 +41,7 @@ class Qwen25Vl(QwenPatches):
         side = keys.integer("window_size", high=1 << 14) // self.joined // self.patch
         if side < 1:
             raise keys.fail("window_size", f"at least {self.joined * self.patch}")
-        embedding = self.embedding(weights, bias=False)
+        embedded = self.embedded(weights, bias=False)
 
         def block(number: int) -> Block:
             own = f"visual.blocks.{number}."
@@ -53,13 +58,15 @@ class Qwen25Vl(QwenPatches):
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
             unit = self.joined**2
-            order, windows = window_order(places[::unit] // self.joined, side, unit)
+            apart = frames_at(places)
+            frames = np.repeat(np.arange(len(apart)), len(places) // unit // len(apart))
+            order, windows = window_order(places[::unit] // self.joined, side, unit, frames)
             by_window = (order[:, None] * unit + np.arange(unit)).reshape(-1)
-            x = product(patches[by_window], embedding, crew)
-            rope, everything = self.rope(places[by_window]), [(0, len(x))]
+            x = embedded(patches[by_window], crew)
+            rope = self.rope(places[by_window])
             crew.work.total += len(blocks)
             for number, block in enumerate(blocks):
-                block.run(x, everything if number in whole else windows, crew, rope)
+                block.run(x, apart if number in whole else windows, crew, rope)
             made = two_layers(norm(x).reshape(-1, together), first, second, gelu, crew)
             out = np.empty_like(made)
             out[order] = made
@@ -68,11 +75,11 @@ class Qwen25Vl(QwenPatches):
         return rows
 
 
-def window_order(places: np.ndarray, side: int, unit: int) -> tuple[np.ndarray, list[Span]]:
-    """Of squares of patches at rows and columns int64 [n, 2]: their order window by window, and which patches, `unit` to a square, are in
-    one."""
-    columns = int(places[:, 1].max()) // side + 1
-    window = places[:, 0] // side * columns + places[:, 1] // side
+def window_order(places: np.ndarray, side: int, unit: int, frames: np.ndarray) -> tuple[np.ndarray, list[Span]]:
+    """Of squares of patches at rows and columns int64 [n, 2], in these frames [n]: their order window by window, and which patches, `unit`
+    to a square, are in one."""
+    rows, columns = (int(places[:, axis].max()) // side + 1 for axis in (0, 1))
+    window = (frames * rows + places[:, 0] // side) * columns + places[:, 1] // side
     ends = (np.flatnonzero(np.diff(np.sort(window))) + 1) * unit
     borders = [0, *ends.tolist(), len(places) * unit]
     return np.argsort(window, kind="stable"), list(zip(borders, borders[1:], strict=False))

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, gelu, product, two_layers
+from .qwen_patches import QwenPatches, frames_at
+from .tower_parts import CURVES, Block, Crew, gelu, two_layers
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
 from .tower_weights import Weights
 
@@ -24,6 +24,7 @@ class Qwen2Vl(QwenPatches):
     """Its config calls the text part's width `hidden_size`, its own `embed_dim`."""
 
     VISION = {"qwen2_vl_vision": USUAL, "qwen2_vl": USUAL}
+    FILMS = True
 
     @cached_property
     def width(self) -> int:
@@ -33,7 +34,7 @@ class Qwen2Vl(QwenPatches):
         keys, width, hidden = self.vision, self.width, self.config.hidden_size
         inner, together = keys.integer("mlp_ratio", high=64) * width, width * self.joined**2
         curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "quick_gelu")]
-        embedding = self.embedding(weights, bias=False)
+        embedded = self.embedded(weights, bias=False)
 
         def block(number: int) -> Block:
             own = f"visual.blocks.{number}."
@@ -48,10 +49,10 @@ class Qwen2Vl(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x, rope = product(patches, embedding, crew), self.rope(places)
+            x, rope, spans = embedded(patches, crew), self.rope(places), frames_at(places)
             crew.work.total += len(blocks)
             for block in blocks:
-                block.run(x, [(0, len(x))], crew, rope)
+                block.run(x, spans, crew, rope)
             return two_layers(norm(x).reshape(-1, together), first, second, gelu, crew)
 
         return rows

@@ -2,18 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from .qwen3_vl import DEEP, Qwen3Vl
+from .qwen_patches import QwenPatches
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
+    from .video_file import Frame
 
 
 class Qwen3Omni(Qwen3Vl):
     VISION = {"qwen3_omni_moe_vision_encoder": DEEP}
     DEEPER, JOINING = "visual.merger_list", ("ln_q", "mlp.0", "mlp.2")
+
+    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        return QwenPatches.filmed(self, frames)
+
+    def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        return QwenPatches.film_sized(self, count, height, width)
+
+    @property
+    def pace(self) -> float:
+        return self.outer.number("position_id_per_seconds", 25)
 
 
 def sight(source: TowerSource, config: ModelConfig) -> Qwen3Omni:

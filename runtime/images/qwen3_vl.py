@@ -3,23 +3,26 @@ row and column. Of Qwen 3 VL what early layers of the tower made goes to early l
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, gelu, product, two_layers
+from .qwen_patches import QwenPatches, frames_at
+from .tower_parts import CURVES, Block, Crew, gelu, two_layers
 from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
+    from .video_file import Frame
 
 EPS = 1e-6
 Taps = tuple[np.ndarray, np.ndarray, np.ndarray]  # of n places along a side the two that lie next, int64 [n], and the second's share [n, 1]
 USUAL = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
          "patch_size": 16, "num_position_embeddings": 2304}
+FILM = 4096, 25_165_824  # points of all frames, where nothing says it
 DEEP = {**USUAL, "deepstack_visual_indexes": [8, 16, 24]}
 
 
@@ -27,6 +30,25 @@ class Qwen3Vl(QwenPatches):
     VISION = {"qwen3_vl_vision": DEEP, "qwen3_vl": DEEP, "qwen3_vl_moe_vision": DEEP, "qwen3_vl_moe": DEEP, "qwen3_5_vision": USUAL,
               "qwen3_5": USUAL, "qwen3_5_moe_vision": USUAL, "qwen3_5_moe": USUAL}
     DEEPER, JOINING = "visual.deepstack_merger_list", ("norm", "linear_fc1", "linear_fc2")  # what joins patches early, and its parts
+    FILMS = True
+
+    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        """What is seen as one is a film of its own behind the second in its middle."""
+        whole, found = self.film_of(frames), []
+        for begin in range(0, len(whole), self.frames):
+            ends = frames[begin], frames[min(begin + self.frames, len(frames)) - 1]
+            middle = sum(each.second for each in ends) / 2
+            found.append((f"<{middle:.1f} seconds>", whole[begin : begin + self.frames], 0.0))
+        return found
+
+    def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """All frames together are bounded."""
+        least, most = self.film_bounds(*FILM)
+        unit = self.patch * self.joined
+        if min(height, width) < unit:
+            grow = max(unit / height, unit / width)
+            height, width = int(height * grow), int(width * grow)
+        return self.fitted(height, width, least, most, count)
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.vision, self.width, self.config.hidden_size
@@ -35,7 +57,7 @@ class Qwen3Vl(QwenPatches):
         depth = keys.integer("depth", high=MOST_LAYERS)
         numbers = sorted(keys.layers("deepstack_visual_indexes", depth))
         side = int(keys.integer("num_position_embeddings", high=1 << 20) ** 0.5)
-        embedding = self.embedding(weights, bias=True)
+        embedded = self.embedded(weights, bias=True)
         table = weights.numbers("visual.pos_embed.weight", side * side, width)
 
         def block(number: int) -> Block:
@@ -62,9 +84,9 @@ class Qwen3Vl(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x = product(patches, embedding, crew)
+            x = embedded(patches, crew)
             x += between(table.reshape(side, side, width), places)
-            rope, spans, found = self.rope(places), [(0, len(x))], []
+            rope, spans, found = self.rope(places), frames_at(places), []
             crew.work.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, spans, crew, rope)

@@ -1,33 +1,43 @@
 """How Qwen's models cut pictures: at nearly the size that they have, to whole squares of patches, whose patches follow one another, so
-that what is put together later lies together. Patches are turned by their row and column."""
+that what is put together later lies together. Patches are turned by their row and column.
+
+Qwen's own see two frames of a film as one: a patch has a part of either. Patches see those of their frames alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ... import UsageError
 from . import PLACE
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides
-from .tower_parts import Matrix, Rope, patches_of
-from .tower_sight import TowerSight, demand_shape
+from .tower_parts import Matrix, Rope, Span, patches_of, product
+from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
+from .turning import FILMED
+from .video_file import MOST_POINTS
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
+    from .video_file import Frame
 
+EMBEDDING = "visual.patch_embed.proj"
 MOST_PLANNED = 16_384  # patches: some allow four times as many, which takes a picture of 13 million points
 THETA = 10_000.0
 
 
 class QwenPatches(TowerSight):
-    """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first."""
+    """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first. `FILMS`: several frames
+    are seen as one."""
 
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 1280)
+    FILMS = False
     placeholder = "<|image_pad|>"
     written = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -56,46 +66,91 @@ class QwenPatches(TowerSight):
 
     @property
     def most_patches(self) -> int:
-        return min(MOST_PLANNED, int(self.most) // self.patch**2)
+        return min(MOST_PLANNED, max(int(self.most), MOST_POINTS // self.frames if self.FILMS else 0) // self.patch**2)
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given."""
+        return self.fitted(height, width, self.least, self.most)
+
+    def fitted(self, height: int, width: int, least: float, most: float, frames: int = 1) -> tuple[int, int]:
+        """A size in whole squares, of which so many frames together have these bounds."""
         demand_shape(height, width)
         unit = self.patch * self.joined
         high, wide = round(height / unit) * unit, round(width / unit) * unit
-        if high * wide > self.most:
-            shrink = math.sqrt(height * width / self.most)
+        together = high * wide * (frames if frames == 1 else round(frames / self.frames) * self.frames)
+        if together > most:
+            shrink = math.sqrt(frames * height * width / most)
             return tuple(max(unit, math.floor(side / shrink / unit) * unit) for side in (height, width))
-        if high * wide < self.least:
-            grow = math.sqrt(self.least / (height * width))
+        if together < least:
+            grow = math.sqrt(least / (frames * height * width))
             return tuple(math.ceil(side * grow / unit) * unit for side in (height, width))
         return high, wide
 
-    def grid(self, height: int, width: int) -> tuple[int, int]:
-        """Rows and columns of patches."""
-        high, wide = self.sized(height, width)
+    def grid(self, *size: int) -> tuple[int, int]:
+        """Rows and columns of patches of a picture, or of each frame of a film, which has the size that it is given."""
+        high, wide = self.sized(*size) if len(size) == 2 else size[1:]
         return high // self.patch, wide // self.patch
 
-    def rope_grid(self, height: int, width: int) -> tuple[int, int]:
-        rows, columns = self.grid(height, width)
+    def rope_grid(self, *size: int) -> tuple[int, int]:
+        rows, columns = self.grid(*size)
         return rows // self.joined, columns // self.joined
 
-    def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        rows, columns = self.rope_grid(height, width)
-        return (PLACE,) * (rows * columns)
+    def tokens(self, *size: int) -> tuple[int, ...]:
+        rows, columns = self.rope_grid(*size)
+        return (PLACE,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
+
+    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        """The whole film behind no word: time is told by positions."""
+        if not self.FILMS:
+            return super().filmed(frames)
+        whole = self.film_of(frames)
+        return [("", whole, self.frames * (frames[-1].second - frames[0].second) / max(len(frames) - 1, 1))]
+
+    def film_of(self, frames: Sequence[Frame]) -> np.ndarray:
+        """Of the size that they are given, as many as are seen as one each time: the last comes again."""
+        high, wide = self.film_sized(max(len(frames), self.frames), *frames[0].points.shape[:2])
+        if wide // (self.patch * self.joined) >= FILMED:
+            raise UsageError(f"a video of {wide} × {high} is too wide for this model", "cut it into narrower ones")
+        made = [resized(each.points, high, wide, self.resample) for each in frames]
+        return np.stack([*made, *made[-1:] * (-len(made) % self.frames)])
+
+    def film_sized(self, count: int, height: int, width: int) -> tuple[int, int]:
+        """The size that each of so many frames is given."""
+        least, most = self.film_bounds(self.least, self.most)
+        return self.fitted(height, width, least, most)
+
+    def film_bounds(self, least: float, most: float) -> tuple[float, float]:
+        """Of points, as the folder says it of films; else these."""
+        keys = self.source.films()
+        size = sides(keys, "size", {"shortest_edge": int(least), "longest_edge": int(most)})
+        return (keys.integer("min_pixels", size.get("shortest_edge", int(least))),
+                keys.integer("max_pixels", size.get("longest_edge", int(most))))
 
     def values(self, picture: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Patches float32 [n, 3 * patch * patch], and where each is, int64 [n, 2]; squares of them one behind the other."""
-        high, wide = self.sized(*picture.shape[:2])
-        rows, columns, side = high // self.patch, wide // self.patch, self.joined
+        """Patches float32 [n, 3 * patch * patch], and where each is, int64 [n, 2]; squares of them one behind the other. Of a film patches
+        [n, 3 * frames * patch * patch], of what is seen as one after the other."""
+        rows, columns = self.grid(*picture.shape[:-1])
+        side = self.joined
         order = np.arange(rows * columns).reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1)
-        ready = self.scale(resized(picture, high, wide, self.resample))
-        return patches_of(ready, self.patch)[order], np.stack(np.divmod(order, columns), axis=1)
+        places = np.stack(np.divmod(order, columns), axis=1)
+        if picture.ndim == 3:
+            ready = self.scale(resized(picture, rows * self.patch, columns * self.patch, self.resample))
+            return patches_of(ready, self.patch)[order], places
+        cut = np.stack([patches_of(self.scale(frame), self.patch)[order] for frame in picture])
+        cut = cut.reshape(-1, self.frames, len(order), 3, self.patch**2).transpose(0, 2, 3, 1, 4)  # of each colour one frame after another
+        return cut.reshape(len(cut) * len(order), -1), np.tile(places, (len(cut), 1))
+
+    def embedded(self, weights: Weights, bias: bool) -> Rows:
+        """What makes patches, of pictures or of films, rows."""
+        once, whole = self.embedding(weights, bias), None
+        if self.FILMS:
+            whole = Matrix(weights.stored(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2), once.bias)
+        return lambda patches, crew: product(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, crew)
 
     def embedding(self, weights: Weights, bias: bool) -> Matrix:
         """Of a patch."""
-        stored = weights.numbers("visual.patch_embed.proj.weight", self.width, 3 * self.frames * self.patch**2)
-        return Matrix(self.once(stored), weights.numbers("visual.patch_embed.proj.bias", self.width) if bias else None)
+        stored = weights.numbers(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2)
+        return Matrix(self.once(stored), weights.numbers(f"{EMBEDDING}.bias", self.width) if bias else None)
 
     def once(self, stored: np.ndarray) -> np.ndarray:
         """What multiplies a patch, float32 [D, 3 * patch * patch]. Films are cut into pieces of several frames: a picture is a frame as
@@ -110,3 +165,9 @@ class QwenPatches(TowerSight):
         angles = (places[:, :, None].astype(np.float32) * steps).reshape(len(places), -1)
         angles = np.concatenate([angles, angles], axis=1)
         return Rope(np.cos(angles), np.sin(angles))
+
+
+def frames_at(places: np.ndarray) -> list[Span]:
+    """Which patches are of frames that are seen as one, of places int64 [n, 2]: each begins in a corner."""
+    begins = np.flatnonzero(~places.any(1)).tolist()
+    return list(zip(begins, [*begins[1:], len(places)], strict=True))

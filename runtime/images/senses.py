@@ -29,7 +29,9 @@ class Sense:
         return f"this model takes no {self.noun}s", f"`effllm list` shows which models here take {self.noun}s"
 
     def called(self, size: tuple[int, ...]) -> str:
-        """One of this size: (height, width) of a picture, (samples,) of a sound."""
+        """One of this size: (height, width) of a picture, (frames, height, width) of a film, (samples,) of a sound."""
+        if len(size) == 3:
+            return f"video of {size[2]} × {size[1]}, {size[0]} frames"
         return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / RATE:.1f} s'}"
 
 
@@ -38,5 +40,5 @@ SOUNDS = Sense("sound", "audio", "listening to", "heard", "hears")
 
 
 def sense_of(values: np.ndarray) -> Sense:
-    """Of the points of a picture uint8 [height, width, 3], or the samples of a sound float32 [n]."""
+    """Of the points of a picture uint8 [height, width, 3], or a film [frames, height, width, 3], or the samples of a sound float32 [n]."""
     return SOUNDS if values.ndim == 1 else PICTURES

@@ -41,7 +41,7 @@ class Family(Protocol):
         """The tower."""
 
     def tokens(self, *size: int) -> tuple[int, ...]:
-        """What a picture of this height and width, or a sound of so many samples, becomes in a prompt."""
+        """What a picture of this height and width, a film of so many frames of them, or a sound of so many samples, becomes in a prompt."""
 
 
 class Tower(Family):
@@ -70,7 +70,7 @@ class Tower(Family):
     def computed(self, taken: np.ndarray, work: Work) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
         """Rows, tokens and what early layers add, as of `Seen`."""
         with self._once, self.source.saying():
-            tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:2]))
+            tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:-1]))
             if self._rows is None:
                 with self.source.weights() as weights:
                     self._rows = self.load(weights)

@@ -6,7 +6,7 @@ A family has a class with `values` (pictures to what its tower is given), `load`
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -23,6 +23,7 @@ from .tower_parts import ROWS
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from .tower_source import TowerSource
+    from .video_file import Frame
 
 __all__ = ["Family", "Rows", "TowerSight"]
 
@@ -48,13 +49,21 @@ class TowerSight(Tower):
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
-        height, width = picture.shape[:2]
         rows, tokens, deep = self.computed(picture, work)
-        return Seen(rows, tokens, self.rope_grid(height, width), self.both_ways, self.in_windows, deep, behind=self.behind,
-                    word=self.stands_for, framed=self.framed, together=self.together)
+        return Seen(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.both_ways, self.in_windows, deep, behind=self.behind,
+                    word=self.stands_for, framed=self.framed, together=self.together, pace=self.pace)
 
-    def rope_grid(self, height: int, width: int) -> tuple[int, int] | None:
+    def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
+        """As of `Sight`: each is a picture behind its second."""
+        return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
+
+    def rope_grid(self, *size: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""
+        return None
+
+    @property
+    def pace(self) -> float | None:
+        """As of `Seen`."""
         return None
 
     @property

@@ -10,7 +10,7 @@ from typing import Protocol
 
 from ..config_reader import Keys, read_json
 from ..sounds.log_mel import read_extractor
-from .preprocessor import read_processor
+from .preprocessor import read_films, read_processor
 from .senses import Sense
 from .tower_weights import Weights, demand_tower, tower_store
 
@@ -25,6 +25,9 @@ class TowerSource(Protocol):
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         """As of `read_processor`."""
+
+    def films(self) -> Keys:
+        """What is said of videos alone."""
 
     def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
         """As of `read_extractor`, of sounds."""
@@ -47,6 +50,9 @@ class FolderSource:
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)
+
+    def films(self) -> Keys:
+        return read_films(self.model)
 
     def extractor(self, known: Sequence[str], usual: Mapping[str, object] | None = None) -> Keys:
         return read_extractor(self.model, known, usual)

@@ -2,7 +2,8 @@
 
 A word has three alike, so a text is turned as ever. Behind a picture of h rows and w columns text goes on max(h, w) positions further, not
 as many as the picture has tokens. Both follow from the tokens alone, whose ids say the column count, also where a picture is no longer at
-hand. Some families share out the channels in sections, the newer ones in turns.
+hand. A film's frames have the same rows and columns, and each a time of its own. Some families share out the channels in sections, the
+newer ones in turns.
 
 In Hunyuan's every token has a number for its order, and text goes on behind a picture as behind words. Besides, a picture's tokens have
 numbers for their column, their line and which picture of the text this is.
@@ -38,6 +39,7 @@ ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
 NAMED = ("mrope_section", "xdrope_section")  # what sections are stated by
 PICTURED = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
+FILMED = 512  # what the first row of a later frame of a film states is no number of columns: this, and how much later the frame is
 
 
 def id_of(number: int, columns: int, row: int) -> int:
@@ -95,26 +97,29 @@ def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np
 @dataclass
 class Followed:
     """Where the tokens of a sequence stand: of the first `known` of `tokens`, a list that only grows, the next word is at `following`.
-    `run`: number, first row and position of the picture that they end in."""
+    `run`: of the picture that they end in the number, columns, first row of the frame, position, and how much later the frame is."""
 
     tokens: list[int]
     known: int = 0
     following: int = 0
-    run: tuple[int, int, int] | None = None
+    run: tuple[int, int, int, int, int] | None = None
     FIRST = 0  # of axes, which number is the first of a place
 
     def place(self, token: int) -> tuple[int, int, int]:
         """The three numbers of the next token."""
-        number, columns, row = parts_of(token) if token >= PICTURED else (0, 0, 0)
-        if not columns:
+        number, said, row = parts_of(token) if token >= PICTURED else (0, 0, 0)
+        if not said:
             self.following, self.run = self.following + 1, None
             return (self.following - 1,) * 3
-        line, column = divmod(row, columns)
         if self.run is None or self.run[0] != number or not row:
-            self.run = number, line, self.following
-        _, first, start = self.run
-        self.following = max(self.following, start + max(line - first + 1, columns))
-        return start, start + line - first, start + column
+            self.run = number, said, row - row % said, self.following, 0
+        elif said != self.run[1]:
+            _, columns, _, start, later = self.run
+            self.run = number, columns, row, start, later + max(said - FILMED, 0)
+        _, columns, first, start, later = self.run
+        line, column = divmod(row - first, columns)
+        self.following = max(self.following, start + max(line + 1, columns, later + 1))
+        return start + later, start + line, start + column
 
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
         """What turns tokens behind all of the sequence: int64 [T], with pictures among them [T, pairs]; None where their order does."""

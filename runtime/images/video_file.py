@@ -41,11 +41,6 @@ class Frame:
     second: float
     points: np.ndarray
 
-    @property
-    def caption(self) -> str:
-        """What stands before it in a message, as Qwen 3 VL was trained to read it."""
-        return f"<{self.second:.1f} seconds>"
-
 
 def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
     """At most so many moments of a file, in order. Raises UsageError."""
