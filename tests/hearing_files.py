@@ -19,9 +19,11 @@ from sensing_models import OMNI_LOOKED
 EARS = {"qwen2_audio": ("qwen2", "qwen2a", None), "audioflamingo3": ("qwen2", "musicflamingo", None), "voxtral": ("llama", "voxtral", None),
         "granite_speech": ("granite", "granite_speech", None), "qwen3_asr": ("qwen3vl", "qwen3a", None),
         "qwen2_5_omni": ("qwen2vl", "qwen2.5o", "qwen2.5o"), "qwen3_omni_moe": ("qwen3vlmoe", "qwen3a", "qwen3vl_merger"),
-        "gemma4": ("gemma4", "gemma4a", "gemma4v")}
+        "gemma4": ("gemma4", "gemma4a", "gemma4v"), "gemma4_unified": ("gemma4", "gemma4ua", "gemma4uv")}
+FLAT = {"patch_dense": "v.patch_embd", "patch_ln1": "v.patch_norm.1", "patch_ln2": "v.patch_norm.2", "pos_norm": "v.patch_norm.3",
+        "pos_embedding": "v.position_embd.weight", "embedding_projection": "mm.input_projection"}
 PLAIN = {"qwen2vl": "qwen2", "qwen3vl": "qwen3", "qwen3vlmoe": "qwen3moe"}  # what an export calls them
-OF_EYES = ("visual.", "vision_tower.", "embed_vision.")
+OF_EYES = ("visual.", "vision_tower.", "embed_vision.", "vision_embedder.")
 OF_TOWERS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.", *OF_EYES)
 LATER = {"merger_list.": "deepstack_merger_list.", ".ln_q": ".norm", ".mlp.0": ".linear_fc1", ".mlp.2": ".linear_fc2"}
 SUFFIXES = (".weight", ".bias", ".input_max", ".input_min", ".output_max", ".output_min")
@@ -91,6 +93,8 @@ def write_ears(folder: Path, path: Path, kind: str = "F32", **keys: object) -> N
 
 
 def _heard(config: Mapping[str, object], ears: str) -> dict[str, object]:
+    if ears == "gemma4ua":
+        return {"audio.embedding_length": config["audio_config"]["audio_embed_dim"], "audio.block_count": 0}
     own = config["encoder_config" if ears == "granite_speech" else "audio_config"]
 
     def of(*names: str) -> object:
@@ -114,6 +118,10 @@ def _heard(config: Mapping[str, object], ears: str) -> dict[str, object]:
 
 def _seen(folder: Path, config: Mapping[str, object], eyes: str) -> dict[str, object]:
     vision = config["vision_config"]
+    if eyes == "gemma4uv":
+        return {"vision.patch_size": vision["patch_size"], "vision.image_size": 224, "vision.embedding_length": vision["mm_embed_dim"],
+                "vision.block_count": 0, "vision.attention.layer_norm_epsilon": 1e-6, "vision.image_mean": [0.0] * 3,
+                "vision.image_std": [1.0] * 3}
     if eyes == "gemma4v":
         return {**_shape({"image_size": 224, **vision}, config), "vision.image_mean": [0.0] * 3, "vision.image_std": [1.0] * 3}
     processor = json.loads((folder / "preprocessor_config.json").read_text())
@@ -151,6 +159,8 @@ def _tensors(folder: Path, config: Mapping[str, object], ears: str, eyes: str | 
 
 
 def _of_ears(own: str, values: np.ndarray, ears: str, names: gguf.TensorNameMap) -> tuple[str, np.ndarray]:
+    if ears == "gemma4ua":
+        return "mm.a.input_projection.weight", values
     if own.startswith("multi_modal_projector.") and ears == "qwen3a":
         own = own.replace("multi_modal_projector.linear_", "audio_tower.proj")
     elif own.startswith("multi_modal_projector."):
@@ -175,6 +185,15 @@ def _of_ears(own: str, values: np.ndarray, ears: str, names: gguf.TensorNameMap)
 
 def _of_eyes(own: str, values: np.ndarray, eyes: str | None, config: Mapping[str, object],
              names: gguf.TensorNameMap) -> Iterator[tuple[str, np.ndarray]]:
+    if eyes == "gemma4uv":  # colours one plane after another, as a convolution reads them; a table for columns, then one for rows
+        part = next(each for each in FLAT if each in own)
+        if part in ("patch_dense", "patch_ln1") and not own.endswith("patch_dense.bias"):
+            values = values.reshape(*values.shape[:-1], -1, 3).swapaxes(-1, -2).reshape(values.shape)
+        if part == "pos_embedding":
+            yield FLAT[part], values.swapaxes(0, 1)
+        else:
+            yield f"{FLAT[part]}.{own.rpartition('.')[2]}", values
+        return
     if eyes == "gemma4v":
         if own.endswith("patch_embedder.input_proj.weight"):
             side = int((values.shape[1] // 3) ** 0.5)

@@ -10,9 +10,11 @@ from pathlib import Path
 import gguf
 import numpy as np
 import torch
+from command_line import typed
 from gguf_samples import interleaved, write_model
 from safetensors.torch import load_file, save_file
-from sight_models import words_of
+from sight_cases import CASES
+from sight_models import Lfm2Ready, words_of
 
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import _tokenizer
@@ -20,6 +22,7 @@ from effllm.runtime.gguf.export import _tokenizer
 # Family -> the architecture of its text part's file, and the type of its projector.
 PAIRS = {"gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
+         "lfm2_vl": ("lfm2", "lfm2"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
          "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
 OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
@@ -27,6 +30,10 @@ INTERNVL = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
 EARLY = {"vision_tower.": "v.", "encoder.layers": "blk", "embeddings.": "", "embedding": "embd", "self_attn.": "attn_", "_proj": "",
          "layer_norm": "ln", "mlp.fc1": "ffn_down", "mlp.fc2": "ffn_up", "layrnorm": "ln", "post_layernorm": "post_ln"}
 LLAVA = {"linear_1": "0", "linear_2": "2"}
+# What a file of LFM2 does not state is as in published folders.
+SEEN_BY = {**CASES, "lfm2_vl": (*CASES["lfm2_vl"][:-1], Lfm2Ready(tile_size=512, max_tiles=10, min_image_tokens=64, max_image_tokens=256))}
+EXPORTED = ("lfm2",)  # whose text parts an export writes
+HALF = [0.5] * 3
 
 
 def write_pair(folder: Path, out: Path, kind: str = "F32", name: str = "mmproj-model-f16.gguf", **keys: object) -> tuple[Path, Path]:
@@ -41,6 +48,10 @@ def write_pair(folder: Path, out: Path, kind: str = "F32", name: str = "mmproj-m
 
 
 def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object]) -> None:
+    if arch in EXPORTED:
+        code, _, err = typed("export", folder, "-o", path)
+        assert code == 0, err
+        return
     raw = dict(config["text_config"])
     rope = raw.get("rope_parameters") or {}
     rope = rope.get("full_attention", rope)
@@ -86,8 +97,8 @@ def write_projector(folder: Path, path: Path, projector: str, config: Mapping[st
     vision = config["vision_config"]
     processor = json.loads((folder / "preprocessor_config.json").read_text())
     stated = {"projector_type": projector, "has_vision_encoder": True, **_shape(vision, config),
-              **_more(projector, config, vision, processor), "vision.image_mean": processor["image_mean"],
-              "vision.image_std": processor["image_std"], **keys}
+              **_more(projector, config, vision, processor), "vision.image_mean": processor.get("image_mean", HALF),
+              "vision.image_std": processor.get("image_std", HALF), **keys}
     writer = gguf.GGUFWriter(path, "clip")
     for key, value in stated.items():
         if value is not None:
@@ -107,10 +118,11 @@ def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[s
         value = next(vision[name] for name in names if name in vision)
         return value[0] if isinstance(value, list) else value
 
-    patch = of("patch_size")
+    patch, width = of("patch_size"), of("embed_dim", "hidden_size")  # the second is the text part's where both are there
     side = of("image_size") if "image_size" in vision else int(vision.get("num_position_embeddings", 1600) ** 0.5) * patch
-    return {"vision.image_size": side, "vision.patch_size": patch, "vision.embedding_length": of("hidden_size"),
-            "vision.feed_forward_length": of("intermediate_size"), "vision.block_count": of("num_hidden_layers", "depth"),
+    return {"vision.image_size": side, "vision.patch_size": patch, "vision.embedding_length": width,
+            "vision.feed_forward_length": vision.get("intermediate_size", width * vision.get("mlp_ratio", 0)),
+            "vision.block_count": of("num_hidden_layers", "depth"),
             "vision.attention.head_count": of("num_attention_heads", "num_heads"),
             "vision.projection_dim": config["text_config"]["hidden_size"],
             "vision.attention.layer_norm_epsilon": float(vision.get("layer_norm_eps", {"pixtral": 1e-5}.get(vision["model_type"], 1e-6)))}
@@ -137,10 +149,14 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
     if projector == "gemma3":
         across = vision["image_size"] // vision["patch_size"]
         return {**curve, "vision.projector.scale_factor": across // int(config["mm_tokens_per_image"] ** 0.5)}
+    if projector == "lfm2":
+        return {**curve, "vision.projector.scale_factor": 2}
     points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
     if projector == "qwen2.5vl_merger":
         every = vision["fullatt_block_indexes"][0] + 1
         return {**curve, **points, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
+    if projector == "qwen2vl_merger":
+        return points
     deep = [number in vision["deepstack_visual_indexes"] for number in range(vision["depth"])]
     return {**curve, **points, "vision.spatial_merge_size": vision["spatial_merge_size"], "vision.is_deepstack_layers": deep}
 
@@ -174,7 +190,12 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
             yield f"mm.model.mlp.{INTERNVL[part]}.{own.rpartition('.')[2]}", values
             return
         own = "model." + own + (".weight" if ".lambda_" in own or "position_embeddings" in own else "")
-    if ".qkv." in own and projector == "qwen2.5vl_merger":
+    if projector == "lfm2":
+        own = own.replace("vision_model.", "").replace("vision_tower.", "vision_tower.vision_model.")
+        if own.endswith("patch_embedding.weight"):
+            side = vision["patch_size"]
+            values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)
+    if ".qkv." in own and projector in ("qwen2vl_merger", "qwen2.5vl_merger"):
         for letter, rows in zip("qkv", np.split(values, 3), strict=True):
             yield names.get_name(own.replace("qkv", letter), (".weight", ".bias")), rows
         return

@@ -16,8 +16,9 @@ from hearing_files import EARS, write_ears, write_hearing_pair
 from hearing_models import as_wav, sound, written_hearing
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sensing_models import written_gemma4, written_later_omni, written_omni
-from sight_models import PICTURES
+from sensing_models import written_gemma4, written_later_omni, written_omni, written_unified
+from sight_models import PICTURES, config_changed
+from test_projector_whole import of_llamacpp as picture_rows
 from test_projector_whole import rows_of_llamacpp
 from transformers import WhisperFeatureExtractor
 
@@ -39,6 +40,12 @@ def written_usual_gemma4(folder: Path) -> None:
     (folder / "processor_config.json").write_text(json.dumps(ready))
 
 
+def written_usual_unified(folder: Path) -> None:
+    """As of `written_usual_gemma4`."""
+    written_unified(folder)
+    config_changed(folder, "preprocessor_config.json", max_soft_tokens=280)
+
+
 FAMILIES: dict[str, Callable[[Path], object]] = {
     **{family: lambda folder, family=family: written_hearing(family, folder) for family in
        ("qwen2_audio", "audioflamingo3", "voxtral", "granite_speech")},
@@ -46,7 +53,7 @@ FAMILIES: dict[str, Callable[[Path], object]] = {
     "qwen2_5_omni": lambda folder: written_omni(folder, WhisperFeatureExtractor(feature_size=16, chunk_length=300), n_window=100,
                                                 max_source_positions=100),
     "qwen3_omni_moe": lambda folder: written_later_omni(folder, n_window_infer=800),
-    "gemma4": lambda folder: written_usual_gemma4(folder)}
+    "gemma4": lambda folder: written_usual_gemma4(folder), "gemma4_unified": lambda folder: written_usual_unified(folder)}
 LIKE_OTHERS = ("audioflamingo3", "qwen3_omni_moe")  # that differ from others in a projector, or in a text part
 ROUNDED = {"gemma4": 1e-5, "granite_speech": 1e-5}  # of which files hold values that folders have otherwise: a softplus, a folded norm
 
@@ -210,6 +217,23 @@ def test_llamacpp_hears_the_same_in_the_same_file(family: str, seconds: float, m
     assert len(rows) >= len(wanted.rows) and np.abs(rows[: len(wanted.rows)] - wanted.rows).max() < most * np.abs(wanted.rows).max()
     begin = [token for token in wanted.tokens if token != PLACE][:1]
     assert not begin or tokens[0] == begin[0]
+
+
+@pytest.mark.peer
+@pytest.mark.slow
+def test_llamacpp_sees_the_same_without_a_tower(tmp_path: Path) -> None:
+    """Of a picture that nobody has to size: what hears, which has 640 samples a row there, is not told of."""
+    peer = pytest.importorskip("llama_cpp")
+    FAMILIES["gemma4_unified"](tmp_path / "folder")
+    more = {"has_audio_encoder": None, "audio.projector_type": None, "audio.embedding_length": None, "audio.block_count": None}
+    sizes = {"feed_forward_length": 0, "attention.head_count": 1, "projection_dim": 48}
+    model, mmproj = write_hearing_pair(tmp_path / "folder", tmp_path / "files",
+                                       **more, **{f"vision.{key}": value for key, value in sizes.items()})
+    points = np.tile(PICTURES["square"], (3, 3, 1))
+    wanted = album(model).sights[SEEN].see(points, Work())
+    rows, tokens = picture_rows(peer, model, mmproj, points)
+    assert rows.shape == wanted.rows.shape == (256, 48) and np.abs(rows - wanted.rows).max() < 2e-3 * np.abs(wanted.rows).max()
+    assert [tokens[0], tokens[-1]] == [wanted.tokens[0], wanted.tokens[-1]]
 
 
 def of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, samples: np.ndarray) -> tuple[np.ndarray, list[int]]:

@@ -11,8 +11,8 @@ from gguf_bytes import file, pair, text
 from hearing_files import EARS
 from hypothesis import given
 from hypothesis import strategies as st
-from projector_files import PAIRS, write_pair, write_projector
-from sight_cases import CASES, SQUARE
+from projector_files import PAIRS, SEEN_BY, write_pair, write_projector
+from sight_cases import SQUARE
 from sight_models import FIRST, PICTURES, TOWER, made, opened, seeing
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
 
@@ -28,7 +28,7 @@ from effllm.runtime.images.turning import axes_of
 
 LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
          {"image_token_index": FIRST}, LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True))
-FAMILIES = {**{family: CASES[family] for family in CASES if family in PAIRS}, "llava": LLAVA}
+FAMILIES = {**{family: SEEN_BY[family] for family in SEEN_BY if family in PAIRS}, "llava": LLAVA}
 SHOWN = ("photo", "tall", "tiny")
 
 
@@ -71,7 +71,7 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
 def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: float) -> None:
     """Of the family whose rows of q and k lie otherwise in the file; its widths are whole blocks."""
     folder = tmp_path / "folder"
-    seeing(folder, "mistral3", CASES["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
+    seeing(folder, "mistral3", SEEN_BY["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
     ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sights[SEEN], opened(folder)))
@@ -163,7 +163,7 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: t
 
 
 def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
-    words, vision, added, more, processor = CASES["gemma3"]
+    words, vision, added, more, processor = SEEN_BY["gemma3"]
     made("gemma3", tmp_path / "wide", {**words, "hidden_size": 64}, vision, added, **more)
     processor.save_pretrained(tmp_path / "wide")
     _, wide = write_pair(tmp_path / "wide", tmp_path / "files")

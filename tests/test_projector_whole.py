@@ -14,8 +14,7 @@ import torch
 from command_line import typed
 from family_models import assert_close
 from PIL import Image
-from projector_files import PAIRS, write_pair
-from sight_cases import CASES
+from projector_files import EXPORTED, PAIRS, SEEN_BY, write_pair
 from sight_models import FIRST, PICTURES, opened, seeing
 
 from effllm.runtime.config import read_config
@@ -28,7 +27,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
-FAMILIES = [family for family in CASES if family in PAIRS]
+FAMILIES = [family for family in SEEN_BY if family in PAIRS]
 QUICK = ("llava_next", "qwen3_vl")  # with tiles, with places and early rows; rows of all are held in test_projector.py
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
@@ -48,13 +47,17 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     finally:
         engine.close()
-    ready = CASES[family][-1](points, input_data_format="channels_last", return_tensors="pt")
+    ready = SEEN_BY[family][-1](points, input_data_format="channels_last", return_tensors="pt")
     ready.pop("num_patches", None)
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
     elif "qwen" in family:
         ready["mm_token_type_ids"] = (told == FIRST).int()
+    if PAIRS[family][0] in EXPORTED:  # which has matrices of 16 bits
+        with torch.no_grad():
+            for each in transformer.model.language_model.parameters():
+                each.copy_(each.half().float() if each.ndim == 2 else each)
     with torch.inference_mode():
         wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
     assert (told == FIRST).sum() == len(picture.seen.rows) > 4
@@ -63,7 +66,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
 
 @pytest.mark.parametrize("family", [pytest.param(family, marks=() if family in QUICK else pytest.mark.slow) for family in FAMILIES])
 def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    transformer = seeing(tmp_path / "folder", family, CASES[family])
+    transformer = seeing(tmp_path / "folder", family, SEEN_BY[family])
     model, _ = write_pair(tmp_path / "folder", tmp_path / "files")
     hold_a_picture(model, family, transformer)
 
@@ -72,7 +75,7 @@ def test_logits_behind_a_picture_are_those_of_transformers(family: str, tmp_path
 def files(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     """A model, its projector, and a picture, none of them beside another."""
     place = tmp_path_factory.mktemp("files")
-    seeing(place / "folder", "qwen3_vl", CASES["qwen3_vl"])
+    seeing(place / "folder", "qwen3_vl", SEEN_BY["qwen3_vl"])
     model, mmproj = write_pair(place / "folder", place / "files")
     Image.fromarray(PICTURES["photo"]).save(place / "photo.png")
     for name in ("alone", "apart"):
@@ -129,7 +132,7 @@ CLASS = ("internvl", "llava_next")
 @pytest.mark.parametrize("family", FAMILIES)
 def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
-    seeing(tmp_path / "folder", family, CASES[family], **OTHER.get(family, {}))
+    seeing(tmp_path / "folder", family, SEEN_BY[family], **OTHER.get(family, {}))
     # of a size that nobody has to change: the two size otherwise, see docs/architecture/towers.md
     points = PICTURES["square"] if "qwen" in family or family == "mistral3" else np.ascontiguousarray(PICTURES["square"][:32, :32])
     seen = opened(tmp_path / "folder").see(points, Work())

@@ -80,6 +80,12 @@ def _gemma4(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
         {"feature_extractor_type": "Gemma4AudioFeatureExtractor", "feature_size": tower["num_mel_bins"]}
 
 
+def _gemma4_flat(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
+    samples = shape_of(header, "mm.a.input_projection.weight")[1]
+    return {"model_type": "gemma4_unified", "audio_config": {"model_type": "gemma4_unified_audio", "audio_embed_dim": samples}}, \
+        {"feature_extractor_type": "Gemma4UnifiedAudioFeatureExtractor", "audio_samples_per_token": samples}
+
+
 def _granite(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
     """The adapter by which the first of these models were taught to hear is not spoken of: where it is, it is in the text part."""
     width, inner = keys.integer("embedding_length", high=1 << 16), keys.integer("feed_forward_length", high=1 << 20)
@@ -108,5 +114,5 @@ def _granite(header: GgufHeader, keys: Keys, tower: Tower, text: str) -> Built:
 
 
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "gemma4a": _gemma4, "granite_speech": _granite, "musicflamingo": _of_windows("audioflamingo3"), "qwen2.5o": _omni, "qwen2a":
-    _of_windows("qwen2_audio"), "qwen3a": _later_omni, "voxtral": _of_windows("voxtral")}
+    "gemma4a": _gemma4, "gemma4ua": _gemma4_flat, "granite_speech": _granite, "musicflamingo": _of_windows("audioflamingo3"), "qwen2.5o":
+    _omni, "qwen2a": _of_windows("qwen2_audio"), "qwen3a": _later_omni, "voxtral": _of_windows("voxtral")}

@@ -53,6 +53,8 @@ EARS: Mapping[str, Projector] = {
          "mm.a.input_projection": "embed_audio.embedding_projection"},
         "mm.a.input_projection.weight", blocks="a.blk", whole={"per_dim_scale.weight": "self_attn.per_dim_scale"},
         soft=("per_dim_scale.weight",), linear=frozenset(_CAUSAL), texts=("gemma4",)),
+    "gemma4ua": Projector("", {}, {"mm.a.input_projection": "embed_audio.embedding_projection"}, "mm.a.input_projection.weight",
+                          texts=("gemma4",)),  # which has no layers
     "granite_speech": Projector(
         "encoder.layers.",
         {"ln1": "attn.pre_norm", "attn_q": "attn.to_q", "attn_k": "attn.to_k", "attn_v": "attn.to_v", "attn_out": "attn.to_out", "ln2":

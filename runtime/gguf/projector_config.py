@@ -29,10 +29,12 @@ KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_
         "attention.layer_norm_epsilon": "layer_norm_eps"}
 HEARD = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
          "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
+FLAT = {"patch_size": "patch_size"}  # of KEYS, those of what has no layers
 QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
 # Least and most of a picture.
-QWEN_POINTS = {**dict.fromkeys(("qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)), "qwen3vl_merger": (65_536, 16_777_216)}
+QWEN_POINTS = {**dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
+               "qwen3vl_merger": (65_536, 16_777_216)}
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,12 @@ def described(header: GgufHeader, text: str, sense: Sense = PICTURES) -> Describ
     if sense is SOUNDS:
         return _heard(header, text, kind, projector)
     keys = _keys(header)
-    tower = _tower(header, keys, VISION, KEYS)
+    tower = _tower(header, keys, VISION, KEYS if projector.layer else FLAT)
     deep = tuple(sorted({int(found[1]) for name in header.tensors if (found := DEEP.fullmatch(name))}))
     config, processor = BUILDERS[kind](header, keys, tower, text)
-    heads = tower["num_attention_heads"]
+    heads = tower.get("num_attention_heads")
     look = {name: keys[name] for name in ("image_mean", "image_std") if name in keys}
-    return Described(config, {**look, **processor}, projector, deep, _swapped(header, tower["hidden_size"], kind),
+    return Described(config, {**look, **processor}, projector, deep, _swapped(header, tower.get("hidden_size"), kind),
                      heads if type(heads) is int else 0)
 
 
@@ -91,7 +93,8 @@ def _heard(header: GgufHeader, text: str, kind: str, projector: Projector) -> De
     from .hearing_config import BUILDERS as HEARING_BUILDERS
 
     keys = _keys(header, AUDIO)
-    config, extractor = HEARING_BUILDERS[kind](header, Keys(keys, f"{header.path}: {CLIP}.audio"), _tower(header, keys, AUDIO, HEARD), text)
+    tower = _tower(header, keys, AUDIO, HEARD if projector.layer else {})
+    config, extractor = HEARING_BUILDERS[kind](header, Keys(keys, f"{header.path}: {CLIP}.audio"), tower, text)
     return Described(config, extractor, projector, (), False, 0, SOUNDS)
 
 
@@ -202,7 +205,7 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
         more(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
         least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
-        model, own = OMNI.get(kind, (MODELS[text], vision["model_type"]))
+        model, own = OWN.get(kind, (MODELS[text], vision["model_type"]))
         return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
 
@@ -213,7 +216,17 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
 MODELS = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_vl_moe", "qwen35": "qwen3_5", "qwen35moe": "qwen3_5_moe"}
 
 
-OMNI = {"qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder")}  # type -> those of the model and of its tower, whatever the text part
+# Type -> those of the model and of its tower, whatever the text part.
+OWN = {"qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"), "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
+
+
+def _plain(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    """Sizes by other names: what the tower's width is called elsewhere is the text part's."""
+    where = Keys(keys, f"{header.path}: {CLIP}.vision")
+    width, inner = where.integer("embedding_length", high=1 << 16), where.integer("feed_forward_length", high=1 << 20)
+    if inner % width:
+        damaged(header.path, f"has {inner} inner numbers for a width of {width}, which are no whole multiple")
+    vision |= {"model_type": "qwen2_vl", "embed_dim": width, "mlp_ratio": inner // width, "hidden_act": _curve(keys, "gelu")}
 
 
 def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
@@ -233,6 +246,17 @@ def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None
                "num_position_embeddings": count, "deepstack_visual_indexes": deep}
 
 
+def _lfm2(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """A file holds the layers that count."""
+    vision = {"model_type": "siglip2_vision_model", **tower, "num_patches": _tensor(header, "v.position_embd.weight").shape[0],
+              "hidden_act": _curve(keys, "gelu_pytorch_tanh")}
+    factor = keys.get("projector.scale_factor", 2)
+    return ({"model_type": "lfm2_vl", "downsample_factor": factor, "projector_hidden_size": _tensor(header, "mm.1.weight").shape[0],
+             "projector_bias": "mm.1.bias" in header.tensors, "projector_use_layernorm": "mm.input_norm.weight" in header.tensors,
+             "vision_config": vision},
+            {"image_processor_type": "Lfm2VlImageProcessor", "encoder_patch_size": tower["patch_size"], "downsample_factor": factor})
+
+
 def _gemma4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
     """Sizes of heads and how many places there are follow from tensors."""
     queries, heads = _tensor(header, "v.blk.0.attn_q.weight"), tower["num_attention_heads"]
@@ -244,7 +268,23 @@ def _gemma4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
                                                                "image_std": None, "patch_size": tower["patch_size"]}
 
 
+def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Squares of how many patches become a row follows from the matrix that makes it."""
+    numbers = Keys({"attention.layer_norm_epsilon": 1e-6, **keys}, f"{header.path}: {CLIP}.vision")
+    patch, shape = numbers.integer("patch_size", high=1 << 10), _tensor(header, "v.patch_embd.weight").shape
+    joined, table = isqrt(shape[-1] // 3) // patch, _tensor(header, "v.position_embd.weight").shape
+    if len(shape) != 2 or shape[1] != 3 * (joined * patch) ** 2:
+        damaged(header.path, f"has tensor v.patch_embd.weight of shape {list(shape)}, not of squares of patches of {patch} points a side")
+    vision = {"model_type": "gemma4_unified_vision", "patch_size": patch, "pooling_kernel_size": joined, "mm_embed_dim": shape[0],
+              "output_proj_dims": shape[0], "mm_posemb_size": table[1] if len(table) == 3 else 0,
+              "rms_norm_eps": numbers.number("attention.layer_norm_epsilon")}
+    return {"model_type": "gemma4_unified", "vision_config": vision}, {
+        "image_processor_type": "Gemma4UnifiedImageProcessor", "image_mean": None, "image_std": None, "patch_size": patch,
+        "pooling_kernel_size": joined}
+
+
 BUILDERS: Mapping[str, Callable[..., Built]] = {
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
-    "qwen2.5o": _qwen("qwen2.5o", _windows),
+    "gemma4uv": _gemma4_flat,
+    "lfm2": _lfm2, "qwen2vl_merger": _qwen("qwen2vl_merger", _plain), "qwen2.5o": _qwen("qwen2.5o", _windows),
     "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

@@ -27,7 +27,9 @@ class Projector:
     kind; `whole` are names with theirs, within layers and outside. `blocks`: what layers are called in the file; `others`: of other groups
     that are counted, as `layers` and `layer`. `joined`: parts of a layer that are one matrix here, the last of which `into` is called.
     `halves`: rows of q and k are neighbours in the file and halves of a head here. `less`: names from which the one is taken that the file
-    added. `soft`: endings of names of which the file has the softplus; `turned`: names whose channels come last here. `linear`: parts whose
+    added. `soft`: endings of names of which the file has the softplus; `turned`: names whose channels come last here; `planes`: names whose
+    last dimension is a plane of each colour in the file and points with all of theirs here; `crossed`: names whose first two dimensions
+    change places. `linear`: parts whose
     weight is that of a matrix in them, which is clipped by the LIMITS beside it. `width`: the tensor whose first dimension, where `across`
     its last, is the text part's width. `texts`: architectures that it goes with, of files; none for any. `unused`: names that are the text
     part's own here, or follow from others."""
@@ -45,6 +47,8 @@ class Projector:
     less: frozenset[str] = frozenset()
     soft: tuple[str, ...] = ()
     turned: frozenset[str] = frozenset()
+    planes: frozenset[str] = frozenset()
+    crossed: frozenset[str] = frozenset()
     linear: frozenset[str] = frozenset()
     across: bool = False
     texts: tuple[str, ...] = ()
@@ -101,6 +105,13 @@ PROJECTORS: Mapping[str, Projector] = {
                                                   "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm"},
         "mm.input_projection.weight", whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         less=frozenset({"mm.soft_emb_norm.weight"}), across=True, texts=("gemma3",)),
+    "lfm2": Projector(
+        "vision_tower.encoder.layers.", _SIGLIP,
+        {**_embeddings("vision_tower"), "mm.input_norm": "multi_modal_projector.layer_norm", "mm.1": "multi_modal_projector.linear_1",
+         "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", turned=frozenset({"v.patch_embd.weight"}), texts=("lfm2", "lfm2moe")),
+    "qwen2vl_merger": Projector(
+        "visual.blocks.", {**_QWEN, "ffn_up": "mlp.fc1", "ffn_down": "mlp.fc2"}, _MERGED, "mm.2.weight", joined=_QKV, into="attn.qkv",
+        texts=("qwen2vl",)),
     "qwen2.5vl_merger": Projector(
         "visual.blocks.", _WINDOWED, _MERGED, "mm.2.weight", joined=_QKV, into="attn.qkv", texts=("qwen2vl",)),
     "qwen2.5o": Projector("visual.blocks.", _WINDOWED, _MERGED, "mm.2.weight", texts=("qwen2vl",)),
@@ -118,6 +129,13 @@ PROJECTORS: Mapping[str, Projector] = {
         whole={"v.position_embd.weight": "vision_tower.patch_embedder.position_embedding_table", "v.std_bias": "vision_tower.std_bias",
                "v.std_scale": "vision_tower.std_scale"},
         linear=frozenset(_GEMMA4), turned=frozenset({"v.patch_embd.weight"}), texts=("gemma4",)),
+    "gemma4uv": Projector(  # which has no layers
+        "", {}, {"v.patch_embd": "vision_embedder.patch_dense", "v.patch_norm.1": "vision_embedder.patch_ln1", "v.patch_norm.2":
+                 "vision_embedder.patch_ln2", "v.patch_norm.3": "vision_embedder.pos_norm", "mm.input_projection":
+                 "embed_vision.embedding_projection"},
+        "mm.input_projection.weight", whole={"v.position_embd.weight": "vision_embedder.pos_embedding"},
+        planes=frozenset({"v.patch_embd.weight", "v.patch_norm.1.weight", "v.patch_norm.1.bias"}),
+        crossed=frozenset({"v.position_embd.weight"}), texts=("gemma4",)),
 }
 
 

@@ -26,6 +26,7 @@ from .projector_config import Described
 from .projector_names import FRAMES, own_name
 from .sources import RAW, separated
 
+COLOURS = 3
 DAMAGED = "the file is damaged: download it again"
 
 
@@ -33,7 +34,7 @@ DAMAGED = "the file is damaged: download it again"
 class Part:
     """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `heads`: its rows are
     neighbours in so many heads (0: they are not). `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
-    come second in the file, are last."""
+    come second in the file, are last. `planes`, `crossed`: as of `Projector`."""
 
     tensors: tuple[GgufTensor, ...]
     frames: bool = False
@@ -41,12 +42,16 @@ class Part:
     less: float = 0.0
     soft: bool = False
     turned: bool = False
+    planes: bool = False
+    crossed: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
         first = self.tensors[0].shape
         if self.turned:
             return first[0], *first[2:], first[1]
+        if self.crossed:
+            return first[1], first[0], *first[2:]
         return (first[0], first[1], 2, *first[2:]) if self.frames else (sum(each.shape[0] for each in self.tensors), *first[1:])
 
     @property
@@ -93,6 +98,10 @@ class ProjectorStore(TensorStore):
             made = made[separated(np.arange(len(made)), len(made) // part.heads)]
         if part.turned:
             made = np.moveaxis(made, 1, -1)
+        if part.planes:
+            made = made.reshape(*made.shape[:-1], COLOURS, -1).swapaxes(-1, -2).reshape(made.shape)
+        if part.crossed:
+            made = made.swapaxes(0, 1)
         if part.soft:
             made = from_f32(_sharp(to_f32(made, info.dtype.lower())), info.dtype.lower())
         if part.less:
@@ -148,8 +157,13 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
         if name in projector.turned and len(tensor.shape) != 4:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 4")
+        if name in projector.crossed and len(tensor.shape) != 3:
+            damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 3")
+        if name in projector.planes and tensor.shape[-1] % COLOURS:
+            damaged(path, f"has tensor {shown(name)} of {tensor.shape[-1]} values a row, not as many of each colour")
         yield own, Part((tensor,), heads=said.heads if turned else 0, less=float(name in projector.less),
-                        soft=name.endswith(projector.soft) if projector.soft else False, turned=name in projector.turned)
+                        soft=name.endswith(projector.soft) if projector.soft else False, turned=name in projector.turned,
+                        planes=name in projector.planes, crossed=name in projector.crossed)
     for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):
         tensors = tuple(tensor for _, _, tensor in found)
         if len(tensors) != len(projector.joined) or len({each.shape[1:] for each in tensors}) > 1:
