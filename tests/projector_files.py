@@ -22,7 +22,7 @@ from effllm.runtime.gguf.export import _tokenizer
 # Family -> the architecture of its text part's file, and the type of its projector.
 PAIRS = {"gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
-         "lfm2_vl": ("lfm2", "lfm2"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
+         "lfm2_vl": ("lfm2", "lfm2"), "lighton_ocr": ("qwen3", "lightonocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
          "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
 OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
@@ -60,7 +60,7 @@ def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object
     (made / "config.json").write_text(json.dumps({**raw, "rope_theta": rope.get("rope_theta", 10000.0)}))
     tensors = {}
     for name, values in load_file(folder / "model.safetensors").items():
-        if any(name.removeprefix("model.").startswith(each) for each in OF_TOWER):
+        if any(_usual(name).startswith(each) for each in OF_TOWER):
             continue
         before = next((each for each in OF_TEXT if name.startswith(each)), None)
         tensors["lm_head.weight" if name.endswith("lm_head.weight") else "model." + name.removeprefix(before)] = values
@@ -141,7 +141,7 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
     if projector == "idefics3":
         return {**curve, "vision.projector.scale_factor": config["scale_factor"],
                 "vision.preproc_image_size": processor["size"]["longest_edge"]}
-    if projector == "pixtral":
+    if projector in ("pixtral", "lightonocr"):
         return {**curve, "vision.spatial_merge_size": config["spatial_merge_size"]}
     if projector == "internvl":
         return {**curve, "vision.projector.scale_factor": int(1 / config["downsample_ratio"]),
@@ -164,11 +164,16 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
 def _tensors(folder: Path, projector: str, config: Mapping[str, object], blocks: int) -> Iterator[tuple[str, np.ndarray]]:
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 64)
     for name, values in load_file(folder / "model.safetensors").items():
-        own = name.removeprefix("model.")
+        own = _usual(name)
         if projector == "pixtral" and own.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
             yield "v.token_embd.img_break", values[words_of(folder).convert_tokens_to_ids("[IMG_BREAK]")].to(torch.float32).numpy()
         if own.startswith(OF_TOWER):
             yield from _written(own, values.to(torch.float32).numpy(), projector, config, names, blocks)
+
+
+def _usual(name: str) -> str:
+    """As most families call what sees; converters do the same first."""
+    return name.removeprefix("model.").replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
 
 
 def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, object], names: gguf.TensorNameMap,
@@ -182,7 +187,7 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
         values = values + np.float32(1) if "soft_emb_norm" in own else values
     if projector == "idefics3":
         own = "model." + own
-    if projector == "pixtral" and own.endswith(("q_proj.weight", "k_proj.weight")):
+    if projector in ("pixtral", "lightonocr") and own.endswith(("q_proj.weight", "k_proj.weight")):
         values = interleaved(values, vision["num_attention_heads"])
     if projector == "internvl":
         part = own.split(".")[-2]

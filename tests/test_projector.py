@@ -57,6 +57,8 @@ def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Pat
     found, wanted = album_of(model, config), opened(folder)
     assert not found.refused
     for name in SHOWN:
+        if name == "tiny" and wanted.source.config["model_type"] == "lighton_ocr":  # which refuses what is less than a square
+            continue
         ours, theirs = found.sights[SEEN].see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
         assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)

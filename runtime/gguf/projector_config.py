@@ -177,6 +177,12 @@ def _pixtral(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built
             {"image_processor_type": "PixtralImageProcessor", "size": {"longest_edge": tower["image_size"]}, "resample": BICUBIC})
 
 
+def _lighton(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Pictures are made of whole patches, as all its folders say."""
+    config, processor = _pixtral(header, keys, tower, text)
+    return {**config, "model_type": "lighton_ocr"}, {**processor, "patch_size": {side: tower["patch_size"] for side in ("height", "width")}}
+
+
 def _internvl(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
     merge = keys.get("projector.scale_factor", 2)
     return ({"model_type": "internvl", "downsample_ratio": 1 / merge if type(merge) is int and merge > 0 else merge,
@@ -284,7 +290,8 @@ def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> B
 
 
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral,
+    "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
     "gemma4uv": _gemma4_flat,
     "lfm2": _lfm2, "qwen2vl_merger": _qwen("qwen2vl_merger", _plain), "qwen2.5o": _qwen("qwen2.5o", _windows),
     "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 CLIP = "clip"  # the architecture
 NUMBERED = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)")
@@ -73,6 +73,14 @@ def _embeddings(tower: str) -> dict[str, str]:
             AFTER: f"{tower}.post_layernorm"}
 
 
+_PIXTRAL = Projector(
+    "vision_tower.transformer.layers.",
+    {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
+     "attention.v_proj", "attn_out": "attention.o_proj", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
+     "ffn_down": "feed_forward.down_proj"},
+    {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
+     "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
+     "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", halves=True, unused=frozenset({"v.token_embd.img_break"}))
 PROJECTORS: Mapping[str, Projector] = {
     "mlp": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
@@ -82,14 +90,7 @@ PROJECTORS: Mapping[str, Projector] = {
     "idefics3": Projector(
         "vision_model.encoder.layers.", _SIGLIP,
         {**_embeddings("vision_model"), "mm.model.fc": "connector.modality_projection.proj"}, "mm.model.fc.weight"),
-    "pixtral": Projector(
-        "vision_tower.transformer.layers.",
-        {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
-         "attention.v_proj", "attn_out": "attention.o_proj", "ffn_gate": "feed_forward.gate_proj", "ffn_up": "feed_forward.up_proj",
-         "ffn_down": "feed_forward.down_proj"},
-        {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
-         "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
-         "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", halves=True, unused=frozenset({"v.token_embd.img_break"})),
+    "pixtral": _PIXTRAL, "lightonocr": replace(_PIXTRAL, texts=("qwen3",)),
     "internvl": Projector(
         "vision_tower.encoder.layer.",
         {"ln1": "layernorm_before", "ln2": "layernorm_after", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
