@@ -14,6 +14,7 @@ from command_line import Ran
 from family_models import assert_close
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from projector_files import write_pair
 from sensing_models import written_later_omni, written_omni
 from sight_cases import CASES
 from sight_models import FIRST, opened, seeing
@@ -197,6 +198,18 @@ def test_an_answer_is_about_a_video(qwen, tmp_path):
     ran = Ran("run", str(folder), "Who?", "--video", str(clip), "--frames", "5", "--temp", "0", "-n", "4", "-c", "512", "--ignore-eos")
     assert ran.code == 0, ran.err
     assert f"video of 64 × 48, {'2 frames: 12' if family == 'qwen3_vl' else '6 frames: 36'} tokens" in ran.err
+
+
+def test_a_pair_of_files_sees_films_as_its_folder_does(qwen, tmp_path):
+    """But for the pace of 2.5 VL, which no file states: it is that of its published models."""
+    family, folder, _ = qwen
+    model, _ = write_pair(folder, tmp_path / "files")
+    album = album_of(model, read_config(model))
+    wanted, ours = opened(folder), album.sights[PICTURES]
+    assert ours.pace == (2 if family == "qwen2_5_vl" else None)
+    for (words, points, apart), theirs in zip(wanted.filmed(frames(4, 48, 64)), ours.filmed(frames(4, 48, 64)), strict=True):
+        assert (words, apart) == (theirs[0], theirs[2]) and np.array_equal(points, theirs[1])
+        assert np.array_equal(wanted.see(points, Work()).rows, ours.see(points, Work()).rows)
 
 
 def test_films_are_told_apart_by_their_pace_and_one_comes_again(qwen):

@@ -236,10 +236,11 @@ def _plain(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
 
 
 def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
-    """All patches see all in every so many layers."""
+    """All patches see all in every so many layers. How many positions a second of a film counts is as in all folders."""
     where = Keys(keys, f"{header.path}: {CLIP}.vision")
     every, depth = where.integer("n_wa_pattern", high=1 << 10), where.integer("block_count", high=1 << 10)
     vision |= {"model_type": "qwen2_5_vl", "hidden_act": _curve(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
+               "tokens_per_second": 2,
                "fullatt_block_indexes": list(range(every - 1, depth, every))}
 
 

@@ -97,8 +97,10 @@ class Halvings:
             inside = slice(max(low, 0), min(high, lengths[0]))
             x = np.pad(frames[inside], ((inside.start - low, high - inside.stop), (0, 0)))[..., None]
             for stage in range(count):
-                x = first(_reads(x).reshape(-1, KERNEL**2)).reshape(len(x) // 2, -1, len(self.first.stored)) if stage == 0 else \
-                    mixing[stage - 1](_by_channel(x, *self.others[stage - 1][:2]))
+                if stage:
+                    x = mixing[stage - 1](_by_channel(x, *self.others[stage - 1][:2]))
+                else:
+                    x = first(_reads(x).reshape(-1, KERNEL**2)).reshape(len(x) // 2, -1, len(self.first.stored))
                 np.maximum(x, 0, out=x)
                 low, high = spans[stage + 1]
                 x[: max(0, -low)] = 0

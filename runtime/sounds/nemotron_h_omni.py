@@ -71,7 +71,7 @@ class NemotronHOmni(Hearing):
             rows, width, share = self.count(samples), sizes.width, 1 << sizes.halvings
             matrices = 3 * width * max(sizes.inner, sizes.channels * sizes.bands // share)
             layer = rows * (10 * width + sizes.channels * sizes.bands // share)
-            pieces = 3 * ROWS * sizes.inner + 3 * QUERIES * rows + 2 * HELD * share * sizes.bands * sizes.channels
+            pieces = 3 * ROWS * sizes.inner + 3 * QUERIES * rows + HELD * share * sizes.bands * sizes.channels
             whole = 2 * self.mel.frames(samples) * sizes.bands
             return weights.nbytes + 4 * (matrices + layer + pieces * self.workers + whole)
 
