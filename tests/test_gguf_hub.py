@@ -147,6 +147,20 @@ def test_a_repository_by_its_name_alone_is_its_only_file_or_the_one_of_the_usual
     assert ran.code == 0 and list(listed(person)) == ["fable", "org/usual:m-Q4_K_M.gguf"], ran.err
 
 
+def test_bits_of_a_repository_of_gguf_files_lead_to_the_file_that_is_nearest(hub: Hub, person: Person) -> None:
+    """It asked for a file, first of all for one of 4 bits, and did not say why. Bits of the settings do not stand in the way."""
+    raw = hub.repos[REPO].files["fable-Q8_0.gguf"]
+    names = ("m-Q8_0.gguf", "m-IQ4_XS.gguf", "m-Q4_K_M.gguf", "m-BF16.gguf", "m-UD-Q2_K_XL.gguf", "m-Q3_K_M.gguf")
+    hub.add("org/several", files={name: raw[:-1] + name[2:3].encode() for name in names})
+    for asked, near in ((("org/several:4bit",), "m-Q4_K_M"), (("org/several", "--bits", "8"), "m-Q8_0"),
+                        (("org/several:2bit",), "m-UD-Q2_K_XL"), (("org/several:ternary",), "m-UD-Q2_K_XL"),
+                        (("org/several", "--bits", "3"), "m-Q3_K_M")):
+        said = " ".join(person.types("pull", *asked).refused(3).split())
+        assert "holds only GGUF files, which are pulled as they are" in said and f"effllm pull org/several:{near}.gguf" in said, said
+    plan = person.types("pull", "org/several", "--dry-run", EFFLLM_BITS="8")
+    assert plan.code == 0 and "file      m-Q4_K_M.gguf" in plan.err, plan.err
+
+
 def test_a_folder_of_one_file_is_that_file(files: dict[str, bytes], tmp_path: Path) -> None:
     (tmp_path / "m-Q8_0.gguf").write_bytes(files["fable-Q8_0.gguf"])
     assert resolve(str(tmp_path), {}).folder == tmp_path / "m-Q8_0.gguf"
@@ -299,11 +313,14 @@ def test_the_shell_is_told_files_and_loads_little(hub: Hub, person: Person) -> N
 
 
 def test_a_place_of_several_gguf_files_names_them(hub: Hub, person: Person, tmp_path: Path) -> None:
-    """In a repository, where one is to be quantized, what most people take first, and in a folder; one file is one file."""
+    """In a repository, where one is to be quantized, the nearest, and in a folder; one file is one file."""
     whole = hub.repos[REPO].files["fable-Q8_0.gguf"]
     hub.add("org/several", files={f"fable-{kind}.gguf": whole for kind in ("F16", "Q8_0", "Q4_K_M")})
     said = person.types("pull", "org/several", "--bits", "4").refused(3)
-    assert said.endswith("effllm pull org/several:fable-Q4_K_M.gguf or org/several:fable-F16.gguf or org/several:fable-Q8_0.gguf"), said
+    assert said.endswith("effllm pull org/several:fable-Q4_K_M.gguf"), said
+    hub.add("org/unusual", files={f"fable-{kind}.gguf": whole for kind in ("F16", "Q8_0", "Q6_K")})
+    said = person.types("pull", "org/unusual").refused(3)
+    assert said.endswith("effllm pull org/unusual:fable-F16.gguf or org/unusual:fable-Q6_K.gguf or org/unusual:fable-Q8_0.gguf"), said
     pulled = person.types("pull", "org/several:fable-F16.gguf", "-y")
     assert pulled.code == 0 and " in 1 file\n" in pulled.err, pulled.err
     assert person.types("verify", "org/several:fable-F16.gguf").out.startswith("1 file, ")

@@ -74,3 +74,12 @@ def usual(names: Iterable[str]) -> str | None:
     ours = models(names)
     found = ours if len(ours) == 1 else meant(USUAL, ours)
     return found[0] if len(found) == 1 else None
+
+
+def nearest(names: Iterable[str], bits: int) -> str:
+    """Of the models among `names`, the one whose name states the precision nearest to so many bits; of several such, the usual kind."""
+    def far(name: str) -> tuple[int, bool, str]:
+        stated = [int(re.search(r"\d+", each)[0]) for each in _STATED.findall(name)]
+        return min((abs(each - bits) for each in stated), default=32), "_k_m" not in name.lower(), name
+
+    return min(names, key=far)

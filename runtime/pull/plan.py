@@ -149,8 +149,10 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     repository, sees = _described(wish, client, env), None
     place, nbytes_read = CacheFolder(env, repository), repository.nbytes_read
     licence = (wish.entry and wish.entry.licence) or repository.licence
-    if wish.reference.file is None and wish.bits is None and (file := repository.usual_file) is not None:
-        wish = replace(wish, reference=replace(wish.reference, text=f"{wish.reference.base}:{file}", file=file))
+    if wish.reference.file is None and (wish.bits is None or wish.gives_way) and (file := repository.usual_file) is not None:
+        # A file comes as it is: bits of the settings are for when it is loaded.
+        wish = replace(wish, reference=replace(wish.reference, text=f"{wish.reference.base}:{file}", file=file), bits=None, keep=False,
+                       on_load=wish.on_load or wish.bits)
     if wish.reference.file is not None:
         files = named_files(repository, wish.reference.file)
         sees = projector_file(repository, files[0].name)
@@ -228,7 +230,7 @@ def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile]
 def _weights(wish: Wish, repository: Repository, client: Client) -> list[RemoteFile]:
     """One copy of the weights. Of a pickle no model is read, but for a head that drafts (`offload/pickled.py`)."""
     try:
-        return weights(repository, wish.entry.exclude if wish.entry else "")
+        return weights(repository, wish.entry.exclude if wish.entry else "", wish.bits)
     except ModelNotFound:
         if PICKLED in repository.files and "config.json" in repository.files and is_eagle3(_raw_config(wish, repository, client)[0]):
             return [repository.files[PICKLED]]

@@ -14,6 +14,7 @@ from fnmatch import fnmatch
 from urllib.parse import quote
 
 from ... import ModelNotFound
+from ...quant.spec import QuantSpec
 from ..config_reader import ADAPTER as STATED
 from ..config_reader import is_count, show
 from ..gguf import listwise, names
@@ -109,9 +110,9 @@ def companions(repository: Repository) -> list[RemoteFile]:
             and not file.name.endswith(PROGRAMS) and file.name not in twice and file.size <= LARGEST_COMPANION]
 
 
-def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
+def weights(repository: Repository, exclude: str = "", bits: str | None = None) -> list[RemoteFile]:
     """One copy of the weights in order, their index first, and not of those that `exclude` names. Raises ModelNotFound where there are none
-    that can be read."""
+    that can be read, or that can be quantized as they come where `bits` asks for it."""
     files = {name: file for name, file in repository.files.items() if not (exclude and fnmatch(name, exclude))}
     if SINGLE in files:
         return [files[SINGLE]]
@@ -121,7 +122,7 @@ def weights(repository: Repository, exclude: str = "") -> list[RemoteFile]:
     lone = [name for name in files if name.endswith(".safetensors") and not name.startswith(("consolidated", "adapter_", listwise.FILE))]
     if len(lone) == 1:
         return [files[lone[0]]]
-    raise _no_weights(repository, lone)
+    raise _no_weights(repository, lone, bits)
 
 
 def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
@@ -165,7 +166,7 @@ def ranking_file(repository: Repository, model: str) -> RemoteFile | None:
     return repository.files.get(f"{folder}/{listwise.FILE}" if folder else listwise.FILE)
 
 
-def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
+def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -> ModelNotFound:
     every = [*repository.files, *repository.unusable]
     if ADAPTER in every:
         return ModelNotFound(f"{repository.repo} is a LoRA adapter, not a model",
@@ -173,7 +174,11 @@ def _no_weights(repository: Repository, lone: Sequence[str]) -> ModelNotFound:
     if lone:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
-    if ggufs := names.models(repository.files):
+    if (ggufs := names.models(repository.files)) and bits is not None:
+        wanted = QuantSpec.parse(bits).bits
+        return ModelNotFound(f"{repository.repo} holds only GGUF files, which are pulled as they are and not at {bits}",
+                             f"the nearest to {wanted} bits: effllm pull {repository.asked}:{names.nearest(ggufs, wanted)}")
+    if ggufs:
         return ModelNotFound(f"{repository.repo} holds only GGUF files",
                              "name one: effllm pull " + " or ".join(f"{repository.asked}:{file}" for file in _preferred(ggufs)))
     if any(name.endswith((".bin", ".pt", ".pth", ".ckpt")) for name in every):
