@@ -1,4 +1,5 @@
-"""Words that hands bring from llama.cpp, Ollama and mlx-lm: what is the same here is taken, what is not is answered with the word for it.
+"""Words that hands bring from llama.cpp, Ollama, mlx-lm, vLLM and llm: what is the same here is taken, the rest is answered with the
+word for it.
 
 A line is looked through before the library reads it, because the library cuts `-seed` into `-s eed`: a system prompt that nobody meant.
 """
@@ -27,19 +28,45 @@ CALLED = {"--max-tokens": "-n", "--num-predict": "-n", "--max-new-tokens": "-n",
           "--outtype": "--type", "--model-draft": "--draft", "--draft-model": "--draft", "--alias": "--name",
           "--served-model-name": "--name", "--max-queue": "--queue", "--models-max": "--max-models",
           "--max-num-seqs": "--parallel", "--allowed-origins": "--cors", "--adapter": "--lora", "--adapter-path": "--lora",
-          "--reps": "-r", "--num-trials": "-r",
+          "--reps": "-r", "--num-trials": "-r", "-f": "--text", "--file": "--text", "-tb": "-t", "--threads-batch": "-t",
+          "--max-model-len": "-c", "--gpu-memory-utilization": "--vram", "--kv-cache-dtype": "--kv", "--quantization": "--bits",
+          "--ignore-chat-template": "--raw", "--sleep-idle-seconds": "--keep-alive",
+          **dict.fromkeys(("--prompt-cache", "--prompt-cache-file", "--continue", "-cid", "--cid"), "--session"),
           **dict.fromkeys(("--think-budget", "--thinking-budget", "--thinking-token-budget"), "--reasoning-budget")}
 BITS = "--bits"
+ALWAYS = "leave it out: it is always on, or the plan decides"
+# A flag that names the model -> how the model is named here, behind the command.
+NAMES_MODEL = {
+    **dict.fromkeys(("-m", "--model", "--hf-path"), "the model comes right after the command, without a flag: {} MODEL"),
+    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a repository is named like any model: {} org/repo:Q4_K_M"),
+    **dict.fromkeys(("-hff", "--hf-file"), "a file of a repository: {} org/repo:FILE.gguf"),
+}
+TOKEN = "a token of the hub is taken from HF_TOKEN, or from hf auth login"
 # A flag of elsewhere -> what to type instead.
 INSTEAD = {
-    **dict.fromkeys(("-m", "--model", "--hf-path"), f"the model comes right after the command, without a flag: {RUN}"),
     **dict.fromkeys(("-p", "--prompt"), f"the prompt comes after the model, without a flag: {RUN}"),
-    **dict.fromkeys(("-hf", "-hfr", "--hf-repo"), "a repository is named like any model: effllm run org/repo:Q4_K_M"),
-    **dict.fromkeys(("-hff", "--hf-file"), "a file of a repository: effllm run org/repo:FILE.gguf"),
     **dict.fromkeys(("-cnv", "--conversation", "-i", "--interactive", "-if"), "a conversation: effllm chat MODEL"),
     **dict.fromkeys(("-no-cnv", "--no-conversation", "-st", "--single-turn"), f"a prompt on the line is answered once: {RUN}"),
     **dict.fromkeys(("-fa", "--flash-attn", "-b", "--batch-size", "-ub", "--ubatch-size", "--no-warmup", "--keepalive", "--color",
-                     "--no-display-prompt", "-no-display-prompt"), "leave it out: it is always on, or the plan decides"),
+                     "--no-display-prompt", "-no-display-prompt", "-kvu", "--kv-unified", "--swa-full", "-fit", "--fit", "--repack",
+                     "--no-repack", "--perf", "--no-perf", "-dt", "--defrag-thold", "-dio", "--direct-io", "--no-op-offload",
+                     "-nkvo", "--no-kv-offload", "--cache-reuse", "--enforce-eager", "--enable-prefix-caching"), ALWAYS),
+    **dict.fromkeys(("-sm", "--split-mode", "-ts", "--tensor-split", "-mg", "--main-gpu", "-dev", "--tensor-parallel-size"),
+                    "leave it out: the plan places layers; -ngl and --vram limit what a GPU gets"),
+    **dict.fromkeys(("--rope-scaling", "--rope-scale", "--rope-freq-base", "--rope-freq-scale", "--yarn-orig-ctx", "--yarn-ext-factor"),
+                    "leave it out: positions are as the model's own files say; --force allows a context longer than theirs"),
+    **dict.fromkeys(("--numa", "--prio", "--poll", "-C", "--cpu-mask", "-Cr", "--cpu-range", "--cpu-strict"),
+                    "leave it out: -t says how many cores, and taskset or numactl before the command says which"),
+    **dict.fromkeys(("-e", "--escape", "--no-escape"), "leave it out: a prompt is taken as it is typed; in bash $'a\\nb' is two lines"),
+    **dict.fromkeys(("--draft-max", "--draft-n", "--draft-min", "--draft-p-min", "--spec-draft-n-max", "--num-draft-tokens"),
+                    "leave it out: how many tokens are drafted follows from how many are right"),
+    "--context-shift": "use --overflow shift",
+    "--no-context-shift": "leave it out: a full context ends the answer, and --overflow shift forgets the middle instead",
+    **dict.fromkeys(("-o", "--option"), "a setting is a flag of its own, such as --temp 0.5"),
+    **dict.fromkeys(("--no-stream", "--nowordwrap"), "leave it out: in a pipe or a file the answer is as it was written"),
+    **dict.fromkeys(("-a", "--attachment"), "a picture goes with a prompt: --image FILE; a text: -f FILE"),
+    "--log-file": "2> FILE keeps what goes to stderr",
+    "--trust-remote-code": "leave it out: no code that comes with a model is run",
     **dict.fromkeys(("--n-cpu-moe", "-ncmoe", "--cpu-moe", "-cmoe", "-ot", "--override-tensor"),
                     "leave it out: the plan places layers and experts; --ram and --vram limit it"),
     **dict.fromkeys(("--quiet", "--hidethinking", "--log-disable"),
@@ -60,20 +87,46 @@ INSTEAD = {
     "-md": "use --draft: effllm run --help",
     **dict.fromkeys(("--mlock", "--no-mmap"), "leave it out: weights are read into memory (--load mmap maps the files)"),
 }
-NO_FLAGS = ("-m", "--model", "-p", "--prompt", "-i", "--interactive")  # before any command as well
+# The same for a server.
+SERVED = {
+    **dict.fromkeys(("--slots", "--props", "--metrics"), "leave it out: GET /slots, /props and /metrics are always there"),
+    **dict.fromkeys(("--embedding", "--embeddings", "--rerank", "--reranking", "--pooling"),
+                    "leave it out: a model that was made for vectors or rankings answers at /v1/embeddings or /v1/rerank"),
+    **dict.fromkeys(("-v", "--verbose", "-lv", "--verbosity"), "leave it out: each request has a line, and --quiet leaves that out"),
+    "--log-disable": "use --quiet: no line for each request",
+    **dict.fromkeys(("--ssl-key-file", "--ssl-cert-file"), "across a network, put a proxy with TLS in front of it"),
+    "--models-dir": "name the files, effllm serve A.gguf B.gguf; without a MODEL, all that effllm list shows are served",
+    **dict.fromkeys(("-cram", "--cache-ram"), "use --session-disk: prompts that give way to others are kept on the disk"),
+    "--path": "no files are served; --no-webui leaves out the chat page",
+    **dict.fromkeys(("--reasoning-format", "--reasoning-parser"), "leave it out: reasoning comes as reasoning_content beside content"),
+    **dict.fromkeys(("--tool-call-parser", "--enable-auto-tool-choice"), "leave it out: calls are read as the model writes them"),
+    "-a": "use --name",
+}
+# The same for what a model is.
+SHOWN = {"--license": "use effllm show MODEL: it says the licence", **dict.fromkeys(
+    ("--modelfile", "--parameters", "--system"), "the settings of a model, and where each comes from: effllm config show MODEL --origin")}
+BEFORE = ("-p", "--prompt", "-i", "--interactive", "-cnv")  # before any command as well
 # A command of elsewhere -> the one here, or in a sentence what stands for it.
 COMMANDS = {"models": "list --all", "find": "search", "tags": "list", "download": "pull", "install": "pull",
             "get": "pull", "fetch": "pull", "add": "pull", "remove": "rm", "delete": "rm", "uninstall": "rm", "info": "show",
-            "inspect": "show", "cp": "alias", "tag": "alias", "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
+            "inspect": "show", "clone": "pull", "manage": "list", "env": "doctor",
+            "generate": "run", "ask": "run", "prompt": "run", "cli": "run",
             "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
             **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
             **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
             "version": "--version", "sessions": "session list", "settings": "config show"}
-SENTENCES = {**dict.fromkeys(("ps", "stop", "unload"), "nothing stays in memory when a command has ended; what effllm serve "
-                             "holds, its /v1/models says"),
+SENTENCES = {**dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory when a command has ended; what a server has "
+                             "loaded: curl http://127.0.0.1:8080/api/ps"),
+             **dict.fromkeys(("load", "daemon"), "each command loads its model by itself, and effllm serve keeps models loaded"),
+             **dict.fromkeys(("cp", "tag", "mv", "rename"), "to give a model another name: effllm alias NEW MODEL"),
+             "import": "a file is a model where it lies: effllm run ./model.gguf; a short name for it: effllm alias NAME FILE",
+             **dict.fromkeys(("log", "logs"), "no log is kept; effllm serve prints a line for each request, and effllm session list "
+                             "shows saved conversations"),
+             "launch": "effllm serve, and then the program with the server's address (docs/clients.md)",
+             "imatrix": "quantize takes the text itself: effllm quantize MODEL -o DIR --bits 4 --method gptq --calib FILE",
              **dict.fromkeys(("completion", "completions"), "effllm --show-completion prints what completes words in this shell, effllm "
                              "--install-completion keeps it there"),
-             **dict.fromkeys(("login", "signin"), "hf auth login, or a token in HF_TOKEN"),
+             **dict.fromkeys(("login", "signin", "keys"), "hf auth login, or a token in HF_TOKEN"),
              **dict.fromkeys(("merge", "fuse"), "to merge an adapter into its model: effllm export MODEL -o DIR --lora ADAPTER"),
              **dict.fromkeys(("lora", "train", "finetune"), "nothing is trained here; an adapter that was made elsewhere runs beside its "
                              "model: effllm run MODEL --lora ADAPTER"),
@@ -87,6 +140,7 @@ TAKEN_UP = "to continue a saved conversation: effllm chat MODEL --session NAME"
 BENEATH = {"config": {"": KEPT, **dict.fromkeys(("get", "list", "ls", "print", "view"), "effllm config show --origin shows every setting")},
            "session": {**dict.fromkeys(("show", "load", "open", "resume", "continue", "start", "new"), TAKEN_UP),
                        **dict.fromkeys(("ls", "remove", "delete"), "effllm session list, effllm session rm NAME")}}
+OF_COMMAND = {"serve": SERVED, "show": SHOWN}
 # Words that take an alias away elsewhere, and would be made one here.
 TAKES_AWAY = ("rm", "remove", "delete", "unset", "unalias")
 
@@ -126,14 +180,26 @@ def flag_hint(command: Any, name: str) -> str:
     """The next step for a flag that a command does not have; empty where nothing is known of it."""
     if name in ("-v", "-V") and "--version" in flags_of(command):
         return "use effllm --version"
-    if name in NO_FLAGS and getattr(command, "commands", None):
-        return INSTEAD[name]
+    if getattr(command, "commands", None) and (known := before_command(name)):
+        return known
     if any({name, SAME.get(name)} & {*flags_of(each)} for each in getattr(command, "commands", {}).values()):
         return f"flags go after the command: effllm COMMAND {name}"
-    if command.name in ("run", "chat", "serve") and name in INSTEAD:
-        return INSTEAD[name]
+    if name in NAMES_MODEL and any(parameter.name in ("model", "models") for parameter in command.params):
+        return NAMES_MODEL[name].format(command_path(command)) + (' "your prompt"' if command.name == "run" else "")
+    elsewhere = {**(INSTEAD if command.name in ("run", "chat", "serve") else {}), **OF_COMMAND.get(command.name, {})}
+    if name in elsewhere:
+        return elsewhere[name]
     here = CALLED.get(name)
-    return f"use {here}: {command_path(command)} --help" if here is not None and here in flags_of(command) else ""
+    if here is not None and here in flags_of(command):
+        return f"use {here}: {command_path(command)} --help"
+    return TOKEN if name in ("--token", "--hf-token", "-hft") else ""
+
+
+def before_command(name: str) -> str:
+    """The next step for a flag of elsewhere that stands before any command; empty where nothing is known of it."""
+    if name in NAMES_MODEL:
+        return NAMES_MODEL[name].format("effllm run") + ' "your prompt"'
+    return INSTEAD[name] if name in BEFORE else ""
 
 
 def meant_variable(name: str, own: Collection[str] = ()) -> str:
@@ -153,7 +219,8 @@ def meant_variable(name: str, own: Collection[str] = ()) -> str:
 
 
 def command_path(command: Any) -> str:
-    return f"effllm {command.name}"
+    """A command as it is typed, with the group that it belongs to."""
+    return f"effllm {COMMANDS.get(command.name, command.name)}"
 
 
 def flags_of(command: Any) -> dict[str, bool]:
@@ -207,7 +274,7 @@ def own_name(command: Any, known: Mapping[str, bool], word: str) -> str:
     if SAME.get(name) in known:
         return SAME[name] + equals + value
     long = f"-{name}".replace("_", "-")
-    if name in INSTEAD and len(name) > 2:
+    if len(name) > 2 and (name in NAMES_MODEL or name in INSTEAD or name in CALLED):
         raise UsageError(f"no such option: {name}", flag_hint(command, name) or f"{command_path(command)} --help")
     if len(name) > 2 and SAME.get(long, long) in known:
         raise UsageError(f"no such option: {name}", f"with two dashes: {SAME.get(long, long)}")

@@ -13,7 +13,7 @@ import typer
 from typer.core import TyperCommand, TyperGroup
 
 from .. import UsageError
-from .habits import beneath_hint, command_hint, understood
+from .habits import before_command, beneath_hint, command_hint, understood
 
 COLUMN = 28  # where descriptions begin
 WIDEST, NARROW = 110, 60
@@ -106,6 +106,12 @@ class PlainCommand(TyperCommand):
 
 
 class PlainGroup(TyperGroup):
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """The library cuts a long flag with one dash: `-hf` would be the help page, and something called -f."""
+        if args and len(args[0]) > 2 and ctx.parent is None and (hint := before_command(args[0])):
+            raise UsageError(f"no such option: {args[0]}", hint)
+        return super().parse_args(ctx, args)
+
     def resolve_command(self, ctx: Any, args: list[str]) -> tuple[str | None, Any, list[str]]:
         """A command of another program is answered with the one here."""
         if not ctx.resilient_parsing and args[0] not in self.commands:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .flags import add_command
+from .. import EffllmError, typed
+from .flags import add_command, flag
 from .list_ import counted
 from .loading import find, seeing_with, tokenizer_of
-from .options import Json, Mmproj, Model
+from .options import OUTPUT, Json, Mmproj, Model
 from .screen import Screen
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
     from ..runtime.tokens.infill import Marks
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
+
+Template = Annotated[bool, flag(OUTPUT, "--template", "", "print the model's chat template, and nothing else")]
 
 
 def register(app: typer.Typer) -> None:
@@ -65,7 +68,7 @@ class Facts:
         return 8 * self.nbytes / self.parameters if self.container is None else self.container.bits_per_weight
 
 
-def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json = False) -> None:
+def show(context: typer.Context, model: Model, mmproj: Mmproj = None, template: Template = False, json: Json = False) -> None:
     """Show what a model is: shape, context, precision, licence."""
     from ..runtime.encoders import is_encoder
 
@@ -74,13 +77,31 @@ def show(context: typer.Context, model: Model, mmproj: Mmproj = None, json: Json
     if is_encoder(ref.folder):
         from .encoder_facts import show_encoder
 
+        if template:
+            raise EffllmError(f"{model} writes nothing, so it has no chat template", f"effllm show {typed(model)}")
         show_encoder(model, ref, screen, json)
+        return
+    if template:
+        _template(model, ref, screen, json)
         return
     facts = _facts(model, seeing_with(ref, mmproj, screen))
     if json:
         screen.json(_document(facts))
     else:
         _lines(facts, screen)
+
+
+def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
+    """The source, to be read or kept in a file."""
+    from ..runtime.engine import EngineOptions
+
+    template = tokenizer_of(ref, EngineOptions()).template
+    if template is None:
+        raise EffllmError(f"{name} is a base model, without a chat template", f'effllm run {typed(name)} "your text" --raw goes on with it')
+    if json:
+        screen.json({"template": template.source})
+    else:
+        screen.environment.write(template.source.rstrip("\n") + "\n")
 
 
 def _facts(name: str, ref: ModelRef) -> Facts:

@@ -1,7 +1,8 @@
-"""What a person types who comes from llama.cpp, Ollama or mlx-lm: the same words work, others are answered with the word for them."""
+"""What a person types who comes from another program: the same words work, others are answered with the word for them."""
 
 import codecs
 import io
+import json
 import os
 import pty
 import select
@@ -11,19 +12,18 @@ import sys
 import termios
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 from test_cli_errors import world
 
-from effllm import EffllmError, ModelNotFound, UsageError
+from effllm import EffllmError
 from effllm.cli import habits, interrupt
 from effllm.cli.app import main
 from effllm.cli.environment import PLAIN
 from effllm.cli.options import AnswerFlags
 from effllm.cli.screen import Screen
-from effllm.runtime.catalog import Absent, resolve
 from effllm.runtime.prepare import EngineOptions
 
 
@@ -45,6 +45,8 @@ def typed(*words: str) -> tuple[int, str, str]:
     ("perplexity", "effllm eval ppl"), ("kv-profile", "use effllm eval kv-profile"),
     ("completion", "effllm --show-completion"), ("merge", "effllm export MODEL -o DIR --lora ADAPTER"),
     ("fuse", "effllm export MODEL -o DIR --lora"), ("finetune", "effllm run MODEL --lora ADAPTER"), ("tokenize", "POST /tokenize"),
+    ("cp", "effllm alias NEW MODEL"), ("import", "effllm run ./model.gguf"), ("load", "effllm serve keeps models loaded"),
+    ("status", "/api/ps"), ("imatrix", "--method gptq --calib FILE"), ("logs", "effllm session list"),
     ("create", "effllm alias NAME --modelfile FILE"), ("push", "hf upload"),
     ("fable", 'effllm run fable "your prompt"'), ("qwen3-4b", "effllm chat qwen3-4b")])
 def test_a_command_of_elsewhere_is_answered_with_the_one_here(word: str, hint: str) -> None:
@@ -94,9 +96,29 @@ def test_names_that_both_have_are_taken() -> None:
     (("fable", "hi", "--draft-model", "x"), "use --draft"), (("fable", "hi", "-ot", "exps=CPU"), "leave it out"),
     (("fable", "hi", "--chat-template", "chatml"), "the model has its own"), (("fable", "hi", "--no-mmproj"), "the first picture is shown"),
     (("fable", "hi", "--think-budget", "9"), "use --reasoning-budget"), (("fable", "hi", "--quiet"), "2>/dev/null"),
-    (("fable", "hi", "--hidethinking"), "reasoning too")])
+    (("fable", "hi", "--hidethinking"), "reasoning too"), (("fable", "hi", "-tb", "1"), "use -t"),
+    (("fable", "hi", "-sm", "none"), "the plan places layers"), (("fable", "hi", "-ts", "1,1"), "the plan places layers"),
+    (("fable", "hi", "-nkvo"), "leave it out"), (("fable", "hi", "--rope-scaling", "yarn"), "--force"), (("fable", "hi", "-e"), "in bash"),
+    (("fable", "hi", "--prompt-cache", "x"), "use --session"), (("fable", "hi", "--context-shift"), "use --overflow shift"),
+    (("fable", "hi", "--draft-max", "8"), "how many are right"), (("fable", "hi", "-o", "temperature", "0.5"), "such as --temp 0.5"),
+    (("fable", "hi", "-a", "cat.png"), "--image FILE"), (("fable", "hi", "--hf-token", "x"), "HF_TOKEN"),
+    (("fable", "hi", "--ignore-chat-template"), "use --raw")])
 def test_a_flag_of_elsewhere_is_answered_with_the_next_step(words: tuple[str, ...], hint: str) -> None:
     code, out, err = typed("run", *words)
+    assert (code, out) == (2, "") and hint in " ".join(err.split()), err
+
+
+@pytest.mark.parametrize(("words", "hint"), [
+    (("bench", "-m", "fable"), "without a flag: effllm bench MODEL"), (("chat", "-hf", "org/repo"), "effllm chat org/repo:Q4_K_M"),
+    (("eval", "ppl", "-m", "fable", "-f", "x"), "without a flag: effllm eval ppl MODEL"),
+    (("eval", "ppl", "fable", "-f", "x"), "use --text: effllm eval ppl --help"), (("-hf", "org/repo"), "effllm run org/repo:Q4_K_M"),
+    (("serve", "fable", "--metrics"), "always there"), (("serve", "fable", "--verbose"), "each request has a line"),
+    (("serve", "fable", "--embeddings"), "/v1/embeddings"), (("serve", "fable", "-a", "x"), "use --name"),
+    (("serve", "fable", "--max-model-len", "9"), "use -c"), (("serve", "fable", "--ssl-key-file", "x"), "a proxy with TLS"),
+    (("serve", "--models-dir", "x"), "effllm serve A.gguf B.gguf"), (("serve", "--sleep-idle-seconds", "9"), "use --keep-alive"),
+    (("show", "fable", "--modelfile"), "effllm config show MODEL --origin"), (("pull", "x/y", "--token", "z"), "HF_TOKEN")])
+def test_each_command_answers_flags_of_elsewhere_for_itself(words: tuple[str, ...], hint: str) -> None:
+    code, out, err = typed(*words)
     assert (code, out) == (2, "") and hint in " ".join(err.split()), err
 
 
@@ -114,6 +136,13 @@ def test_words_in_another_order(words: tuple[str, ...], hint: str) -> None:
     assert code in (2, 3) and out == "" and hint in " ".join(err.split()), err
 
 
+def test_a_template_is_shown_as_it_is_stored() -> None:
+    config = Path(__file__).parent.parent / "models" / "fable" / "tokenizer_config.json"
+    stored = json.loads(config.read_text())["chat_template"]
+    assert typed("show", "fable", "--template") == (0, stored + "\n", "")
+    assert json.loads(typed("show", "fable", "--template", "--json")[1]) == {"template": stored}
+
+
 def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:
     assert typed("run", "fable", "hi", "--verbose")[2].splitlines()[0] == "effllm: no such option: --verbose"
     assert "--overflow" in typed("run", "fable", "hi", "--overflw", "shift")[2], "where nothing else is known"
@@ -122,6 +151,7 @@ def test_a_hint_stands_without_flags_that_are_only_written_alike() -> None:
 def test_what_hints_name_is_there(capsys: pytest.CaptureFixture[str]) -> None:
     """A hint is given to a command that has what it names."""
     pages = "".join(page(capsys, command, "--help") for command in ("run", "serve", "quantize", "export", "bench"))
+    pages += page(capsys, "eval", "ppl", "--help")
     for here in {*habits.CALLED.values(), *habits.SAME.values()}:
         assert f" {here}" in pages, here
 
@@ -143,65 +173,6 @@ def test_a_seed_given_as_a_system_prompt_is_said() -> None:
         quiet = world()
         habits.remark_on_number(answer, Screen(quiet))
         assert quiet.stderr.getvalue() == ""
-
-
-@pytest.mark.parametrize(("name", "meant"), [("qwen3:4b", "qwen3-4b"), ("llama3.2:1b", "llama3.2-1b"), ("llama3.1:8b", "llama3"),
-                                             ("fable:latest", "fable"), ("deepseek-r1:1.5b", "deepseek-r1-1.5b"), ("phi3:mini", "phi3"),
-                                             ("llama3:8b", "llama3"), ("qwen2.5:7b", "qwen2.5-7b"), ("gemma3:4b", "gemma3-4b"),
-                                             ("mistral:instruct", "mistral"), ("mistral:7b-instruct-v0.3", "mistral"),
-                                             ("deepseek-r1:8b", "deepseek-r1-8b"), ("phi4:14b", "phi4"), ("gpt-oss:20b", "gpt-oss-20b"),
-                                             ("llama3.1:8b-instruct-q4_K_M", "llama3"), ("qwen3:30b", "qwen3-30b-a3b"),
-                                             ("qwen2.5:7b-instruct-q4_K_M", "qwen2.5-7b"), ("gemma3n:e4b", "gemma3n-e4b"),
-                                             ("mixtral:8x7b", "mixtral"), ("ollama.com/library/llama3.1:8b", "llama3")])
-def test_a_tag_of_ollama_leads_to_the_name_here(name: str, meant: str) -> None:
-    with pytest.raises(ModelNotFound) as refused:
-        resolve(name, {"HOME": "/nowhere"})
-    assert refused.value.hint == f"did you mean {meant}?"
-    with pytest.raises(Absent) if meant != "fable" else nullcontext():  # it works when it is typed
-        resolve(meant, {"HOME": "/nowhere"})
-
-
-@pytest.mark.parametrize(("name", "meant"), [
-    ("llama3.1", "llama3"), ("llama-3.1", "llama3"), ("llama3.1-8b", "llama3"), ("Meta-Llama-3.1-8B-Instruct-GGUF", "llama3"),
-    ("library/llama3", "llama3"), ("qwen3-8b-instruct", "qwen3-8b"), ("Qwen2.5-7B-Instruct", "qwen2.5-7b"),
-    ("llama3.2", "llama3.2-1b or llama3.2-3b"), ("smollm2", "smollm2-135m or smollm2-360m or smollm2-1.7b"),
-    ("gpt-oss", "gpt-oss-20b or gpt-oss-120b"), ("gemma3", "gemma3-1b or gemma3-4b or gemma3-12b")])
-def test_a_name_of_elsewhere_leads_to_its_family_here(name: str, meant: str) -> None:
-    with pytest.raises(ModelNotFound) as refused:
-        resolve(name, {"HOME": "/nowhere"})
-    assert refused.value.hint == f"did you mean {meant}?"
-
-
-@pytest.mark.parametrize("repo", ["unsloth/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-Coder-7B-Instruct", "google/gemma-3-27b-it",
-                                  "meta-llama/Llama-3.3-70B-Instruct", "Qwen/Qwen3-0.6B-Base"])
-def test_a_repository_that_is_written_nearly_as_a_known_one_can_be_pulled(repo: str) -> None:
-    """They were refused as slips of the hand, and `run` did not offer to get them."""
-    with pytest.raises(Absent) as absent:
-        resolve(repo, {"HOME": "/nowhere"})
-    assert absent.value.hint == f"effllm pull {repo}" and absent.value.repo == repo
-
-
-def test_a_precision_of_gguf_files_leads_to_the_same_bits_of_a_repository_without_them() -> None:
-    with pytest.raises(Absent) as absent:
-        resolve("qwen3-8b:Q6_K", {"HOME": "/nowhere"})
-    assert absent.value.hint == "it holds no GGUF files: effllm pull qwen3-8b --bits 6; of others: org/repo:Q6_K"
-
-
-def test_a_name_of_nothing_is_told_how_models_of_the_hub_are_called() -> None:
-    for name in ("codellama", "llama3.3:70b"):
-        with pytest.raises(EffllmError) as refused:
-            resolve(name, {"HOME": "/nowhere"})
-        assert refused.value.hint.endswith("effllm list --all shows what is here and some models of the hub; effllm search WORDS "
-                                           "finds more, each named org/repo")
-
-
-def test_a_tag_of_a_family_lists_its_sizes_and_of_nothing_the_formats() -> None:
-    with pytest.raises(ModelNotFound) as refused:
-        resolve("qwen2.5:72b", {"HOME": "/nowhere"})
-    assert refused.value.hint == "did you mean qwen2.5-0.5b or qwen2.5-1.5b or qwen2.5-7b?"
-    with pytest.raises(UsageError) as refused:
-        resolve("nothing:72b", {"HOME": "/nowhere"})
-    assert refused.value.hint.startswith("known: 8bit")
 
 
 def test_a_budget_of_bytes_is_no_budget() -> None:

@@ -92,6 +92,7 @@ def test_a_template_that_is_missing(person: Person, tmp_path: Path) -> None:
     said = person.types("run", folder, "Once", "-n", "1", "--device", "cpu")
     assert said.code == 0 and "base model" in said.err
     assert "base model" in person.types("run", folder, "Once", "-n", "1", "--device", "cpu", "--strict").refused(2)
+    assert "base model" in person.types("show", folder, "--template").refused(1)
     assert person.types("run", folder, "Once", "--raw", "-n", "1", "--device", "cpu", "--strict").code == 0
 
 
