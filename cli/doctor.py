@@ -22,6 +22,8 @@ from .options import COMPUTE, OUTPUT, Json
 from .screen import Screen
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from ..offload.hardware import Machine
     from ..runtime.planning.diagnose import Diagnosis, KernelChoice, Measurement
     from ..runtime.planning.roofs import Roofs
@@ -139,13 +141,21 @@ def show_report(screen: Screen, report: Diagnosis) -> None:
     screen.line()
     show_roofs(screen, report.roofs)
     screen.line()
-    if not fitted_table(screen, ("kernel", "stored", "tokens", "runs as", "because"),
-                        [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in report.kernels], ("tokens",),
-                        spare=("because",)):
-        screen.sentence("a wider terminal shows why each was chosen, as does effllm doctor | less -S")
+    show_kernels(screen, report.kernels)
     screen.line()
     show_measured(screen, report.measured)
     screen.line()
+
+
+def show_kernels(screen: Screen, kernels: Sequence[KernelChoice]) -> None:
+    """At a terminal those with one fast candidate, which runs, are one row: they would push what comes before them off the screen."""
+    usual = [each for each in kernels if each.chosen == "compiled" and not each.fallback] if screen.report_width is not None else []
+    rows = [(each.op, each.stored, str(each.columns), each.chosen, reason(each)) for each in kernels if each not in usual]
+    if usual:
+        rows.append((f"{len(usual)} others", "", "", "compiled", "native code"))
+    fitted_table(screen, ("kernel", "stored", "tokens", "runs as", "because"), rows, ("tokens",), spare=("because",))
+    if usual:
+        screen.sentence("effllm doctor | less -S shows every one, and why it was chosen")
 
 
 def cards(machine: Machine) -> str:

@@ -84,9 +84,8 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
         promise(Path(out), screen)
         made = bundled(ref, Path(out), force, gate_sparsity, gate_rule, sample, screen)
         remember(made.folder, screen)  # before what may take a minute, and is left with Ctrl-C
-        if not no_kv_profile:
-            profile(made.folder, sample, calib, threads, screen)
-        report(made, ref, text, threads, screen, json)
+        profiled = None if no_kv_profile else profile(made.folder, sample, calib, threads, screen)
+        report(made, profiled, ref, text, threads, screen, json)
         return
     if gate_sparsity is not None:
         raise UsageError("--gate-sparsity goes with --bundle-ffn", "effllm quantize MODEL -o DIR --bundle-ffn --gate-sparsity 0.5")
@@ -106,18 +105,18 @@ def quantize(context: typer.Context, model: Model, out: Out, bits: Bits = None, 
     with resumable(screen, Path(out)):
         made = last(follow(convert(ref.folder, Path(out), options), screen, Converted))
     remember(made.folder, screen)
-    if not no_kv_profile:
-        profile(made.folder, sample, calib, threads, screen)
-    report(made, ref, text, threads, screen, json)
+    profiled = None if no_kv_profile else profile(made.folder, sample, calib, threads, screen)
+    report(made, profiled, ref, text, threads, screen, json)
 
 
-def report(made: Converted, ref: ModelRef, text: str | None, threads: int | None, screen: Screen, json: bool) -> None:
+def report(made: Converted, profiled: float | None, ref: ModelRef, text: str | None, threads: int | None, screen: Screen,
+           json: bool) -> None:
     """Score the new model if asked, and say what it is."""
     quality = None if text is None else measured(ref, made, text, threads, screen)
     if json:
         screen.json(made.to_json() | ({} if quality is None else {"eval": quality.to_json()}))
     else:
-        say_result(made, quality, screen)
+        say_result(made, profiled, quality, screen)
 
 
 def typed_first(context: typer.Context, screen: Screen, bundles: bool, **sizes: object) -> tuple[Any, ...]:
@@ -197,22 +196,28 @@ def remember(folder: Path, screen: Screen) -> None:
         screen.note(f"effllm list will not show it: {error.message}")
 
 
-def profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> None:
-    """Record where a packed KV cache of the new model needs its bits, on the text of --calib, else on the sample. A failure here is no
-    failure of the conversion."""
+def profile(folder: Path, text: str | None, calib: str | None, threads: int | None, screen: Screen) -> float | None:
+    """Record where a packed KV cache of the new model needs its bits, on the text of --calib, else on the sample; returns the seconds
+    that took, None where there is no profile. A failure here is no failure of the conversion."""
+    from time import monotonic
+
     from ..runtime.calibrate import built_in_text
     from ..runtime.config import read_config
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import SECONDS, recorded
 
     if not read_config(folder).cache_heads:
-        return
-    screen.note(f"recording where a packed cache needs its bits, for about {SECONDS:.0f} s at most (--no-kv-profile skips this)")
+        return None
+    begun = monotonic()
+    screen.note(f"the weights are done; recording where a packed KV cache needs its bits, for about {SECONDS:.0f} s at most "
+                "(--no-kv-profile skips this)")
     source = "the sample" if calib is None else named(calib)
     try:
         last(follow(recorded(folder, built_in_text() if text is None else text, threads=threads, source=source), screen, Profile))
+        return monotonic() - begun
     except EffllmError as error:
         screen.note(f"no profile for --kv: {error.message}")
+        return None
     except KeyboardInterrupt:
         screen.note(f"the model is whole; effllm eval kv-profile {typed(folder)} records the profile for --kv")
         raise
@@ -274,7 +279,7 @@ def say_plan(plan: ConversionPlan, screen: Screen, json: bool) -> None:
     screen.line(f"{len(plan.files)} file{'s' if len(plan.files) > 1 else ''} of {format_size(plan.file_nbytes)}; nothing was written")
 
 
-def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> None:
+def say_result(made: Converted, profiled: float | None, quality: KldResult | None, screen: Screen) -> None:
     from ..offload.size import format_size
     from ..runtime.conversion.convert_estimate import about
 
@@ -287,7 +292,8 @@ def say_result(made: Converted, quality: KldResult | None, screen: Screen) -> No
         screen.pairs((("perplexity", f"{quality.ppl_ref:.4f} before, {quality.ppl:.4f} after"),
                       ("KL divergence", f"mean {quality.kld_mean:.3g}, median {quality.kld_median:.3g}, 99% below {quality.kld_p99:.3g}"),
                       ("same top token", f"{100 * quality.same_top:.2f}%")))
-    screen.note(f"{made.folder}: made in {about(made.seconds)}; {what_runs(made.folder)}")
+    took = f"made in {about(made.seconds)}" + ("" if profiled is None else f", the profile of its KV cache in {about(profiled)}")
+    screen.note(f"{made.folder}: {took}; {what_runs(made.folder)}")
 
 
 def what_runs(folder: Path) -> str:

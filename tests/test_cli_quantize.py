@@ -69,7 +69,9 @@ def test_a_profile_for_packed_caches_comes_with_the_model(tmp_path: Path, monkey
     monkeypatch.delenv("EFFLLM_NO_KV_PROFILE")
     ran = Ran("quantize", "fable", "-o", tmp_path / "out", "--bits", "4")
     assert ran.code == 0 and "no profile" not in ran.err, ran.err
-    assert "recording where a packed cache needs its bits, for about 60 s at most (--no-kv-profile skips this)" in ran.err
+    assert ("the weights are done; recording where a packed KV cache needs its bits, for about 60 s at most "
+            "(--no-kv-profile skips this)") in ran.err
+    assert re.search(r"made in \d+ s, the profile of its KV cache in \d+ s; effllm run ", ran.err), ran.err
     assert load_profile(tmp_path / "out", read_config(tmp_path / "out")).tokens > 500
 
 

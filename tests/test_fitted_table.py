@@ -55,14 +55,19 @@ def test_a_path_is_folded_into_few_lines_or_stands_alone(monkeypatch: pytest.Mon
             assert [line for line in lines if not line.startswith("  ")] == paths and lines[1].startswith("  family llama")
 
 
-def test_doctor_fits_a_terminal_and_says_where_its_reasons_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fits_a_terminal_and_says_where_all_kernels_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "trial", lambda: (True, "fable wrote 8 tokens"))
     monkeypatch.setenv("COLUMNS", "80")
-    for kind in (Terminal, io.StringIO):
+    every: list[str] = []
+    for kind in (io.StringIO, Terminal):
         out = kind()
         assert main(["doctor", "--no-probe"], Environment(io.StringIO(), out, io.StringIO(), {**os.environ, "NO_COLOR": "1"})) == 0
         kernels = out.getvalue().partition("\n\nkernel  ")[2].partition("\n\n")[0].splitlines()
-        is_terminal = kind is Terminal
-        assert ("because" in kernels[0]) != is_terminal and len(kernels) > 40
-        assert kernels[-1].startswith("a wider terminal shows why ") == is_terminal
-        assert not is_terminal or max(map(len, kernels)) <= 80
+        if kind is io.StringIO:
+            assert "because" in kernels[0] and len(kernels) > 40
+            every = [" ".join(line.split()) for line in kernels[1:]]
+            continue
+        *shown, others, where = [" ".join(line.split()) for line in kernels[1:]]
+        assert "because" not in kernels[0] and max(map(len, kernels)) <= 80 and where.startswith("effllm doctor | less -S shows every one")
+        left = [line for line in every if not any(line.startswith(f"{each} ") for each in shown)]
+        assert others == f"{len(left)} others compiled" and len(left) > 20 and all(" compiled " in line for line in left)
