@@ -54,10 +54,11 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
                       for model in here])
     else:
         more = any(model.takes for model in here)  # else a column of nothing
-        screen.table(("model", "family", "parameters", "bits", "size", "context", *(("takes",) if more else ()), "licence", "from"),
+        # A name is typed, so it stays whole; it tells where most models are from, and --long tells it of all.
+        fitted_table(screen, ("model", "family", "parameters", "bits", "size", "context", *(("takes",) if more else ()), "licence", "from"),
                      [(model.name, model.family, counted(model.params), f"{model.bits:.3g}", format_size(model.size_bytes),
                        str(model.context), *((", ".join(("text", *model.takes)),) if more else ()), shown_licence(model.licence),
-                       model.source) for model in here], right=(2, 3, 4, 5))
+                       model.source) for model in here], ("parameters", "bits", "size", "context"), spare=("from", "family"))
     if incomplete:
         screen.line()
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],

@@ -2,6 +2,7 @@
 
 import io
 import os
+from pathlib import Path
 
 import pytest
 
@@ -11,6 +12,7 @@ from effllm.cli.environment import Environment
 from effllm.cli.fitted_table import fitted_table
 from effllm.cli.screen import Screen
 
+FABLE = Path(__file__).parent.parent / "models" / "fable"
 HEADINGS = ("name", "place", "size", "reason")
 ROWS = [("a", "somewhere", "10", "because it is so"), ("bb", "elsewhere", "9", "and not otherwise")]
 
@@ -71,3 +73,17 @@ def test_doctor_fits_a_terminal_and_says_where_all_kernels_are(monkeypatch: pyte
         assert "because" not in kernels[0] and max(map(len, kernels)) <= 80 and where.startswith("effllm doctor | less -S shows every one")
         left = [line for line in every if not any(line.startswith(f"{each} ") for each in shown)]
         assert others == f"{len(left)} others compiled" and len(left) > 20 and all(" compiled " in line for line in left)
+
+
+def test_a_list_leaves_out_where_a_model_is_from_rather_than_cut_its_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    name = "a-name-of-letters-to-type-4b"
+    variables = {"HOME": str(tmp_path), "NO_COLOR": "1"}
+    monkeypatch.setenv("COLUMNS", "80")
+    assert main(["alias", name, str(FABLE)], Environment(io.StringIO(), io.StringIO(), io.StringIO(), variables)) == 0
+    seen = {}
+    for kind in (Terminal, io.StringIO):
+        out = kind()
+        assert main(["list"], Environment(io.StringIO(), out, io.StringIO(), variables)) == 0
+        seen[kind] = out.getvalue().splitlines()
+    assert max(map(len, seen[Terminal])) <= 80 and any(line.startswith(f"{name} ") for line in seen[Terminal])
+    assert "from" not in seen[Terminal][0] and "context" in seen[Terminal][0] and seen[io.StringIO][0].endswith("from")
