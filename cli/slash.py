@@ -351,9 +351,12 @@ def run(chat: Conversation, line: str) -> None:
     words = line[1:].split(None, 1)
     name, rest = (*words, "", "")[:2]
     command = named(name, rest.strip())
+    if name == "show" and rest.strip() in ("info", "parameters", "system"):  # Ollama's parts of what is shown here in one
+        rest = ""
     if rest and not command.takes_words:
         raise UsageError(f"/{name} takes no words after it, not {rest.strip()!r}",
-                         f"/{name} alone; a space before the slash sends the line to the model")
+                         f"/{name} alone; a space before the slash sends the line to the model"
+                         if name != "show" else "/show alone; effllm show MODEL tells of its files, and with --template of its template")
     command.run(chat, rest.strip())
 
 
