@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .llama import outer_tensors
 
 if TYPE_CHECKING:
@@ -57,6 +57,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules | ({"mark_bias": TensorRule(f"{prefix}self_attn.dt_proj.bias", (heads,))} if config.qkv_bias else {})
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`."""
@@ -71,6 +72,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     for name, value in (("q", q), ("k", k), ("v", v)):
         tap(name, layer, value)
     attended = ops.narrowed_heads(kv.attend(q, k, v), heads, narrow)
+    x = last_of(x, len(attended))
     tap("attn_out", layer, attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
     x = ops.rescaled(x, branch, w.rescales[0])

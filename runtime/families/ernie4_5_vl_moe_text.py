@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import SEEN, LayerWeights, TensorRule, expert_role
+from . import SEEN, LayerWeights, TensorRule, expert_role, last_of, narrowing
 from .ernie4_5 import ernie_config
 from .llama import attention, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
@@ -103,6 +103,7 @@ def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]
     return {f"{place}routers.{row}.weight": (place + name, 0) for row, name in enumerate(ROUTERS) if layer in config.mixture.layers}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], seen: Sequence[bool] | None = None) -> object:
     """As `llama.block`; `seen`: of each token whether its experts are those for pictures, None where none's are. Taps see the visits of
@@ -115,7 +116,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
         x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(layer), partial(tap, "visits", layer),
                     w.correction, w.shared)
     else:
-        for begin, end, is_seen in _runs(seen):
+        for begin, end, is_seen in _runs(last_of(seen, len(x))):
             router, experts, correction = w.seen if is_seen else (w.router, w.experts, w.correction)
             ops.moe(x[begin:end], w.post_norm, router, experts, config.mixture.routing, config.act_of(layer), None, correction, w.shared)
     tap("block_out", layer, x)

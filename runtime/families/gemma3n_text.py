@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys, is_count
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import LayerWeights, TensorRule, gemma2, inside_others, llama
+from . import LayerWeights, TensorRule, gemma2, inside_others, last_of, llama, narrowing
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .gemma4_text import MOST_INPUTS, given_outside, given_tensors, not_made, sources_of
 from .llama import attention, mlp_or_experts
@@ -117,6 +117,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return inside_others(llama.outer_tensors(config) | given_outside(config) | rules)
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], inputs: object) -> object:
     """As `gemma4_text.block`, of streams x [T, S * D]. Taps see the one that the layer works on where they see x of other families, but for
@@ -124,6 +125,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     own = ops.predicted(x, w.streams)
     beside = ops.low_rank(own, w.input_norm, w.low_rank, partial(tap, "low_hidden", layer))
     own = attention(ops, w, own, kv, positions, rope, config, layer, tap)
+    x, beside, inputs = (last_of(each, len(own)) for each in (x, beside, inputs))
     own = ops.added(ops.scaled(own, HALF), beside, HALF)
     cut = config.cut_of(layer)
     if cut is None:

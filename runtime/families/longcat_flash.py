@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
 from .llama import outer_tensors
 from .mixtral import MOST_EXPERTS, mixture_tensors
@@ -93,10 +93,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return rules | found | {role: TensorRule(f"{within}mlp.router.{name}", shape) for role, (name, shape) in router.items()}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on; of experts the visits come first."""
     own = attention(ops, w, ops.first_stream(x, STREAMS), kv, positions, rope, config, layer, tap)
+    x = last_of(x, len(own))
     tap("mlp_in", layer, own)
     if w.experts:
         sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,

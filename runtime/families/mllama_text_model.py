@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, llama, narrowing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -68,6 +68,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules | {"embed": embed}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | SeenLayer, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """`llama.block`; of a layer that attends to pictures a tap sees what goes into its matrices but k and v, of tokens that see some."""

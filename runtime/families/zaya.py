@@ -16,7 +16,7 @@ from ...kernels.cca_shape import CcaShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, ropes_by_kind
-from . import LayerWeights, TensorRule, llama
+from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
 
@@ -126,6 +126,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules | {"head_bias": TensorRule("lm_head.bias", (config.vocab_size,))} if config.head_bias else rules
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
@@ -140,6 +141,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     for name, value in (("q", q), ("k", k), ("v", v)):
         tap(name, layer, value)
     attended = kv.attend(q, k, v)
+    x, own = last_of(x, len(attended)), last_of(own, len(attended))
     tap("attn_out", layer, attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
     own = ops.rescaled(own, branch, w.rescales[0])
