@@ -25,16 +25,13 @@ def kept_of(tokens: int, wanted: int | None) -> int | None:
 
 
 def first_alone(config: ModelConfig) -> int:
-    """The first of the last layers, which keep nothing of the text for themselves; how many layers there are, where the last does. Where
-    layers share choices these are of all tokens: such a model has none either."""
-    return config.num_hidden_layers if config.indexed or config.compressed else config.last_to_keep + 1
+    """The first of the last layers, which keep nothing of the text for themselves; how many layers there are, where the last does."""
+    return config.last_to_keep + 1
 
 
 def narrows(config: ModelConfig, layer: int) -> bool:
     """Does a layer go on with the last tokens alone, behind the keys and values of all?"""
-    if config.indexed or config.compressed or layer != config.last_to_keep or layer not in config.attention_layers:
-        return False
-    return families.get(config.family).block in families.NARROWING
+    return layer == config.last_to_keep and layer in config.attention_layers and families.get(config.family).block in families.NARROWING
 
 
 def spares(config: ModelConfig, layer: int, role: str) -> bool:

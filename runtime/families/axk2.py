@@ -17,7 +17,7 @@ import numpy as np
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v32
+from . import LayerWeights, TensorRule, deepseek_v32, last_of, narrowing
 from .deepseek_v32 import NAMES, indexed_config, outer_tensors
 from .glm4_moe import corrected
 from .llama import feed_forward
@@ -74,13 +74,15 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
             f"{prefix}g_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, own.query :].reshape(-1))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `deepseek_v3.block`. Taps see block_in, and mlp_in of a mixture, once they have been through norm and gates, and in the place of
     q_in doubled_in, what queries and gates of what is attended to are made of."""
     before, between = w.norm_gates
     y = ops.gated_rows(ops.normed_apart(x, w.input_norm), before)
-    x = ops.linear_add(attended_to(ops, w, y, kv, positions, rope, config, layer, tap), w.o, x)
+    attended = attended_to(ops, w, y, kv, positions, rope, config, layer, tap)
+    x = ops.linear_add(attended, w.o, last_of(x, len(attended)))
     if not w.experts:
         return feed_forward(ops, w, x, config, layer, tap)
     y = ops.gated_rows(ops.normed_apart(x, w.post_norm), between)
@@ -111,6 +113,6 @@ def attended_to(ops: BlockOps, w: LayerWeights, y: object, kv: LayerCache, posit
     tap("k", layer, k)
     tap("v", layer, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)
-    attended = ops.gate_heads(attended, gates, heads, shape.value)
+    attended = ops.gate_heads(attended, last_of(gates, len(attended)), heads, shape.value)
     tap("attn_out", layer, attended)
     return attended

@@ -22,13 +22,15 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
 from ..indexed import Indexed
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, last_of, narrowing
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..block_ops import HostOps
+    from ...quant.weight import Linear
+    from ...quant.wide_weights import Hyper, Residual
+    from ..block_ops import BlockOps, HostOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -215,23 +217,45 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("head.weight", table, ("lm_head.weight",))}
 
 
+@narrowing
 def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
-    x = ops.mixed(x, attention(ops, w, x, kv, positions, rope, config, layer, tap), w.wide.around_attention)
-    own = ops.gathered(x, w.wide.around_mlp)
+    own = w.wide
+    x = written(ops, x, attention(ops, w, x, kv, positions, rope, config, layer, tap), w.o, own.around_attention)
+    picked = None if picked is None else last_of(picked, len(x))
+    return second_half(ops, w, x, own.around_mlp, config, layer, tap, config.hidden_act, picked)
+
+
+def written(ops: BlockOps, x: object, gave: object, last: Linear, around: Hyper | Residual) -> object:
+    """Streams x behind a branch whose `last` matrix reads what it `gave`: of as many tokens, the last ones, as that is of."""
+    if len(gave) < len(x):
+        x = last_of(x, len(gave))
+        ops.gathered(x, around)  # how these are written to: what the branch began with noted it of all
+    (branch,) = ops.norm_linear(gave, None, [last])
+    return ops.mixed(x, branch, around)
+
+
+def second_half(ops: BlockOps, w: LayerWeights, x: object, around: Hyper | Residual, config: ModelConfig, layer: int,
+                tap: Callable[[str, int, object], None], act: str, picked: object | None = None) -> object:
+    """The second half of a block of streams; `act`: the activation of experts, `picked`: what corrects their scores in the layer's
+    place."""
+    own = ops.gathered(x, around)
     tap("mlp_in", layer, own)
-    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               partial(tap, "visits", layer), w.correction if picked is None else picked, w.shared)
-    x = ops.mixed(x, branch, w.wide.around_mlp)
+    if w.experts:
+        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, act,
+                                   partial(tap, "visits", layer), w.correction if picked is None else picked, w.shared)
+    else:
+        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+    x = ops.mixed(x, branch, around)
     tap("block_out", layer, x)
     return x
 
 
 def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """What attention gives, [T, D]."""
+    """What o reads, [T, N]."""
     own, maker, heads, width = w.wide, w.wide.compressor, config.num_attention_heads, config.head_dim
     y = ops.gathered(x, own.around_attention)
     tap("block_in", layer, y)
@@ -250,8 +274,8 @@ def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, position
     q = ops.turn_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
     for name, value in (("q", q), ("k", k), ("v", k)):
         tap(name, layer, value)
-    attended = ops.turn_tails(kv.attend(q, k, k, w.sinks), heads, width, positions, rope, True)
+    attended = kv.attend(q, k, k, w.sinks)
+    attended = ops.turn_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
     gave = ops.grouped_linear(attended, own.groups)
     tap("attn_out", layer, gave)
-    (branch,) = ops.norm_linear(gave, None, [w.o])
-    return branch
+    return gave

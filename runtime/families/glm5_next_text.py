@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
@@ -19,9 +18,9 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
+from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear, narrowing
 from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
-from .deepseek_v4 import mix_tensors
+from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
@@ -157,6 +156,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     return {f"{place}{JOINED}": ((f"{place}wk.weight", own.width), (f"{place}index_kpool_compress_gate", own.width))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
           config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
@@ -168,15 +168,5 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
         tap("state_out", layer, gave)
     else:
         gave, last = attended_to(ops, w, own, kv, positions, rope, config, layer, tap), w.o
-    (branch,) = ops.norm_linear(gave, None, [last])
-    x = ops.mixed(x, branch, around_attention)
-    own = ops.gathered(x, around_mlp)
-    tap("mlp_in", layer, own)
-    if w.experts:
-        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                                   partial(tap, "visits", layer), w.correction, w.shared)
-    else:
-        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
-    x = ops.mixed(x, branch, around_mlp)
-    tap("block_out", layer, x)
-    return x
+    x = written(ops, x, gave, last, around_attention)
+    return second_half(ops, w, x, around_mlp, config, layer, tap, config.hidden_act)

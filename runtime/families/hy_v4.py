@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,9 +17,9 @@ import numpy as np
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, deepseek_v32, llama
+from . import LayerWeights, TensorRule, deepseek_v32, llama, narrowing
 from .deepseek_v3 import attended_to
-from .deepseek_v4 import mix_tensors
+from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import NAMES, indexed_config
 from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
@@ -93,20 +92,11 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config) | mix_tensors(config, "leave_mix", names, 1, 1)
 
 
+@narrowing
 def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
     around_attention, around_mlp = w.around
     own = ops.gathered(x, around_attention)
-    (branch,) = ops.norm_linear(attended_to(ops, w, own, kv, positions, rope, config, layer, tap), None, [w.o])
-    x = ops.mixed(x, branch, around_attention)
-    own = ops.gathered(x, around_mlp)
-    tap("mlp_in", layer, own)
-    if w.experts:
-        branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, BOUNDED,
-                                   partial(tap, "visits", layer), w.correction, w.shared)
-    else:
-        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
-    x = ops.mixed(x, branch, around_mlp)
-    tap("block_out", layer, x)
-    return x
+    x = written(ops, x, attended_to(ops, w, own, kv, positions, rope, config, layer, tap), w.o, around_attention)
+    return second_half(ops, w, x, around_mlp, config, layer, tap, BOUNDED)

@@ -14,7 +14,7 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..indexed import Indexed
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, llama, mixtral, qwen3_moe
+from . import LayerWeights, TensorRule, last_of, llama, mixtral, narrowing, qwen3_moe
 from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward
 from .mixtral import mixture, mixture_tensors
@@ -152,6 +152,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config)
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`."""
@@ -167,4 +168,4 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
         tap(name, layer, value)
     attended = kv.attend(q, k, v)
     tap("attn_out", layer, attended)
-    return feed_forward(ops, w, ops.linear_add(attended, w.o, x), config, layer, tap)
+    return feed_forward(ops, w, ops.linear_add(attended, w.o, last_of(x, len(attended))), config, layer, tap)

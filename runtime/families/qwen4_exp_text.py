@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
@@ -20,7 +19,8 @@ from ..config_reader import ConfigError, Keys, is_count, show
 from ..indexed import Indexed
 from ..ngrams import Ngrams, role_of
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, llama, qwen3_5_moe_text
+from . import LayerWeights, TensorRule, last_of, llama, narrowing, qwen3_5_moe_text
+from .deepseek_v4 import second_half, written
 from .mixtral import expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
@@ -162,6 +162,7 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
     return {f"{place}weight": tuple((f"{place}shard_{part}.weight", rows) for part, rows in enumerate(own.part_rows(layer)))}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], rows: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
@@ -178,15 +179,8 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     else:
         gave, last = attention(ops, w, own, kv, positions, rope, config, layer, tap), w.o
         tap("attn_out", layer, gave)
-    (branch,) = ops.norm_linear(gave, None, [last])
-    x = ops.mixed(x, branch, around_attention)
-    own = ops.gathered(x, around_mlp)
-    tap("mlp_in", layer, own)
-    branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               partial(tap, "visits", layer), w.correction, w.shared)
-    x = ops.mixed(x, branch, around_mlp)
-    tap("block_out", layer, x)
-    return x
+    x = written(ops, x, gave, last, around_attention)
+    return second_half(ops, w, x, around_mlp, config, layer, tap, config.hidden_act)
 
 
 def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
@@ -201,4 +195,5 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
     for name, value in (("q", q), ("k", k), ("v", v)):
         tap(name, layer, value)
-    return ops.gate_heads(kv.attend(q, k, v), gated, heads, head_dim)
+    attended = kv.attend(q, k, v)
+    return ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim)

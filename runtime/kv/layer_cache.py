@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .cache_parts import Choosing, LayerPages
 from .states import LayerStates
 
 if TYPE_CHECKING:
+    from ...kernels.cpu.index import Chosen
     from ..cache import KVCache
 
 
@@ -28,29 +29,26 @@ class LayerCache:
         """Append k, v `[T, KVH * D]` at the step's positions, then attend with q `[T, H * D]` -> `[T, H * D]`; None where an earlier layer
         has appended them. `sinks`: a logit per head that joins the softmax and has no value, float32 `[H]`; nothing to do with the first
         tokens, which the cache keeps exact. `out`: where the result goes, on the CPU; None for the backend's own place."""
-        step = self.cache.step
+        step, more = self.cache.step, () if out is None else (out,)
         if k is not None:
             self.pages.write(k, v, step.slots, step.rows)
-        if self.last is not None:
-            return self._attend_last(q[-self.last :], sinks)
-        more = () if out is None else (out,)
+        q = q if self.last is None else q[-self.last :]
+        given = q, step.position + len(step.slots) - len(q), step.blocks, sinks
         if self.choosing is not None and self.choosing.keys is not None:
-            chosen = None if self.choosing.index is None else self.cache.chosen
-            return self.pages.attend_compressed(q, step.position, step.blocks, sinks, self.choosing.keys, chosen, *more)
-        if self.choosing is not None and (chosen := self.cache.chosen) is not None:
-            return self.pages.attend_chosen(q, step.position, step.blocks, sinks, chosen, self.choosing.latent, *more)
+            chosen = None if self.choosing.index is None else self._chosen(len(q))
+            return self.pages.attend_compressed(*given, self.choosing.keys, chosen, *more)
+        if self.choosing is not None and (chosen := self._chosen(len(q))) is not None:
+            return self.pages.attend_chosen(*given, chosen, self.choosing.latent, *more)
         if (ends := self.cache.ends) is not None and (seen := ends.get(self.pages.window)) is not None:
-            return self.pages.attend(q, step.position, step.blocks, sinks, out, *seen)
-        return self.pages.attend(q, step.position, step.blocks, sinks, *more)
+            return self.pages.attend(*given, out, *(each if each is None else each[-len(q) :] for each in seen))
+        return self.pages.attend(*given, *more)
 
-    def _attend_last(self, q: object, sinks: object | None) -> object:
-        """`attend` for the last tokens of the step alone."""
-        step, ends = self.cache.step, self.cache.ends
-        position = step.position + len(step.slots) - len(q)
-        seen = None if ends is None else ends.get(self.pages.window)
-        if seen is not None:
-            return self.pages.attend(q, position, step.blocks, sinks, None, *(each if each is None else each[-len(q) :] for each in seen))
-        return self.pages.attend(q, position, step.blocks, sinks)
+    def _chosen(self, tokens: int) -> Chosen | None:
+        """What the last `tokens` of the step see."""
+        chosen = self.cache.chosen
+        if chosen is None or (whole := chosen.first + len(chosen.units)) == tokens:
+            return chosen
+        return replace(chosen, units=chosen.units[-tokens:], first=max(0, chosen.first + tokens - whole))
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
         """Take the step's tokens into keys of several, by products of the layer's input; they turn by `table`."""
