@@ -1,7 +1,7 @@
 """The last layers of a prompt, which run for its last tokens alone.
 
 What the last layer makes of a token is read by the head, and of a prompt the head reads the last token alone. So nothing matters of the
-others behind the last keys and values (or states) that a layer keeps for itself: what they attend to there, what the MLP makes of them, and
+others behind the last keys and values, or state, that a layer keeps for itself: what they attend to there, what the MLP makes of them, and
 all layers behind that, which attend to the keys and values of earlier ones (a third of them or more in Gemma 3n, and in Gemma 4 E2B and
 E4B). Some tokens go on with the last one, so that the kernels of long passes multiply it as they would among all: no bit depends on this.
 """
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from .config import ModelConfig
 
 KEPT = 24  # tokens of a long pass that go on
-BEHIND = ("o", "gate", "up", "down", "router")  # roles of matrices behind attention
+BEHIND = ("o", "state_out", "gate", "up", "down", "router")  # roles of matrices behind attention or a state
 
 
 def kept_of(tokens: int, wanted: int | None) -> int | None:
@@ -30,16 +30,16 @@ def first_alone(config: ModelConfig) -> int:
 
 
 def narrows(config: ModelConfig, layer: int) -> bool:
-    """Does a layer go on with the last tokens alone, behind the keys and values of all?"""
-    return layer == config.last_to_keep and layer in config.attention_layers and families.get(config.family).block in families.NARROWING
+    """Does a layer go on with the last tokens alone, behind what it keeps of all?"""
+    own = families.get(config.family).block in families.NARROWING
+    return layer >= first_alone(config) or own and layer == config.last_to_keep
 
 
 def spares(config: ModelConfig, layer: int, role: str) -> bool:
     """Does a matrix of a layer multiply the last tokens of a prompt alone?"""
-    return layer >= first_alone(config) or families.kind_of(role) in BEHIND and narrows(config, layer)
+    return narrows(config, layer) and (layer >= first_alone(config) or families.kind_of(role) in BEHIND)
 
 
 def attending_alone(config: ModelConfig) -> int:
     """How many of the last layers with attention have it for the last tokens of a prompt alone."""
-    return sum(config.attends(layer) and (layer >= first_alone(config) or narrows(config, layer))
-               for layer in range(config.num_hidden_layers))
+    return sum(config.attends(layer) and narrows(config, layer) for layer in range(config.num_hidden_layers))

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
 
 import numpy as np
 
@@ -27,7 +26,7 @@ from .config import ModelConfig
 from .families import SEEN, LayerWeights, expert_of, last_of
 from .images.album import Shown
 from .kv.both_ways import ends_of
-from .kv.layer_cache import LayerCache
+from .kv.layer_cache import of_last
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .last_layers import first_alone, kept_of, narrows
 from .ngrams import away_nbytes, held, is_table
@@ -77,7 +76,7 @@ class Model(StoredStates):
         self.paging = Paging(streams, self.pager) if isinstance(streams, PagedExperts) else None
         self.records = WeightRecords(config, self.tensors, store, backends["cpu"], self.pager, self.streamed, self.paging, adapted)
         self.block, self._alone = families.get(config.family).block, first_alone(config)
-        self._narrows = [narrows(config, layer) or layer >= self._alone for layer in range(config.num_hidden_layers)]
+        self._narrows = [narrows(config, layer) for layer in range(config.num_hidden_layers)]
         self.looked_up: set[str] = set()  # tensors whose codes lie in lookup order in the pager's memory (`lookup.py`)
         self._wrapped: dict[int | str, tuple[Mapping[str, np.ndarray], object]] = {}
         self._ids: dict[int, np.ndarray] = {}  # of passes that are repeated, by tokens: where ids are read
@@ -345,8 +344,8 @@ class Model(StoredStates):
         host, config = self.backends["cpu"], self.config
         at_pictures = layer in config.cross_layers
         kv = self._pictures_of(layer) if at_pictures else cache.layer(layer)
-        if self._last is not None and self._narrows[layer] and isinstance(kv, LayerCache):
-            kv = replace(kv, last=self._last)
+        if self._last is not None and self._narrows[layer] and not at_pictures:
+            kv = of_last(kv, self._last)
         if ops is not host and not at_pictures and self.devices[config.kv_sources[layer] if config.kv_sources else layer] == "cpu":
             kv = BorderCache(kv, ops, host)
         own = None if self._given is None else self._given.get(layer)

@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from pathlib import Path
+from unittest.mock import patch
 
 import numpy as np
 from hybrid_models import IDS, anew, answer, opened, read
@@ -9,6 +10,7 @@ from test_speculation import Guesser, Ticks
 
 from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
+from effllm.runtime.last_layers import KEPT, narrows
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
 from effllm.runtime.sessions.saved_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
@@ -29,6 +31,25 @@ def assert_threads_and_chunks_change_nothing(folder: Path, end: int = 450, ways:
         found.append(rows_of(engine, 430, end))
         engine.close()
     assert all(np.array_equal(found[0], other) for other in found[1:])
+
+
+def assert_a_prompt_ends_as_a_whole_one(engine: Engine, ids: Sequence[int], behind: int = 3) -> None:
+    """As if all of it went through every layer, the last of `ids` being what comes `behind` it: the last layers run for its last tokens
+    alone, and not a bit of what comes next depends on that."""
+    run, widths, ends, told, length = engine.model.forward, ([], []), [], {"wanted": None}, len(ids) - behind
+
+    def forward(*args: object, **rest: object) -> np.ndarray:
+        widths[len(ends)].append(len(x := run(*args, **rest | told)))
+        return x
+
+    with patch.object(engine.model, "forward", forward):
+        for _ in widths:
+            engine.reset()
+            list(engine.prefill(ids[:length]))
+            ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in ids[length:])])
+            told.clear()
+    most = KEPT if any(narrows(engine.config, layer) for layer in range(engine.config.num_hidden_layers)) else length
+    assert np.array_equal(*ends) and sum(widths[0]) == length + behind and widths[1] == [min(most, each) for each in widths[0]]
 
 
 def assert_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int, count: int = 21) -> None:

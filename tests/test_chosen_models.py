@@ -36,6 +36,7 @@ from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
 from hybrid_models import CTX, IDS, anew, opened, read
 from same_bits import (
+    assert_a_prompt_ends_as_a_whole_one,
     assert_a_saved_text_goes_on,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
@@ -111,6 +112,11 @@ def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
 def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None:
     """Where some of them see all before them too, and passes come again."""
     assert_tokens_at_once_are_tokens_one_by_one(engine, held)
+
+
+@pytest.mark.parametrize("length", [330, 80])
+def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(engine: Engine, length: int) -> None:
+    assert_a_prompt_ends_as_a_whole_one(engine, IDS[: length + 3])
 
 
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:

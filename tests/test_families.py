@@ -28,7 +28,6 @@ from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
-from effllm.runtime.last_layers import KEPT, attending_alone, first_alone
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -37,6 +36,7 @@ from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, rotary_of, share_angles, text, written
+from same_bits import assert_a_prompt_ends_as_a_whole_one
 from saved_models import saved
 
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
@@ -111,22 +111,8 @@ def test_greedy_tokens(pair: Pair) -> None:
     assert oracle(model, ids + tokens)[length - 1 : -1].argmax(-1).tolist() == tokens
 
 
-def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(pair: Pair, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The last layers run for its last tokens alone; not a bit of what comes next depends on that."""
-    engine, length, run, widths, ends, told = pair.engine, DECODE_FROM[-1], pair.engine.model.forward, ([], []), [], {"wanted": None}
-
-    def forward(*args: object, **rest: object) -> np.ndarray:
-        widths[len(ends)].append(len(x := run(*args, **rest | told)))
-        return x
-
-    monkeypatch.setattr(engine.model, "forward", forward)
-    for _ in widths:
-        engine.reset()
-        list(engine.prefill(pair.ids[:length]))
-        ends.append([engine._logits.copy(), *(engine.forward_logits([token])[0].copy() for token in pair.ids[length : length + 3])])
-        told.clear()
-    most = KEPT if attending_alone(engine.config) or first_alone(engine.config) < engine.config.num_hidden_layers else length
-    assert np.array_equal(*ends) and sum(widths[0]) == length + 3 and widths[1] == [min(most, each) for each in widths[0]]
+def test_a_prompt_ends_as_if_all_of_it_went_through_every_layer(pair: Pair) -> None:
+    assert_a_prompt_ends_as_a_whole_one(pair.engine, pair.ids[: DECODE_FROM[-1] + 3])
 
 
 def test_logits_of_single_steps(pair: Pair) -> None:

@@ -169,4 +169,4 @@ def state_layer(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, 
     tap("block_in", layer, x)
     mixed = states.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
     tap("state_out", layer, mixed)
-    return ops.linear_add(mixed, w.state.out, x, w.o_norm, config.residual_multiplier)
+    return ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), w.o_norm, config.residual_multiplier)

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from ...kernels.mamba1_shape import Mamba1Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule
+from . import LayerWeights, TensorRule, narrowing
 from .jamba import rank, space_tensors
 from .llama import state_layer
 
@@ -72,6 +72,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
+@narrowing
 def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """x[T, D] -> x[T, D], with the taps of a state alone."""

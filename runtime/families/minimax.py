@@ -129,7 +129,7 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerState
     if w.state is not None:
         mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
         tap("state_out", layer, mixed)
-        x = ops.linear_add(mixed, w.state.out, x, None, config.factor("state_out"))
+        x = ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), None, config.factor("state_out"))
     else:
         q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
         q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)

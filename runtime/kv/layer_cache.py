@@ -67,5 +67,25 @@ class LayerCache:
         return self.states.convolved(product, w)
 
     def mix(self, products: Sequence[object], w: object) -> object:
-        """See `LayerStates`."""
-        return self.states.mix(products, w)
+        """See `LayerStates`; of the last tokens, where these alone go on."""
+        mixed = self.states.mix(products, w)
+        return mixed if self.last is None else mixed[-self.last :]
+
+
+@dataclass(frozen=True)
+class LastStates:
+    """A layer's states as a block sees them of which the `last` tokens of a pass alone go on."""
+
+    states: LayerStates
+    last: int
+
+    def mix(self, products: Sequence[object], w: object) -> object:
+        return self.states.mix(products, w)[-self.last :]
+
+    def add_ngrams(self, x: object, products: Sequence[object], w: object) -> object:
+        return self.states.add_ngrams(x, products, w)
+
+
+def of_last(kept: LayerCache | LayerStates, last: int) -> LayerCache | LastStates:
+    """What a layer keeps, for a block of which the `last` tokens of a pass alone go on."""
+    return replace(kept, last=last) if isinstance(kept, LayerCache) else LastStates(kept, last)
