@@ -14,6 +14,7 @@ from effllm.runtime.answers.ranking import Ranking, scores
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
 from effllm.runtime.kv.texts_cache import RAW, TextsCache, bounds_of, passes_of, takes_texts
+from effllm.runtime.last_layers import KEPT
 from effllm.runtime.passes import FEW
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -61,6 +62,15 @@ def test_vectors_have_the_bits_of_a_text_alone(engine: Engine, way: str, monkeyp
     assert takes_texts(engine) and bounds_of(engine) == (RAW,)
     assert_same(engine, texts(), way)
     assert [1, 3, 3] in passes and any(len(each) > 3 for each in passes) and engine.tokens == []
+
+
+def test_the_state_of_the_last_token_has_the_same_bits_where_others_are_spared_the_last_layer(engine: Engine) -> None:
+    (ids,) = texts((700,))
+    whole = np.concatenate([states.copy() for _, states in engine.states(ids)])
+    found = [(start, states.copy()) for start, states in engine.states(ids, wanted=1)]
+    engine.reset()
+    assert [len(states) for _, states in found] == [KEPT] * len(found) and found[-1][0] == len(ids) - KEPT
+    assert np.array_equal(found[-1][1][-1], whole[-1])
 
 
 def test_so_have_scores(engine: Engine) -> None:

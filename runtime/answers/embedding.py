@@ -143,7 +143,7 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
             rows = states if pooling == MEAN else states[-1:]
             totals[place] += normalise(rows, norm.kind, norm.weight, norm.bias, norm.eps).sum(0)
 
-    if not (yield from read_through(engine, texts, "embedding", cancelled, add)):
+    if not (yield from read_through(engine, texts, "embedding", cancelled, add, wanted=None if pooling == MEAN else 1)):
         return None
     made = []
     for ids, total in zip(texts, totals, strict=True):
@@ -156,10 +156,10 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
 
 
 def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
-                 see: Callable[[int, np.ndarray, bool], None]) -> Generator[Turn | Progress, None, bool]:
+                 see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Turn | Progress, None, bool]:
     """Read texts of token ids, each alone: those that are short several in a pass, where the engine has passes for it. `see` is shown the
-    states of each piece, of which text it is, and whether it is that one's last. False where it was cancelled. The sequence that the engine
-    held is forgotten."""
+    states of each piece, of which text it is, and whether it is that one's last; of a text's last `wanted` tokens at least, None for all.
+    False where it was cancelled. The sequence that the engine held is forgotten."""
     engine.cancelled, read = cancelled, 0
     try:
         for places in _passes(engine, texts):
@@ -170,7 +170,7 @@ def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, can
                     return False
                 yield Turn()
             else:
-                for start, states in engine.states(texts[places[0]]):
+                for start, states in engine.states(texts[places[0]], wanted=wanted):
                     see(places[0], states, start + len(states) == len(texts[places[0]]))
                     if cancelled():
                         return False

@@ -127,6 +127,6 @@ def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Ranking,
             engine.demand_finite(logits)
             found[place] = float(logits[0, ranking.yes]) - float(logits[0, ranking.no])
 
-    if not (yield from read_through(engine, texts, "ranking", cancelled, compare)):
+    if not (yield from read_through(engine, texts, "ranking", cancelled, compare, wanted=1)):
         return None
     return [1 / (1 + exp(-each)) if each > -700 else 0.0 for each in found]  # beyond which exp has no number

@@ -77,14 +77,16 @@ class Scoring:
         one_by_one = by_token or self.cache.pool.picks
         return self.cache.shape.first_reader(one_by_one) if self.cache.is_packed else 0
 
-    def states(self, ids: Sequence[int], pages: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
+    def states(self, ids: Sequence[int], pages: int | None = None, wanted: int | None = None) -> Iterator[tuple[int, np.ndarray]]:
         """Run `ids` as `score` does; yields (position, last hidden states float32 [n, D]) pass by pass, views: the model makes logits of
-        them, LOGIT_ROWS rows at once."""
+        them, LOGIT_ROWS rows at once. `wanted`: of how many of the last tokens states are asked for, which spares others the last layers;
+        None for all."""
         self.reset()
         both_ways = self.model.config.both_ways
         for piece in (len(ids),) if both_ways else self._passes(len(ids), pages or self.prepared.chunk // PAGE):
-            start = len(self.tokens)
-            yield start, self._forward(ids[start : start + piece], prompt=True)
+            end = len(self.tokens) + piece
+            x = self._forward(ids[end - piece : end], prompt=True, wanted=wanted if wanted is None or end == len(ids) else 0)
+            yield end - len(x), x
 
     def alone(self, tokens: int) -> bool:
         """Whether a text of so many tokens, read from an empty cache, is one pass: then `together` may read it."""
