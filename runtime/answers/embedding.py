@@ -22,7 +22,7 @@ from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Turn
 from ..files.small_file import JSON_NBYTES, read_whole
-from ..gguf.architectures import POOLED
+from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.texts_cache import bounds_of, passes_of, takes_texts
 from ..text import Tokenizer

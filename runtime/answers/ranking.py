@@ -21,7 +21,7 @@ from ...offload.header import is_gguf
 from ..config_reader import show
 from ..engine import Engine
 from ..events import Progress, Turn
-from ..gguf.architectures import RANK
+from ..gguf.architecture import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
 from ..text import Tokenizer

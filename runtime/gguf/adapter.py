@@ -21,7 +21,8 @@ from ...quant.weight import RAW_NUMPY, to_f32
 from .. import families
 from ..adapters.adapter import Delta
 from ..config import ModelConfig
-from .architectures import BY_FAMILY, Architecture, architecture, file_architecture
+from .architecture import Architecture
+from .architectures import BY_FAMILY, architecture, file_architecture
 from .contents import heads_of
 from .linear_attention import joined_rows
 from .sources import RAW, separated

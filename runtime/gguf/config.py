@@ -36,7 +36,8 @@ from . import (
     step35,
     yarn,
 )
-from .architectures import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture, architecture
+from .architecture import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture
+from .architectures import architecture
 from .family_keys import REPAIR, add_family
 from .windows import PATTERN, layer_types
 

@@ -37,7 +37,8 @@ from . import (
     swash,
     yarn,
 )
-from .architectures import ARCHITECTURES, BY_FAMILY, FACTORS, LONG, SHORT, UNTURNED, Architecture, file_architecture
+from .architecture import FACTORS, LONG, SHORT, UNTURNED, Architecture
+from .architectures import ARCHITECTURES, BY_FAMILY, file_architecture
 from .family_keys import OTHER_SCALE, SIGMOID
 from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY
 

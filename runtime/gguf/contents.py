@@ -24,7 +24,7 @@ from ..config import ModelConfig
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
-from .architectures import ROUTER, Architecture
+from .architecture import ROUTER, Architecture
 from .config import Factors
 from .deepseek4 import BEFORE_O, groups_in, is_behind
 from .gemma3n import STACKED, stacked

@@ -38,7 +38,8 @@ from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..weights.outliers import check_outliers
 from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, rwkv7, stateful
-from .architectures import BY_FAMILY, Architecture, file_architecture
+from .architecture import Architecture
+from .architectures import BY_FAMILY, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
 from .settings import licence_metadata, sampling_metadata
 from .sources import separated

@@ -35,7 +35,7 @@ from . import (
     step35,
     swash,
 )
-from .architectures import SHARED_WIDTH
+from .architecture import SHARED_WIDTH
 from .plain_families import PLAIN, USUAL_THETA, add_others
 from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, KOLIBRI_EVERY, USUAL_WINDOW_MOE, Given, given
 

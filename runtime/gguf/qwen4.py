@@ -14,7 +14,6 @@ from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.qwen4_exp_text import PLE
-from ..ngrams import role_of
 from . import linear_attention
 
 FAMILY, NAME = "qwen4_exp_text", "qwen4exp"
@@ -139,11 +138,6 @@ def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield own is not None and len(own.layers) > 1, "has n-grams in several layers"
     yield own is not None and own.shape.rows != config.hidden_size, "has rows of n-grams that are not as wide as the model together"
     yield own is not None and own.seed != SEED, f"numbers n-grams by another seed than {SEED}"
-
-
-def table_role(config: ModelConfig) -> str | None:
-    """The role of the table of n-grams."""
-    return None if config.ngrams is None else role_of(config.ngrams.layers[0])
 
 
 def said(counts: Mapping[str, str], shared: Mapping[str, str]) -> dict[str, object]:

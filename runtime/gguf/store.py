@@ -31,7 +31,8 @@ from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
 from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from . import listwise
-from .architectures import DIVISORS, architecture
+from .architecture import DIVISORS
+from .architectures import architecture
 from .config import model_config, rotary_divisors
 from .contents import NO_SCALE, Contents, GgufFile, contents
 from .sources import RAW, WHOLE, Source

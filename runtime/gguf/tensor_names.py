@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from ..families import expert_of, kind_of
 from ..ngrams import is_table
 from . import latent_attention, linear_attention, nextn
-from .architectures import CORRECTION, LAYER, OUTER, ROUTER, SHARE, SHARED_EXPERT, Architecture
+from .architecture import CORRECTION, LAYER, OUTER, ROUTER, SHARE, SHARED_EXPERT, Architecture
 from .qwen4 import TABLE
 
 # Of a mixture: the matrices of all experts, and the router; older files have `ffn_gate.3` instead, a tensor for every expert.

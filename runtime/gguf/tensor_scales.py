@@ -16,7 +16,7 @@ from ...offload.checkpoint import OpenFile, TensorStore
 from ...offload.gguf import GgufHeader
 from ...offload.header import damaged, shown
 from ..hub import DENSE
-from .architectures import DIVISORS
+from .architecture import DIVISORS
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
