@@ -15,10 +15,8 @@ import numpy as np
 from .. import DoesNotFit
 from ..kernels.layout import REPEATED
 from ..offload.checkpoint import TensorStore
-from ..offload.memory import anonymous
 from ..offload.notes import Fallback
 from ..offload.pager import ResidentPager
-from ..quant.weight import Norm, Weight
 from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
@@ -42,9 +40,9 @@ from .weights.lent_weights import blocks_of, uses
 from .weights.outliers import check_outliers
 from .weights.paged_experts import PagedExperts, Paging
 from .weights.parts import TABLES
-from .weights.stored_states import StoredStates, in_table
+from .weights.store_reads import StoreReads, in_table
 from .weights.streamed import StreamedWeights, Streams
-from .weights.weight_records import BeforeHead, OuterWeights, WeightRecords
+from .weights.weight_records import OuterWeights, WeightRecords
 
 Tap = Callable[[str, int, object], None]
 
@@ -53,7 +51,7 @@ def no_tap(name: str, layer: int, value: object) -> None:
     """The tap of a run that records nothing."""
 
 
-class Model(StoredStates):
+class Model(StoreReads):
     """`backends` maps device names to ops; `devices` names each layer's. The embedding runs on the host's backend, and the head but with
     `head_on_card`."""
 
@@ -179,28 +177,6 @@ class Model(StoredStates):
         with self.pager.lease(index) as raw:
             yield self._lease(index, raw)
 
-    def read_layer(self, layer: int) -> LayerWeights:
-        """A layer's weights straight from the store, for a pass that goes layer by layer; `load` need not have run. The host's."""
-        raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
-        for tensor in self.tensors[layer].values():
-            self.store.read_into(tensor.info, raw[tensor.name])
-        return self.records.layer(layer, raw, self.backends["cpu"])
-
-    def read_before_head(self) -> BeforeHead | None:
-        """What lies between the last norm and the head, straight from the store."""
-        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith(("head_in", "head_norm"))]
-        return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
-
-    def read_norm(self) -> Norm:
-        """The norm behind the layers, straight from the store."""
-        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
-        return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
-
-    def read_vector(self) -> list[np.ndarray]:
-        """The matrices float32 [N, K] that make a vector of a state in turn, straight from the store, a ReLU between them."""
-        tensors = [self.tensors["outer"][role] for role in ("vector_in", "vector") if role in self.tensors["outer"]]
-        return [as_float32(each, {each.name: self.store.read(each.info)}).reshape(each.shape) for each in tensors]
-
     @contextmanager
     def outer(self) -> Iterator[OuterWeights]:
         """What surrounds the layers, for as long as the lease."""
@@ -214,16 +190,6 @@ class Model(StoredStates):
             made = self.records.outer(raw) if key == "outer" else self.records.layer(key, raw, host, looked_up=self.looked_up)
             self._wrapped[key] = (raw, made)
         return self._wrapped[key][1]
-
-    def find_nan(self) -> str | None:
-        """The name of a tensor that holds NaN or infinity, if one does."""
-        for roles in self.tensors.values():
-            for tensor in held(roles).values():
-                raw = {tensor.name: self.store.read(tensor.info)}
-                low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
-                if not np.isfinite(as_float32(tensor, raw) if low is None else low.to_f32()).all():
-                    return tensor.name
-        return None
 
     # -- forward ---------------------------------------------------------------------------------------------------------------
 

@@ -1,5 +1,5 @@
-"""What passes that go layer by layer read straight from an unquantized store: states with which texts begin, what layers are given beside
-them, and what the last norm reads."""
+"""What is read of a model straight from its store, whether its weights have been loaded or not: by passes that go layer by layer, by what
+makes a vector of a state, and in search of what is no number."""
 
 from __future__ import annotations
 
@@ -11,23 +11,60 @@ import numpy as np
 from ...kernels import reference_hyper, reference_residuals
 from ...kernels.reference import normalise
 from ...kernels.reference_streams import entered, left
-from ...quant.weight import to_f32
-from ..ngrams import role_of
-from ..tensors import ModelTensor, typed
+from ...offload.memory import anonymous
+from ...quant.weight import Norm, Weight, to_f32
+from ..ngrams import held, role_of
+from ..tensors import ModelTensor, as_float32, typed
 from . import residual_weights
 from .compressed_weights import LEAVES, PICKS, correction_of, picks_of
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ..config import ModelConfig
+    from ..families import LayerWeights
+    from .weight_records import BeforeHead, WeightRecords
 
 
-class StoredStates:
+class StoreReads:
     """A `Model`, whose fields these are."""
 
     config: ModelConfig
     store: TensorStore
     tensors: Mapping[int | str, Mapping[str, ModelTensor]]
+    records: WeightRecords
+    backends: Mapping[str, object]
+
+    def read_layer(self, layer: int) -> LayerWeights:
+        """A layer's weights, the host's."""
+        raw = {tensor.name: anonymous(tensor.nbytes) for tensor in self.tensors[layer].values()}
+        for tensor in self.tensors[layer].values():
+            self.store.read_into(tensor.info, raw[tensor.name])
+        return self.records.layer(layer, raw, self.backends["cpu"])
+
+    def read_before_head(self) -> BeforeHead | None:
+        """What lies between the last norm and the head."""
+        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith(("head_in", "head_norm"))]
+        return self.records.before_head({tensor.name: self.store.read(tensor.info) for tensor in tensors})
+
+    def read_norm(self) -> Norm:
+        """The norm behind the layers."""
+        tensors = [tensor for role, tensor in self.tensors["outer"].items() if role.startswith("norm")]
+        return self.records.last_norm({tensor.name: self.store.read(tensor.info) for tensor in tensors})
+
+    def read_vector(self) -> list[np.ndarray]:
+        """The matrices float32 [N, K] that make a vector of a state in turn, a ReLU between them."""
+        tensors = [self.tensors["outer"][role] for role in ("vector_in", "vector") if role in self.tensors["outer"]]
+        return [as_float32(each, {each.name: self.store.read(each.info)}).reshape(each.shape) for each in tensors]
+
+    def find_nan(self) -> str | None:
+        """The name of a tensor that holds NaN or infinity, if one does."""
+        for roles in self.tensors.values():
+            for tensor in held(roles).values():
+                raw = {tensor.name: self.store.read(tensor.info)}
+                low = None if tensor.spec.is_raw else Weight.low_bit(tensor.spec, tensor.shape, raw[tensor.name])
+                if not np.isfinite(as_float32(tensor, raw) if low is None else low.to_f32()).all():
+                    return tensor.name
+        return None
 
     def read_states(self, windows: Sequence[np.ndarray]) -> np.ndarray:
         """The residual stream with which windows of text begin, straight from an unquantized store: float32 [tokens, D], or of several
