@@ -22,8 +22,8 @@ from family_models import (
     rope,
 )
 from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from gguf_samples import FABLE
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import Exported, export_gguf
@@ -271,9 +271,7 @@ def model(name: str, folder: Path, **changes: object) -> Path:
     """A random model with 16-bit weights and a tokenizer."""
     case = MODELS[name]
     saved(replace(case, changes={**SIZES, **case.changes, **changes}, dtype="float16"), folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
-    return folder
+    return with_words_of_fable(folder)
 
 
 def exported(source: Path, out: Path, kind: str = "F16") -> Path:

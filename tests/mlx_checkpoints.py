@@ -7,6 +7,7 @@ import numpy as np
 import torch
 from gguf_samples import FABLE, weights
 from safetensors.torch import save_file
+from saved_tokenizers import with_words_of_fable
 
 LEVELS = np.float32([0, 0.5, 1, 1.5, 2, 3, 4, 6])
 LEVELS = np.concatenate([LEVELS, -LEVELS])
@@ -80,8 +81,7 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
     save_file(tensors, folder / "model.safetensors", metadata={"format": "mlx"})
     raw = json.loads((FABLE / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization": section, "quantization_config": section}))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
+    with_words_of_fable(folder)
     return meant
 
 

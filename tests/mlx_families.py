@@ -4,9 +4,9 @@ import json
 from pathlib import Path
 
 import torch
-from gguf_samples import FABLE
 from retold_models import LIKE, RETOLD
 from safetensors.torch import load_file, save_file
+from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 SIZES = {"vocab_size": 320, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 4, "num_attention_heads": 4,
@@ -160,8 +160,7 @@ def random_folder(folder: Path, case: str) -> None:
         raw["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": ["model.embed_tokens", "lm_head"]}
         save_file(in_mxfp4(load_file(folder / "model.safetensors")), folder / "model.safetensors", metadata={"format": "pt"})
     (folder / "config.json").write_text(json.dumps(raw))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
+    with_words_of_fable(folder)
 
 
 def in_mxfp4(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:

@@ -9,8 +9,8 @@ from pathlib import Path
 import torch
 from export_models import MODELS, SIZES
 from family_models import Case, written
-from gguf_samples import FABLE
 from safetensors.torch import load_file, save_file
+from saved_tokenizers import with_words_of_fable
 from torch import nn
 
 from effllm.runtime.config import read_config
@@ -105,9 +105,7 @@ def source(name: str, folder: Path) -> Path:
     """A model with the layer, 16-bit weights and a tokenizer."""
     case: Case = MODELS[name]
     with_layer(replace(case, changes={**SIZES, **case.changes}, dtype="float16"), folder)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
-    return folder
+    return with_words_of_fable(folder)
 
 
 def _count(model: nn.Module, layer: nn.Module, join: nn.Linear, norms: tuple[nn.Module, ...]) -> None:

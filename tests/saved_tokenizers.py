@@ -19,10 +19,16 @@ def save(folder: Path, backend: Backend, **settings_of_tokenizer) -> Path:
     return folder
 
 
+def with_words_of_fable(folder: Path) -> Path:
+    """A model folder, of which fable's tokenizer becomes a part."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(FABLE / name, folder / name)
+    return folder
+
+
 def copy_of_fable(folder: Path, **changes) -> Path:
     """A model folder like fable's; `changes` edit its JSON files: file stem -> keys."""
-    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
-        shutil.copy(FABLE / name, folder / name)
+    shutil.copy(FABLE / "generation_config.json", with_words_of_fable(folder))
     for stem, keys in changes.items():
         path = folder / f"{stem}.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | keys))

@@ -40,6 +40,7 @@ from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from newer_cases import NEWER
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
@@ -279,8 +280,7 @@ def test_a_scale_is_a_number(own: Path) -> None:
 def test_a_model_that_drafts_has_none_of_it(own: Path, tmp_path: Path) -> None:
     """It is of another shape as a rule, and guesses by itself."""
     saved(Case("llama", {"vocab_size": 4096}), tmp_path / "small")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copy(FABLE / name, tmp_path / "small" / name)
+    with_words_of_fable(tmp_path / "small")
     engine = opened(FABLE, own, draft=str(tmp_path / "small"), spec="auto")
     assert engine.prepared.adapted.names == ("own",) and engine.prepared.speculating.draft.adapted.names == ()
     engine.close()

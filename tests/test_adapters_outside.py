@@ -14,10 +14,11 @@ from effllm import EffllmError
 from effllm.runtime.adapters.merge import Merged, merge
 
 sys.path.insert(0, str(Path(__file__).parent))
-from export_models import FABLE, SIZES, exported
+from export_models import SIZES, exported
 from family_models import CASES, Case
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from test_adapters import opened
 
 EXPERTS, KINDS = 5, {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
@@ -67,9 +68,7 @@ def as_converted(out: Path, pairs: dict[str, tuple[torch.Tensor, torch.Tensor]],
 def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
     case = Case("mixtral", {**SIZES, "num_local_experts": EXPERTS, "num_experts_per_tok": 2})
     saved(case, folder := tmp_path_factory.mktemp("mixture") / "base")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
-    return folder
+    return with_words_of_fable(folder)
 
 
 @pytest.fixture(scope="module")

@@ -29,11 +29,12 @@ from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import SMALL, refused
-from conversions import FABLE, options, run
+from conversions import options, run
 from export_models import SIZES
 from family_models import CASES
 from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from streamed_models import paging, streaming
 
 HIDDEN, RANK, QUERIES = 96, 12, 20
@@ -53,9 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("axk2") / "model"
     calm = {"initializer_range": 0.08, "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 640}
     saved(replace(CASES["axk2"], changes={**CASES["axk2"].changes, **calm}), made)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (made / file).write_bytes((FABLE / file).read_bytes())
-    return made
+    return with_words_of_fable(made)
 
 
 def sizes() -> Dims:

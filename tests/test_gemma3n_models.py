@@ -30,10 +30,11 @@ from effllm.runtime.tensors import check_tensors
 from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE, options, run
+from conversions import options, run
 from family_models import assert_close, oracle, text, written
 from family_sizes import GEMMA_3N, Case
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
 
 WIDE = {**GEMMA_3N, "hidden_size": 128, "intermediate_size": [384, 384, 352, 384, 416, 384], "hidden_size_per_layer_input": 32,
@@ -172,8 +173,7 @@ def test_gptq_rounds_by_what_it_saw(tmp_path):
     """A method that asks for statistics finds those of each matrix of a layer, and outside the layers does without."""
     source = tmp_path / "model"
     saved(Case("gemma3n_text", {**WIDE, "vocab_size": 4096}, dtype="bfloat16"), source)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (source / file).write_bytes((FABLE / file).read_bytes())
+    with_words_of_fable(source)
     run(source, tmp_path / "rtn", options("4bit"))
     run(source, tmp_path / "gptq", options("4bit", method="gptq", calibration_tokens=1024))
     config = read_config(source)

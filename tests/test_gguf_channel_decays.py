@@ -23,11 +23,11 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE
 from export_models import scores
 from family_sizes import KIMI, Case
 from newer_cases import LING
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 # Widths of which blocks are made: 64 and 96 numbers of a row.
@@ -53,9 +53,7 @@ Change = Callable[[dict, dict], None]
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("models") / request.param
     saved(CASES[request.param], made)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (made / file).write_bytes((FABLE / file).read_bytes())
-    return made
+    return with_words_of_fable(made)
 
 
 def in_file(arch: str, layer: str, rest: str, values: np.ndarray) -> tuple[str, np.ndarray]:

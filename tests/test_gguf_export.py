@@ -32,6 +32,7 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE, Reader, separated, weights
+from saved_tokenizers import with_words_of_fable
 
 VOCABULARIES = sorted(path for parent in Path(__file__).resolve().parents for path in (parent / "shared" / "vocabs").glob("*.gguf"))
 PROMPTS = ("Once upon a time", "The king said to his daughter:", "There was a fox who", "In a dark forest", "The old woman",
@@ -159,8 +160,7 @@ def test_families(tmp_path: Path, family: str, changes: dict[str, object]) -> No
         for parameter in model.parameters():
             parameter.add_(0.2 * torch.randn_like(parameter) if parameter.ndim == 1 else 0)
     model.half().float().save_pretrained(tmp_path / "source")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "source" / name).write_bytes((FABLE / name).read_bytes())
+    with_words_of_fable(tmp_path / "source")
     _, notices = exported(tmp_path / "source", tmp_path / "m.gguf")
     assert any("sliding window" in text for text in notices) == (family == "mistral")
     np.testing.assert_allclose(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), atol=3e-4)

@@ -19,10 +19,10 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE
 from export_models import scores
 from family_sizes import GEMMA_3N, Case
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 SIZES = {**GEMMA_3N, "hidden_size": 64, "intermediate_size": [96, 96, 64, 96, 128, 96], "vocab_size": 4096, "head_dim": 32,
@@ -55,9 +55,7 @@ def in_file(name: str) -> str:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("gemma3n") / "source"
     saved(Case("gemma3n_text", SIZES, dtype="float16"), made)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (made / file).write_bytes((FABLE / file).read_bytes())
-    return made
+    return with_words_of_fable(made)
 
 
 def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: None, blocks: str = "F16") -> Path:

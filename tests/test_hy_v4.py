@@ -30,11 +30,12 @@ from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import SMALL, refused
-from conversions import FABLE, options, run
+from conversions import options, run
 from export_models import SIZES
 from family_models import CASES
 from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from streamed_models import paging, streaming
 
 PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "attention_bias": False,
@@ -55,9 +56,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("hy4") / "model"
     calm = {"initializer_range": 0.08, "vocab_size": SIZES["vocab_size"], "max_position_embeddings": 640}
     saved(replace(CASES["hy_v4"], changes={**CASES["hy_v4"].changes, **calm}), made)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (made / file).write_bytes((FABLE / file).read_bytes())
-    return made
+    return with_words_of_fable(made)
 
 
 def opened(folder: Path, **asked: object) -> Engine:

@@ -24,6 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from float_checkpoints import as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4
 from gguf_samples import FABLE, weights
 from level_checkpoints import as_bytes_by_row, as_levels
+from saved_tokenizers import with_words_of_fable
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 GROUP = 64
@@ -183,8 +184,7 @@ def written(folder: Path, name: str) -> dict[str, np.ndarray]:
     save_file(tensors, folder / "model.safetensors")
     raw = json.loads((FABLE / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(raw | {"quantization_config": section}))
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (folder / file).write_bytes((FABLE / file).read_bytes())
+    with_words_of_fable(folder)
     return meant
 
 

@@ -20,8 +20,8 @@ from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case, rope
-from gguf_samples import FABLE
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 SIZES = {"vocab_size": 4096, "head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False, "eos_token_id": None}
 CASES = {"ernie4_5": Case("ernie4_5", {**SIZES, **rope("linear", factor=2.0), "use_bias": True}, dtype="float16"),
@@ -82,8 +82,7 @@ def test_the_bits_are_those_of_halves(folders: tuple[Path, Path], kv: str) -> No
 def test_a_kv_profile_is_that_of_halves(folders: tuple[Path, Path]) -> None:
     profiles = []
     for folder in folders:
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((FABLE / file).read_bytes())
+        with_words_of_fable(folder)
         engine = opened(folder, kv="32bit", chunk=512)
         *_, profile = record(engine, Tokenizer.load(folder, engine.config), built_in_text()[:4000], "some weights", seconds=1e6)
         engine.close()

@@ -22,10 +22,11 @@ from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import SMALL, refused
-from conversions import FABLE, contents, options, run
+from conversions import contents, options, run
 from export_models import SIZES
 from family_models import CASES
 from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {
     "AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"}, "downsample_ratio": 0.5, "force_image_size": 512,
@@ -79,8 +80,7 @@ def test_a_text_part_is_the_model_that_it_would_be_alone(tmp_path: Path) -> None
     save_file(made, alone / "model.safetensors")
     assert replace(read_config(alone), warnings=()) == replace(config, warnings=())
     for folder in (source, alone):
-        for file in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / file).write_bytes((FABLE / file).read_bytes())
+        with_words_of_fable(folder)
         run(folder, tmp_path / f"{folder.name}-4bit", options("4bit"))
         list(export_gguf(folder, tmp_path / f"{folder.name}.gguf", "Q8_0", "a name"))
     ours, expected = (contents(tmp_path / f"{folder}-4bit") for folder in ("seeing", "alone"))

@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
 from conversions import FABLE, check_whole, options, run
 from family_models import CASES, oracle, scored, text, written
+from saved_tokenizers import with_words_of_fable
 from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
@@ -193,8 +194,7 @@ def test_a_converted_model_is_near_the_published_one(name: str, method: str, tmp
     case = CASES[name]
     vocabulary = json.loads((FABLE / "config.json").read_text())["vocab_size"]
     model = written(replace(case, changes={**case.changes, "vocab_size": vocabulary}), tmp_path / "model")
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / "model" / file).write_bytes((FABLE / file).read_bytes())
+    with_words_of_fable(tmp_path / "model")
     run(tmp_path / "model", tmp_path / "out", options("8bit", method=method, calibration_tokens=512))
     tensors = check_whole(tmp_path / "out", tmp_path / "model").tensors
     low = {name for name, stored in tensors.items() if not stored.spec.is_raw}

@@ -15,8 +15,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, Case, written
 from hybrid_models import opened, read
-
-FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
+from saved_tokenizers import with_words_of_fable
 
 
 @pytest.fixture(scope="module", params=["mamba", "falcon_mamba", "mamba2", "rwkv7"])
@@ -25,9 +24,7 @@ def alone(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
     made = tmp_path_factory.mktemp("alone") / request.param
     written(Case(request.param, {**CASES[request.param].changes, "num_hidden_layers": 4, "vocab_size": 4096,
                                  "max_position_embeddings": 640}), made)
-    for file in ("tokenizer.json", "tokenizer_config.json"):
-        (made / file).write_bytes((FABLE / file).read_bytes())
-    return made
+    return with_words_of_fable(made)
 
 
 @pytest.mark.parametrize("kv", ["16bit", "8bit", "4bit", "k8v4", "auto"])
