@@ -50,26 +50,21 @@ MOST_INPUTS = 4096
 
 
 def config(keys: Keys) -> ModelConfig:
-    return text_config(keys, 131_072, 512, 256)
-
-
-def text_config(keys: Keys, positions: int, window: int, inputs: int, sight: str | None = None) -> ModelConfig:
-    """What a config says, with defaults for positions, windows, what layers are given, and which tokens see what comes behind them."""
-    base = Defaults(max_position_embeddings=positions, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT,
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=256, bos=2, eos=(1,), tied=True, act=ACT,
                     sizes=SIZES)
-    if (seen := keys.text("use_bidirectional_attention", sight)) not in (None, "vision"):  # which is of images alone
+    if (seen := keys.text("use_bidirectional_attention", None)) not in (None, "vision"):  # which is of images alone
         raise ConfigError(f"config.json: use_bidirectional_attention = {show(seen)} is not supported for {keys.text('model_type')} models",
                           "a model that sees what comes after a token completes no text")
     layers, hidden = base.size(keys, "num_hidden_layers"), base.size(keys, "hidden_size")
     kinds = list(keys.words("layer_types", layers) or [LOCAL if (layer + 1) % PATTERN else GLOBAL for layer in range(layers)])
     kinds[-1] = GLOBAL  # whatever is stated
-    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", window), kinds)
+    windows = windows_of(keys.saying(layer_types=kinds), keys.integer("sliding_window", 512), kinds)
     heads = _heads(keys, kinds)
     shared = keys.integer("num_kv_shared_layers", 0, low=0, high=layers)
     sources = sources_of(kinds, layers - shared)
     doubled = keys.flag("use_double_wide_mlp", False) and shared > 0
     ffn, bias = base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
-    width = keys.integer("hidden_size_per_layer_input", inputs, low=0, high=MOST_INPUTS)
+    width = keys.integer("hidden_size_per_layer_input", 256, low=0, high=MOST_INPUTS)
     rows = keys.integer("vocab_size_per_layer_input", SIZES["vocab_size"], high=2**24)
     if width and rows < (tokens := base.size(keys, "vocab_size")):
         raise ConfigError(f"config.json: vocab_size_per_layer_input = {rows} is not supported for a vocabulary of {tokens} tokens",
