@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -33,7 +33,7 @@ from .kv.kv_setting import AUTO
 from .kv.picture_keys import picture_keys_nbytes
 from .ngrams import away_nbytes
 from .passes import widest
-from .planning import devices
+from .planning import devices, process_memory
 from .planning.demands import Asked, cache_form
 from .planning.fitted import as_asked, check_context, fitted, predictors_of
 from .planning.needed_kernels import kinds_of
@@ -56,11 +56,6 @@ if TYPE_CHECKING:
     from ..kernels.cuda.device import Device
     from .tensors import ModelTensor
 
-COLD_ALLOWANCE = 16 << 20  # for machine code, of which all there is takes 13.6 MB
-BESIDE_KERNELS = 3 << 20  # at most, for modules that come with kernels of another kind
-# What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
-# more than all else that is counted.
-LATER = 2 << 20
 TEXT_ALONE = " too: effllm reads its text part"  # what a config's warning says of a model of which the text part runs
 # How much more may be read from the disk per token to make room for a drafting layer; guesses as right as published give back more.
 DEARER = 1.25
@@ -148,24 +143,6 @@ class EngineOptions:
 
 
 @dataclass(frozen=True)
-class Program:
-    """The memory of a process, and of models that draft in it, weighed once with kernels of some kinds: a plan that is compared with
-    another is not charged with what was loaded meanwhile."""
-
-    nbytes: int
-    kinds: tuple[str, ...]
-    more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
-
-    def with_kinds(self, kinds: Sequence[str]) -> int:
-        """Its bytes with kernels of these kinds."""
-        for kind in kinds:
-            if kind not in self.kinds and kind not in self.more:
-                before = hardware.rss()
-                self.more[kind] = max(0, _baseline((kind,)) - LATER - before) + BESIDE_KERNELS
-        return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
-
-
-@dataclass(frozen=True)
 class Prepared:
     """What is known before a byte of weights is read. `chunk`: the grid of a prompt's chunks, of which `shape` may take several at once.
     `card`: the GPU of a run that may use one. `predictors`: of neurons on the disk. `window`: newest exact tokens (`shape` cuts it).
@@ -205,7 +182,7 @@ def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bo
 
 
 def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, options: EngineOptions,
-                 container: Container | None = None, beside: int = 0, program: Program | None = None,
+                 container: Container | None = None, beside: int = 0, program: process_memory.Program | None = None,
                  unless_planned: ExitStack | None = None, rehearsal: bool = False) -> Prepared:
     """`prepare` for a config and a store at hand. `beside`: bytes that the process will hold besides, and does not hold yet. `program`:
     what it was weighed at before. `unless_planned` is told what else was opened. `rehearsal`: nothing is refused that memory decides."""
@@ -235,7 +212,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     beside += options.kept + Speculating(draft=draft).draft_nbytes + parallel.drafts_nbytes(options.parallel) + sum(senses.values())
     predictors = predictors_of(options, folder, config)  # before the process is weighed, which they are a part of
     kinds = kinds_of(config, store, container, options)
-    baseline = _baseline(kinds) + beside if program is None else program.with_kinds(kinds)
+    baseline = process_memory.baseline(kinds) + beside if program is None else program.with_kinds(kinds)
     asked = Asked(config, options, tensors, cache, store, folder, card, bundled, worker_count(options), baseline, budget,
                   beside_weights.rank, reads_of(draft))
     chunk = max(PAGE, options.chunk // PAGE * PAGE)
@@ -376,25 +353,3 @@ def worker_count(options: EngineOptions) -> int:
 def too_many_threads(threads: int | None) -> list[Fallback]:
     """What to say of more threads than a pool takes, and why it takes no more."""
     return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)") for said in beyond(threads)]
-
-
-def weighed(prepared: Prepared) -> Program:
-    """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
-    placement = prepared.placement
-    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
-    kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
-    return Program(placement.baseline_bytes - later + SPARE, kinds)
-
-
-def _baseline(kinds: Sequence[str]) -> int:
-    """Bytes of the process when everything that a run imports and compiles is in. With a cold kernel cache, where that would take long,
-    what the machine code will add is an allowance."""
-    import tokenizers  # noqa: F401
-
-    from ..kernels import warm
-    from ..kernels.cpu import ops  # noqa: F401
-
-    if warm.is_cold(kinds):
-        return hardware.rss() + COLD_ALLOWANCE
-    warm.load_all(kinds)
-    return hardware.rss() + LATER

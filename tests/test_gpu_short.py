@@ -14,7 +14,8 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.offload.plan_gpu import Copied
 from effllm.offload.size import format_size
 from effllm.runtime.planning import devices
-from effllm.runtime.prepare import EngineOptions, weighed
+from effllm.runtime.planning.process_memory import weighed
+from effllm.runtime.prepare import EngineOptions
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE

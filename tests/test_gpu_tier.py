@@ -13,9 +13,8 @@ import pytest
 from effllm import DoesNotFit, UsageError
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.offload.plan_gpu import LinkRates, copied_from
-from effllm.runtime import prepare as preparing
 from effllm.runtime.engine import Engine
-from effllm.runtime.planning import demands, devices
+from effllm.runtime.planning import demands, devices, process_memory
 from effllm.runtime.prepare import EngineOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
@@ -37,7 +36,7 @@ def on_cpu(**asked: object) -> np.ndarray:
 @pytest.fixture
 def no_baseline(monkeypatch: pytest.MonkeyPatch) -> None:
     """Budgets of memory are of the model alone."""
-    monkeypatch.setattr(preparing, "_baseline", lambda kinds: 0)
+    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 0)
 
 
 def planned(folder: Path, card: SimulatedDevice | None, **asked: object):

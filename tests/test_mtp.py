@@ -19,6 +19,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight, first_rows, from_f32
 from effllm.runtime import prepare
 from effllm.runtime.engine import Engine
+from effllm.runtime.planning import process_memory
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -245,7 +246,7 @@ def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: P
 
 
 def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_baseline", lambda kinds: 200 << 20)
+    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)
     whole = planned(large, spec="off").placement.total_bytes
     tight = planned(large, ram=f"{whole - (24 << 20)}", spec="mtp")
     assert tight.placement.streamed_bytes and tight.speculating.mtp and tight.speculating.waits
@@ -304,7 +305,7 @@ def planned(folder: Path, **asked: object) -> prepare.Prepared:
 
 
 def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepare, "_baseline", lambda kinds: 200 << 20)  # what else a process of tests holds comes and goes
+    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)  # what else a process of tests holds comes and goes
     for spec, wanted in (("auto", True), ("mtp", True), ("off", False), ("lookup", False)):
         found = planned(folder, spec=spec)
         assert found.speculating.mtp is wanted and found.speculating.lookup is (spec != "off")

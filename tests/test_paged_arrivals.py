@@ -111,12 +111,12 @@ def test_a_damaged_expert_is_named_when_it_is_needed(source: Path, tmp_path: Pat
 def test_what_cannot_arrive_piece_by_piece_is_refused_with_the_next_step(source: Path, tmp_path: Path,
                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
     from effllm.offload.checkpoint import TensorStore
-    from effllm.runtime import prepare as preparing
     from effllm.runtime.gguf.store import GgufStore
+    from effllm.runtime.planning import process_memory
 
     write_model(source, tmp_path / "m.gguf", "Q8_0", "qwen3moe", counts(QWEN))
     monkeypatch.setattr(GgufStore, "arrival", TensorStore.arrival)
-    monkeypatch.setattr(preparing, "_baseline", lambda kinds: 100 * MIB)  # that of a process in which tests have run moves by more
+    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 100 * MIB)  # that of a process in which tests have run moves by more
     whole = prepare(tmp_path / "m.gguf", EngineOptions(device="cpu", ctx=256))
     budget = (whole.placement.total_bytes - 4 * MIB) // MIB
     whole.store.close()

@@ -19,7 +19,8 @@ from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
 from effllm.runtime.forms.constraint import grammar_form
-from effllm.runtime.prepare import EngineOptions, _baseline, prepare
+from effllm.runtime.planning.process_memory import baseline
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
@@ -375,8 +376,8 @@ def test_what_is_for_one_text_is_refused_or_given_up(asked):
 
 
 def test_a_plan_counts_every_cache(monkeypatch):
-    weighed = _baseline(("raw",))  # memory of other tests may be given back between two plans
-    monkeypatch.setattr("effllm.runtime.prepare._baseline", lambda kinds: weighed)
+    weighed = baseline(("raw",))  # memory of other tests may be given back between two plans
+    monkeypatch.setattr("effllm.runtime.planning.process_memory.baseline", lambda kinds: weighed)
     plans = []
     for parallel in (1, 4):
         prepared = prepare(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=parallel))

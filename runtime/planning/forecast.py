@@ -27,7 +27,7 @@ from ..families import SEEN, expert_of
 from ..kv.cache_shape import index_type, page_sizes
 from ..last_layers import KEPT, attending_alone, spares
 from ..ngrams import is_table
-from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, weighed, worker_count
+from ..prepare import EngineOptions, Prepared, prepare_with, refuse_beyond_machine, worker_count
 from ..sparse.bundles import ROLE as BUNDLES
 from ..sparse.bundles import is_bundled
 from ..sparse.sparsity_file import Sparsity
@@ -39,6 +39,7 @@ from ..weights.lent_weights import BLOCKS, uses
 from ..weights.paged_experts import PagedExperts
 from ..weights.parts import TABLES
 from .expected import ExpectedStore
+from .process_memory import weighed
 from .roofs import Roofs, Wanted, largest_file
 from .roofs import known as roofs_known
 

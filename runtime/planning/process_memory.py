@@ -1,0 +1,60 @@
+"""What a process takes beside the weights and caches that are planned: its modules, and the machine code of the kernels that it loads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from ...offload import hardware
+from ...offload.size import SPARE
+from .needed_kernels import kinds_of
+
+if TYPE_CHECKING:
+    from ..prepare import Prepared
+
+COLD_ALLOWANCE = 16 << 20  # for machine code, of which all there is takes 13.6 MB
+BESIDE_KERNELS = 3 << 20  # at most, for modules that come with kernels of another kind
+# What is imported when an answer ends, and small things that come and go: a chat over quantized weights and a packed cache took 1.1 MiB
+# more than all else that is counted.
+LATER = 2 << 20
+
+
+@dataclass(frozen=True)
+class Program:
+    """The memory of a process, and of models that draft in it, weighed once with kernels of some kinds: a plan that is compared with
+    another is not charged with what was loaded meanwhile."""
+
+    nbytes: int
+    kinds: tuple[str, ...]
+    more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
+
+    def with_kinds(self, kinds: Sequence[str]) -> int:
+        """Its bytes with kernels of these kinds."""
+        for kind in kinds:
+            if kind not in self.kinds and kind not in self.more:
+                before = hardware.rss()
+                self.more[kind] = max(0, baseline((kind,)) - LATER - before) + BESIDE_KERNELS
+        return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
+
+
+def weighed(prepared: Prepared) -> Program:
+    """The program as a plan counted it, for plans that are compared with that one, with what it may take more when one of them is run."""
+    placement = prepared.placement
+    later = prepared.card.host_nbytes if "cuda" in placement.devices else 0  # which each of those plans pays where it uses the card
+    kinds = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
+    return Program(placement.baseline_bytes - later + SPARE, kinds)
+
+
+def baseline(kinds: Sequence[str]) -> int:
+    """Bytes of the process when everything that a run imports and compiles is in. With a cold kernel cache, where that would take long,
+    what the machine code will add is an allowance."""
+    import tokenizers  # noqa: F401
+
+    from ...kernels import warm
+    from ...kernels.cpu import ops  # noqa: F401
+
+    if warm.is_cold(kinds):
+        return hardware.rss() + COLD_ALLOWANCE
+    warm.load_all(kinds)
+    return hardware.rss() + LATER
