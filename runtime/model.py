@@ -23,13 +23,13 @@ from .cache import KVCache
 from .config import ModelConfig
 from .families import SEEN, LayerWeights, expert_of, last_of
 from .images.album import Shown
+from .images.seen_experts import by_sort
 from .kv.both_ways import ends_of
 from .kv.layer_cache import of_last
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .last_layers import first_alone, kept_of, narrows
 from .ngrams import away_nbytes, held, is_table
 from .rope import learned, rope_tables
-from .seen_experts import by_sort
 from .sparse.predictors import FEW, Predictors
 from .speculation.mtp_tensors import MTP
 from .stores.container import Container

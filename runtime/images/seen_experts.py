@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .images.album import Shown
-    from .mixture import Mixture
+    from ..mixture import Mixture
+    from .album import Shown
 
 
 def by_sort(own: Mixture | None, ids: np.ndarray, shown: Shown | None) -> dict[int, tuple[bool, ...]] | None:
