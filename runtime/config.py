@@ -196,6 +196,13 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
         warnings=warnings, **fields)
 
 
+def demand_silu(keys: Keys, act: str, why: str = "") -> None:
+    """Raises ConfigError for another activation; `why` a family runs with this one alone."""
+    if act != "silu":
+        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {keys.text('model_type')} models",
+                          f"this family runs only with hidden_act = silu{why and f': {why}'}")
+
+
 def _heads(keys: Keys, defaults: Defaults, hidden: int, heads: int) -> tuple[int, int]:
     """(key-value heads, head dimension)."""
     stated = None if keys.holds("num_key_value_heads") else defaults.num_key_value_heads

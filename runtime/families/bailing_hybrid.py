@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.kda_shape import KdaShape
-from ..config import MAX_LAYERS, Defaults, ModelConfig
+from ..config import MAX_LAYERS, Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, llama, olmo_hybrid
 from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
@@ -79,9 +79,7 @@ def config(keys: Keys) -> ModelConfig:
     if made.qkv_bias:
         raise ConfigError("config.json: attention_bias = true is not supported for bailing_hybrid models",
                           "this family runs only with attention_bias = false")
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for bailing_hybrid models",
-                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
 

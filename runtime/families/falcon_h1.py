@@ -13,7 +13,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import MOST, ConfigError, Keys, show
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .granitemoehybrid import check_steps, mamba_tensors
@@ -50,9 +50,7 @@ def config(keys: Keys) -> ModelConfig:
     made = decoder_config(keys, USUAL, state=shape, state_layers=layers, states_beside=True,
                           embedding_multiplier=own["embedding_multiplier"], logits_scaling=1 / own["lm_head_multiplier"],
                           factors=tuple((role, factor) for role, factor in factors.items() if factor != 1.0))
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
-                          "this family runs only with hidden_act = silu: its state spaces use it too")
+    demand_silu(keys, made.hidden_act, "its state spaces use it too")
     scale = attention**2 * own["key_multiplier"]
     return made if scale == 1.0 else replace(made, attn_scale=scale * made.head_dim**-0.5)
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.mamba2_shape import Mamba2Shape
-from ..config import MAX_LAYERS, ModelConfig
+from ..config import MAX_LAYERS, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import TensorRule, granite
 from .llama import block, outer_tensors
@@ -81,9 +81,7 @@ def check_shape(keys: Keys, base: ModelConfig, shape: Mamba2Shape) -> None:
                           "mamba_expand times hidden_size")
     if shape.heads % shape.groups:
         raise ConfigError(f"config.json: mamba_n_heads {shape.heads} is not a multiple of mamba_n_groups {shape.groups}")
-    if base.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {base.family} models",
-                          "this family runs only with hidden_act = silu: its state spaces use it too")
+    demand_silu(keys, base.hidden_act, "its state spaces use it too")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.mamba1_shape import Mamba1Shape
-from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config import Defaults, ModelConfig, decoder_config, demand_silu
+from ..config_reader import ConfigError, Keys
 from . import TensorRule, expert_of, llama
 from .llama import block
 from .mixtral import expert_tensors, mixture
@@ -44,9 +44,7 @@ def config(keys: Keys) -> ModelConfig:
     own = None if only or not mixed else own
     made = decoder_config(keys, base, lambda *_: (None,) * layers, mixture=own,
                           state_layers=tuple(layer for layer in range(layers) if layer not in attending))
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for jamba models",
-                          "this family runs only with hidden_act = silu: its state spaces use it too")
+    demand_silu(keys, made.hidden_act, "its state spaces use it too")
     shape = Mamba1Shape(keys.integer("mamba_expand", 2, high=64) * made.hidden_size, keys.integer("mamba_d_state", 16, high=4096),
                         rank(keys, "mamba_dt_rank", made.hidden_size), keys.integer("mamba_d_conv", 4, high=64),
                         keys.flag("mamba_conv_bias", True), normed=True)

@@ -12,7 +12,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...kernels.kda_shape import KdaShape
-from ..config import Defaults, ModelConfig
+from ..config import Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, narrowing, olmo_hybrid
 from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
@@ -62,9 +62,7 @@ def config(keys: Keys) -> ModelConfig:
                   factor=keys.number("routed_scaling_factor", 2.446),
                   shared_width=width * named.integer("n_shared_experts", 1, high=most))
     made = latent_config(named, base, WIDTHS, None, SILENT, mixture=grouped(named, own, 1, 1), state=shape, state_layers=states)
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for kimi_linear models",
-                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.conv_shape import ConvShape
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
@@ -70,9 +70,7 @@ def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object)
 
     made = decoder_config(keys, base, ropes, qk_norm=True, state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV),
                           **features)
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
-                          "this family runs only with hidden_act = silu")
+    demand_silu(keys, made.hidden_act)
     for name, ours in WIDTHS.items():
         if keys.integer(name, getattr(made, ours)) != getattr(made, ours):
             raise ConfigError(f"config.json: {name} is {keys.raw[name]} and {ours} {getattr(made, ours)}, which should be the same",

@@ -10,8 +10,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...kernels.mamba1_shape import Mamba1Shape
-from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config import Defaults, ModelConfig, decoder_config, demand_silu
+from ..config_reader import Keys
 from . import LayerWeights, TensorRule, narrowing
 from .jamba import rank, space_tensors
 from .llama import state_layer
@@ -53,9 +53,7 @@ def spaces_config(keys: Keys, norm_eps: float | None) -> ModelConfig:
                         norm_eps is not None)
     made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
                           without_mlp=tuple(range(layers)))
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
-                          "this family runs only with hidden_act = silu")
+    demand_silu(keys, made.hidden_act)
     return replace(made, state_norm_eps=norm_eps)
 
 

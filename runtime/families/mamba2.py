@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...kernels.mamba2_shape import Mamba2Shape
-from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config import Defaults, ModelConfig, decoder_config, demand_silu
+from ..config_reader import ConfigError, Keys
 from . import TensorRule, mamba
 from .granitemoehybrid import check_steps, mamba_tensors
 from .mamba import ABSENT, block, outer_tensors
@@ -36,9 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     check_steps(keys)
     made = decoder_config(keys.saying(**ABSENT), base, lambda *_: (None,) * layers, state=shape, state_layers=tuple(range(layers)),
                           without_mlp=tuple(range(layers)))
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
-                          "this family runs only with hidden_act = silu")
+    demand_silu(keys, made.hidden_act)
     return made
 
 

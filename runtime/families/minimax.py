@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.lightning_shape import LightningShape
-from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config import Defaults, ModelConfig, decoder_config, demand_silu
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, last_of, narrowing
 from .deepseek_v3 import refuse_other_code
@@ -71,9 +71,7 @@ def config(keys: Keys) -> ModelConfig:
     made = decoder_config(keys, base, ropes, mixture=own, state=LightningShape(heads, head_dim), state_norm_eps=STATE_EPS,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           factors=tuple({**kept, "o": added["full"], "state_out": added["linear"]}.items()))
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for minimax models",
-                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...kernels.delta_shape import DeltaShape
-from ..config import Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, olmo2
@@ -53,9 +53,7 @@ def config(keys: Keys) -> ModelConfig:
 
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True, state=shape,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR), state_norm_eps=STATE_EPS)
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for olmo_hybrid models",
-                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ...kernels.delta_shape import DeltaShape
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, inside_others, llama
@@ -54,9 +54,7 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROT
     made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, state=shape,
                           state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           mtp_layers=keys.integer("mtp_num_hidden_layers", ahead, low=0, high=MAX_LAYERS), **features)
-    if made.hidden_act != "silu":
-        raise ConfigError(f"config.json: hidden_act = {show(keys.raw['hidden_act'])} is not supported for {made.family} models",
-                          "this family runs only with hidden_act = silu: its linear attention uses it too")
+    demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made
 
 
