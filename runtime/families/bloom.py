@@ -7,22 +7,17 @@ Checkpoints hold queries, keys and values in one matrix, head by head, as GPT-Ne
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 import numpy as np
 
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import MAX_POSITIONS
-from . import LayerWeights, TensorRule, narrowing, opt
+from . import TensorRule, opt
+from .llama import behind_entry_norm
 from .mpt import STEEPEST, attending
 from .stablelm import biased
-
-if TYPE_CHECKING:
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"layer_norm_epsilon", "n_embed", "n_head", "n_layer", "seq_length"})
 # Of training and of programs, and what other families call by these names.
@@ -83,10 +78,4 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
             for i, name in enumerate(PARTS.values()) for kind in ("weight", "bias")}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
-    if w.entry_norm is not None:
-        x = ops.renormed(x, w.entry_norm)
-    return opt.block(ops, w, x, kv, positions, rope, config, layer, tap)
+block = behind_entry_norm(opt.block)

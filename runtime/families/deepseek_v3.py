@@ -19,9 +19,9 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..mixture import Mixture
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, last_of, narrowing
+from . import LayerWeights, TensorRule, last_of
 from .glm4_moe import corrected
-from .llama import feed_forward, outer_tensors
+from .llama import in_halves, outer_tensors
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
@@ -141,16 +141,9 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
     return rules
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As `llama.block`. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
-
-
 def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """The first half of a block."""
+    """The first half of a block. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
     attended = attended_to(ops, w, x, kv, positions, rope, config, layer, tap)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 
@@ -185,3 +178,6 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
         attended = ops.gate_heads(attended, last_of(gated[-1], len(attended)), heads, shape.value)
     tap("attn_out", layer, attended)
     return attended
+
+
+block = in_halves(attention)

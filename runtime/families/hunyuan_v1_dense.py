@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
-from .llama import feed_forward, outer_tensors
+from . import LayerWeights, TensorRule, last_of, llama
+from .llama import in_halves, outer_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -74,16 +74,9 @@ def attention_names(rules: Mapping[str, TensorRule], layer: int) -> dict[str, Te
             "k_norm": TensorRule(f"{prefix}key_layernorm.weight", rules["k_norm"].shape)}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """Llama's block, but for the place of the norms of q and k."""
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
-
-
 def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """The first half of a block."""
+    """The first half of a block: Llama's, but for the place of the norms of q and k."""
     tap("block_in", layer, x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     for y, heads, norm in ((q, config.num_attention_heads, w.q_norm), (k, config.num_key_value_heads, w.k_norm)):
@@ -95,3 +88,6 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     attended = kv.attend(q, k, v, None)
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)))
+
+
+block = in_halves(attention)

@@ -7,27 +7,18 @@ folder joins them (`parted_rows.py`). Decays and gates of every channel come of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.kda_shape import KdaShape
 from ..config import Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, narrowing, olmo_hybrid
-from .deepseek_v3 import SILENT, attention, grouped, latent_config, latent_tensors, refuse_other_code
+from . import TensorRule, olmo_hybrid
+from .deepseek_v3 import SILENT, block, grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import sparse_behind
-from .llama import feed_forward, outer_tensors, state_layer
+from .llama import outer_tensors
 from .mixtral import MOST_EXPERTS, NAMES, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
 
@@ -121,14 +112,3 @@ def linear_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRu
 def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, int], ...]]:
     """As OLMo Hybrid's, under the name that attention has in every layer."""
     return olmo_hybrid.joined_rows(config, layer, "self_attn")
-
-
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As `deepseek_v3.block` and, of layers with a state, `llama.block`."""
-    if w.state is not None:
-        x = state_layer(ops, w, x, kv, config, layer, tap)
-    else:
-        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    return feed_forward(ops, w, x, config, layer, tap)

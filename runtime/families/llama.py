@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, last_of, narrowing
+from . import Block, LayerWeights, TensorRule, last_of, narrowing
 
 if TYPE_CHECKING:
     import numpy as np
@@ -67,18 +67,6 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
         rules |= {"vector_in": TensorRule("projector.0.weight", (inner, config.hidden_size), plain=True),
                   "vector": TensorRule("projector.2.weight", (config.vector_width, inner), plain=True)}
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
-
-
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the
-    rotation, attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
-    if w.state is not None:
-        x = state_layer(ops, w, x, kv, config, layer, tap)
-    else:
-        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    return feed_forward(ops, w, x, config, layer, tap)
 
 
 def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
@@ -170,3 +158,34 @@ def state_layer(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, 
     mixed = states.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
     tap("state_out", layer, mixed)
     return ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), w.o_norm, config.residual_multiplier)
+
+
+def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
+    """A block of two halves: attention, or of a layer with a state `state_layer`, and what reads that.
+
+    x[T, D] -> x[T, D]. A tap sees views that the next op may overwrite: block_in and mlp_in before their norms, q and k after the rotation,
+    attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
+
+    @narrowing
+    def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
+              config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+        if w.state is not None:
+            x = state_layer(ops, w, x, kv, config, layer, tap)
+        else:
+            x = attend(ops, w, x, kv, positions, rope, config, layer, tap)
+        return go_on(ops, w, x, config, layer, tap)
+
+    return block
+
+
+def behind_entry_norm(run: Block) -> Block:
+    """A block before which what enters the first layer is normed in its place."""
+
+    @narrowing
+    def block(ops: BlockOps, w: LayerWeights, x: object, *given: object) -> object:
+        return run(ops, w, x if w.entry_norm is None else ops.renormed(x, w.entry_norm), *given)
+
+    return block
+
+
+block = in_halves(attention)

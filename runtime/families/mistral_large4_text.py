@@ -17,12 +17,12 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, last_of, llama, narrowing
+from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, last_of, llama
 from .deepseek_v3 import NAMES, latent_config
 from .deepseek_v32 import EPS, check_kinds, sparse
 from .glm4_moe import shared_mixture
 from .glm_moe_dsa import choosing
-from .llama import feed_forward
+from .llama import in_halves
 from .smollm3 import rotated_layers
 
 if TYPE_CHECKING:
@@ -106,16 +106,9 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.latent.rope // 2,))}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """As `deepseek_v3.block`; a layer without latents of its own attends to those that an earlier one has cached."""
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
-
-
 def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """The first half of a block."""
+    """As `deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier one has cached."""
     tap("block_in", layer, x)
     own, shape, heads = w.latent, config.latent_of(layer), config.num_attention_heads
     y, norm, beside = x, w.input_norm, ()
@@ -137,3 +130,6 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
     tap("attn_out", layer, attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
+
+
+block = in_halves(attention)

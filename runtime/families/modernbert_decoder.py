@@ -3,23 +3,16 @@ biases, two in three layers with a window and positions of their own, and a matr
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..config import ACTS, MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import LayerWeights, TensorRule, llama, narrowing
+from . import TensorRule, llama
+from .llama import behind_entry_norm
 from .qwen2 import windows_of
 from .stablelm import biased
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
@@ -101,10 +94,4 @@ def with_biases(config: ModelConfig, rules: Mapping[str, TensorRule]) -> dict[st
     return {**rules, **{f"{role}_bias": biased(rules[role]) for role in norms}}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
-    if w.entry_norm is not None:
-        x = ops.renormed(x, w.entry_norm)
-    return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
+block = behind_entry_norm(llama.block)

@@ -7,23 +7,15 @@ queries' factor in norms of heads, with weights: a folder made of one says so in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
-from . import LayerWeights, TensorRule, gemma2, llama, narrowing
-from .llama import outer_tensors
+from . import TensorRule, gemma2, llama
+from .llama import behind_entry_norm, outer_tensors
 from .qwen2 import windows_of
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 __all__ = ["BEHIND_EPS", "KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "STORED", "block", "config", "layer_tensors", "outer_tensors"]
 
@@ -75,10 +67,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return gemma2.layer_tensors(config, layer) | {"attn_gate": TensorRule(f"model.layers.{layer}.self_attn.gate_proj.weight", gates)}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`; what enters the first layer is normed in its place."""
-    if w.entry_norm is not None:
-        x = ops.renormed(x, w.entry_norm)
-    return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
+block = behind_entry_norm(llama.block)

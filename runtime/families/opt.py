@@ -12,15 +12,12 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule, narrowing
-from .llama import attention
+from . import LayerWeights, TensorRule
+from .llama import attention, in_halves
 
 if TYPE_CHECKING:
-    import numpy as np
 
     from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"activation_function", "enable_bias", "ffn_dim", "word_embed_proj_dim"})
 # What rotary families call by these names, transformers passes over in this one.
@@ -68,13 +65,6 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`."""
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
-
-
 def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
                  tap: Callable[[str, int, object], None]) -> object:
     """The second half of a block."""
@@ -95,3 +85,6 @@ def _rule(name: str, shape: tuple[int, ...]) -> TensorRule:
 
 def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
     return {role: _rule(f"{name}.weight", (width,)), f"{role}_bias": _rule(f"{name}.bias", (width,))}
+
+
+block = in_halves(attention, feed_forward)
