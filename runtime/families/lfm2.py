@@ -84,10 +84,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     return conv_tensors(config, layer, llama.layer_tensors(config, layer))
 
 
-def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule]) -> dict[str, TensorRule]:
-    """Tensors of one layer by role, under this family's names: those of a convolution in the place of attention's where it has that."""
+def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule],
+                 names: Mapping[str, str] = NAMES) -> dict[str, TensorRule]:
+    """Tensors of one layer by role, under a family's `names`: those of a convolution in the place of attention's where it has that."""
     prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-    found = {role: replace(rule, name=_named(rule.name)) for role, rule in rules.items()
+    found = {role: replace(rule, name=_named(rule.name, names)) for role, rule in rules.items()
              if layer not in config.state_layers or ".self_attn." not in rule.name}
     if layer in config.state_layers:
         found |= {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
@@ -96,8 +97,8 @@ def conv_tensors(config: ModelConfig, layer: int, rules: Mapping[str, TensorRule
     return found
 
 
-def _named(name: str) -> str:
-    for theirs, ours in NAMES.items():
+def _named(name: str, names: Mapping[str, str]) -> str:
+    for theirs, ours in names.items():
         name = name.replace(f".{theirs}.", f".{ours}.")
     return name
 

@@ -11,7 +11,7 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from . import TensorRule, llama
-from .lfm2 import CONV, outer_tensors
+from .lfm2 import CONV, conv_tensors, outer_tensors
 from .llama import block
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
@@ -58,23 +58,12 @@ def config(keys: Keys) -> ModelConfig:
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """Tensors of one layer by role: those of a convolution in the place of attention's where it has that."""
-    prefix, hidden = f"model.layers.{layer}.", config.hidden_size
-    rules = {role: replace(rule, name=_named(rule.name)) for role, rule in llama.layer_tensors(config, layer).items()
-             if layer not in config.state_layers or ".self_attn." not in rule.name}
+    prefix, rules = f"model.layers.{layer}.", llama.layer_tensors(config, layer)
     if config.branches_normed:
-        rules |= {role: TensorRule(f"{prefix}{name}.weight", (hidden,))
+        rules |= {role: TensorRule(f"{prefix}{name}.weight", (config.hidden_size,))
                   for role, name in (("o_norm", "post_operator_norm"), ("down_norm", "post_ffn_norm"))}
-    if layer in config.state_layers:
-        return rules | {"state_in": TensorRule(f"{prefix}conv.in_proj.weight", (3 * hidden, hidden)),
-                        "state_conv": TensorRule(f"{prefix}conv.conv.weight", (hidden, 1, config.state.taps)),
-                        "state_out": TensorRule(f"{prefix}conv.out_proj.weight", (hidden, hidden))}
-    if config.gates_apart:
-        rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads, hidden),
+    rules = conv_tensors(config, layer, rules, NAMES)
+    if config.gates_apart and layer not in config.state_layers:
+        rules["attn_gate"] = TensorRule(f"{prefix}self_attn.gate_proj.weight", (config.num_attention_heads, config.hidden_size),
                                         (f"{prefix}self_attn.g_proj.weight",))
     return rules
-
-
-def _named(name: str) -> str:
-    for theirs, ours in NAMES.items():
-        name = name.replace(f".{theirs}.", f".{ours}.")
-    return name
