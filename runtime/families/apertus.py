@@ -11,15 +11,12 @@ from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama, narrowing
-from .llama import attention, outer_tensors
+from . import LayerWeights, TensorRule, llama
+from .llama import attention, in_halves, outer_tensors
 
 if TYPE_CHECKING:
-    import numpy as np
 
     from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
@@ -73,12 +70,13 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`."""
-    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+def _second_half(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                 tap: Callable[[str, int, object], None]) -> object:
+    """An MLP without gates, whose curve each layer has learned."""
     tap("mlp_in", layer, x)
     x = ops.mlp(x, w.post_norm, w.up, w.down, "none", partial(tap, "mlp_hidden", layer), curve=w.curve)
     tap("block_out", layer, x)
     return x
+
+
+block = in_halves(attention, _second_half)

@@ -16,19 +16,15 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, llama, narrowing, opt
+from . import LayerWeights, TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
-from .llama import attention, feed_forward, state_layer
+from .llama import attention, feed_forward, in_halves
 from .mixtral import mixture, mixture_tensors
 
 if TYPE_CHECKING:
-    import numpy as np
 
     from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
                        "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act",
@@ -150,17 +146,15 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-@narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-    """x[T, D] -> x[T, D], with the taps of `llama.block`, those of an MLP where there is one."""
-    if w.state is not None:
-        x = state_layer(ops, w, x, kv, config, layer, tap)
-    else:
-        x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
+def _second_half(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                 tap: Callable[[str, int, object], None]) -> object:
+    """Experts, an MLP, or nothing."""
     if w.experts:
         return feed_forward(ops, w, x, config, layer, tap)
     if layer not in config.without_mlp:
         return opt.feed_forward(ops, w, x, config, layer, tap)  # of two matrices, without a gate
     tap("block_out", layer, x)
     return x
+
+
+block = in_halves(attention, _second_half)
