@@ -13,7 +13,7 @@ from ..mixture import Mixture
 from . import TensorRule, deepseek_v3
 from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, latent_config, mtp_layers, outer_tensors
 from .glm4_moe import corrected
-from .glm4_moe_lite import DENSE, SPARSE
+from .glm4_moe_lite import sparse_of
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "check_kinds", "config", "indexed_config", "layer_tensors",
            "outer_tensors", "sparse"]
@@ -75,8 +75,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 def sparse(keys: Keys, layers: int, own: Mixture) -> Mixture:
     """The mixture in the layers that mlp_layer_types says, where it is there."""
     kinds = keys.words("mlp_layer_types", layers)
-    if kinds is None:
-        return own
-    if stray := next((kind for kind in kinds if kind not in (DENSE, SPARSE)), None):
-        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
-    return replace(own, layers=frozenset(layer for layer, kind in enumerate(kinds) if kind == SPARSE))
+    return own if kinds is None else replace(own, layers=sparse_of(kinds))

@@ -12,9 +12,10 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import Keys
 from . import SEEN, LayerWeights, TensorRule, expert_role, last_of, narrowing
 from .ernie4_5 import ernie_config
+from .glm4_moe_lite import DENSE, SPARSE, sparse_of
 from .llama import attention, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
@@ -37,22 +38,18 @@ KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_l
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
                                         "moe_norm_min": 1e-12, "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
-DENSE, SPARSE = "dense", "sparse"
 CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "gate.weight_1")
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
-    kinds = keys.words("mlp_layer_types", layers) or _as_published(keys, layers)
-    if stray := next((kind for kind in kinds if kind not in (DENSE, SPARSE)), None):
-        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    sparse = sparse_of(keys.words("mlp_layer_types", layers) or _as_published(keys, layers))
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)
     if experts != others:
         raise keys.fail("moe_num_experts", "as many experts for pictures as for words")
     shared = keys.integer("moe_num_shared_experts", 2, low=0, high=MOST_EXPERTS)
     per_token = keys.integer("moe_k", 6, high=MOST_EXPERTS)
-    sparse = [layer for layer, kind in enumerate(kinds) if kind == SPARSE]
     around = frozenset(keys.integer(name, usual, low=0) for name, usual in WORDS.items())
     own = mixture(keys.saying(moe_num_experts=experts), 64, per_token, width, True, sparse, "moe_num_experts", corrected=True,
                   shared_width=width * shared if shared else None, seen_width=seen, seen_words=around)

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import Keys
 from ..config_rope import RopeConfig, two_ropes
-from .glm4_moe_lite import DENSE, SPARSE
+from .glm4_moe_lite import SPARSE, sparse_of
 from .llama import block, outer_tensors
 from .mixtral import mixture
 from .qwen2 import windows_of
@@ -29,10 +29,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=4, head_dim=128, sizes=SIZES)
     layers, bias = base.size(keys, "num_hidden_layers"), keys.flag("attention_bias", False)
     windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024), ["full_attention"] * layers)
-    kinds = keys.words("mlp_layer_types", layers) or (SPARSE,) * layers
-    if stray := next((kind for kind in kinds if kind not in (DENSE, SPARSE)), None):
-        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
-    sparse = [layer for layer in range(layers) if kinds[layer] == SPARSE]
+    sparse = sparse_of(keys.words("mlp_layer_types", layers) or (SPARSE,) * layers)
     own = mixture(keys, 64, 8, keys.integer("moe_intermediate_size", 896, high=2**22), keys.flag("norm_topk_prob", True), sparse)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
