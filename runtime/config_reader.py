@@ -7,7 +7,7 @@ code really reads. A JSON `true` is no number here, nor is NaN (which Python's p
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, ls, typed
@@ -185,6 +185,13 @@ class Keys:
         if not isinstance(value, list) or len(value) != length or not all(isinstance(v, str) for v in value):
             raise self.fail(name, f"a list of {length} strings")
         return tuple(value)
+
+    def kinds(self, name: str, length: int, known: Sequence[str], also: Collection[str] = ()) -> tuple[str, ...] | None:
+        """As `words`, of those that are `known`, and of other words for the same."""
+        found = self.words(name, length)
+        if stray := next((kind for kind in found or () if kind not in known and kind not in also), None):
+            raise ConfigError(f"{self.where}: {name} holds {show(stray)}, which is not supported", f"known: {', '.join(known)}")
+        return found
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """A token id or a list of them; absent is `default`, null is none at all."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .granitemoehybrid import check_shape, mamba_shape, mamba_tensors
@@ -47,10 +47,8 @@ def config(keys: Keys) -> ModelConfig:
 
 def _attending(keys: Keys, layers: int) -> frozenset[int]:
     """The layers with attention: those that attn_layer_indices lists. Raises ConfigError where there is none."""
-    found, kinds = keys.layers("attn_layer_indices", layers), keys.words("layer_types", layers)
+    found, kinds = keys.layers("attn_layer_indices", layers), keys.kinds("layer_types", layers, KINDS)
     if kinds is not None:
-        if stray := next((kind for kind in kinds if kind not in KINDS), None):
-            raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {', '.join(KINDS)}")
         listed = frozenset(layer for layer, kind in enumerate(kinds) if kind == KINDS[0])
         if listed != found:
             raise ConfigError("config.json: layer_types and attn_layer_indices name other layers with attention", "one of the two is wrong")

@@ -15,7 +15,7 @@ from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, laten
 from .glm4_moe import corrected
 from .glm4_moe_lite import sparse_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "check_kinds", "config", "indexed_config", "layer_tensors",
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "indexed_config", "layer_tensors",
            "outer_tensors", "sparse"]
 
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {
@@ -39,7 +39,7 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     `heads` of indexers and which of their channels turn together. `chooses`: by layer whether it has one, None where all do. `own`: the
     experts, where they are not as V3's by default. `turned`: whether neighbouring channels of heads turn together."""
     layers = base.size(keys, "num_hidden_layers")
-    check_kinds(keys, layers)
+    keys.kinds("layer_types", layers, (INDEXED,))
     own = sparse(keys, layers, own or corrected(keys, layers, 256, 8, 3, True, 2.5, 2048))
     made = latent_config(keys, base, widths, query_rank, turned, mixture=grouped(keys, own, *groups))
     rope, rank = made.latent.rope, made.latent.query_rank
@@ -50,13 +50,6 @@ def indexed_config(keys: Keys, base: Defaults, widths: Mapping[str, int], query_
     shape = IndexShape(keys.integer("index_n_heads", heads, high=1024), width, rope, count)
     own = Indexed(shape, sources_of(chooses or [True] * layers), neighbours, ("layer", EPS))
     return replace(made, mtp_layers=mtp_layers(keys), indexed=own)
-
-
-def check_kinds(keys: Keys, layers: int) -> None:
-    """Raises ConfigError for layers of other kinds than have indexers."""
-    for kind in keys.words("layer_types", layers) or ():
-        if kind != INDEXED:
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {INDEXED}")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -84,14 +84,12 @@ def config(keys: Keys) -> ModelConfig:
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """By layer what it sees beyond its window."""
     ratios = keys.raw.get("compress_ratios") if keys.holds("compress_ratios") else None
-    found = keys.words("layer_types", layers)
+    found = keys.kinds("layer_types", layers, (NEAR, CHOSEN, HEAVY))
     if found is None and ratios is not None:
         if not isinstance(ratios, list) or len(ratios) < layers or any(each not in BY_RATIO for each in ratios):
             raise keys.fail("compress_ratios", f"0, 4 or 128 for each of {layers} layers")
         found = tuple(BY_RATIO[each] for each in ratios[:layers])
     found = found or (HEAVY,) * min(layers, 2) + tuple(CHOSEN if i % 2 else HEAVY for i in range(layers - 2))
-    if stray := next((kind for kind in found if kind not in (NEAR, CHOSEN, HEAVY)), None):
-        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {NEAR}, {CHOSEN}, {HEAVY}")
     if all(kind == NEAR for kind in found):
         raise ConfigError("config.json: no layer of this model sees anything beyond its window, which is not supported",
                           f"one of them at least is of {CHOSEN} or {HEAVY}")
@@ -126,9 +124,7 @@ def _ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, RopeC
 def _mixture(keys: Keys, layers: int) -> Mixture:
     width, shared = keys.integer("moe_intermediate_size", 2048, high=2**22), keys.integer("n_shared_experts", 1, high=MOST_EXPERTS)
     first = keys.integer("num_hash_layers", 3, low=0, high=MAX_LAYERS)
-    kinds = keys.words("mlp_layer_types", layers) or tuple(PICKED if layer < first else ROUTED for layer in range(layers))
-    if stray := next((kind for kind in kinds if kind not in (PICKED, ROUTED)), None):
-        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {PICKED}, {ROUTED}")
+    kinds = keys.kinds("mlp_layer_types", layers, (PICKED, ROUTED)) or (PICKED,) * min(first, layers) + (ROUTED,) * (layers - first)
     return mixture(keys, 256, 6, width, True, range(layers), "n_routed_experts", factor=keys.number("routed_scaling_factor", 1.5),
                    corrected=True, apart=True, roots=True, shared_width=width * shared,
                    picked=frozenset(layer for layer, kind in enumerate(kinds) if kind == PICKED))

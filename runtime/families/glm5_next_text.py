@@ -60,9 +60,8 @@ def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
-    kinds = keys.words("layer_types", layers) or tuple(FULL if layer % 4 == 3 else LINEAR for layer in range(layers))
-    if stray := next((kind for kind in kinds if kind not in (FULL, INDEXED, LINEAR)), None):
-        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {INDEXED}, {FULL}, {LINEAR}")
+    usual = tuple(FULL if layer % 4 == 3 else LINEAR for layer in range(layers))
+    kinds = keys.kinds("layer_types", layers, (INDEXED, FULL, LINEAR)) or usual
     states = tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR)
     if not 0 < len(states) < layers:
         raise ConfigError(f"config.json: layer_types without {LINEAR if not states else INDEXED} is not supported",

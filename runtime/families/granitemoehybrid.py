@@ -30,10 +30,7 @@ NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as w
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    kinds = keys.words("layer_types", layers) or (MAMBA[0],) * layers
-    for kind in kinds:
-        if kind not in (*ATTENTION, *MAMBA):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {ATTENTION[0]}, {MAMBA[0]}")
+    kinds = keys.kinds("layer_types", layers, (ATTENTION[0], MAMBA[0]), ATTENTION + MAMBA) or (MAMBA[0],) * layers
     if not any(kind in ATTENTION for kind in kinds):
         raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {ATTENTION[0]}")
     turns = keys.text("position_embedding_type", None)

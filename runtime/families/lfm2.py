@@ -11,7 +11,7 @@ from dataclasses import replace
 
 from ...kernels.conv_shape import ConvShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .llama import block
@@ -57,10 +57,7 @@ def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object)
     what a family decides besides."""
     layers = keys.integer("num_hidden_layers", base.sizes["num_hidden_layers"], high=MAX_LAYERS)
     full = keys.layers("full_attn_idxs", layers) if attending and keys.holds("full_attn_idxs") else range(layers)
-    kinds = keys.words("layer_types", layers) or tuple(FULL if layer in full else CONV for layer in range(layers))
-    for kind in kinds:
-        if kind not in (CONV, FULL):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {CONV}, {FULL}")
+    kinds = keys.kinds("layer_types", layers, (CONV, FULL)) or tuple(FULL if layer in full else CONV for layer in range(layers))
     if FULL not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {FULL}")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ...kernels.conv_shape import ConvShape
 from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from . import TensorRule, llama
 from .lfm2 import CONV, conv_tensors, outer_tensors
@@ -33,10 +33,7 @@ def config(keys: Keys) -> ModelConfig:
                     norm_eps=1e-5, tied=True, sizes=SIZES)
     layers = base.size(keys, "num_hidden_layers")
     usual = tuple(GLOBAL if layer % 4 == 2 else LOCAL if layer % 4 == 0 < layer else CONV for layer in range(layers))
-    kinds = keys.words("layer_types", layers) or usual
-    for kind in kinds:
-        if kind not in (CONV, GLOBAL, LOCAL):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {CONV}, {GLOBAL}, {LOCAL}")
+    kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or usual
     if {*kinds} == {CONV}:
         raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {GLOBAL}")
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)

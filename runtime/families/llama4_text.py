@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .hunyuan_v1_dense import block
@@ -47,9 +47,7 @@ def config(keys: Keys) -> ModelConfig:
     if sparse:
         own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
-    for kind in keys.words("layer_types", layers) or ():
-        if kind not in KINDS:
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {', '.join(KINDS)}")
+    keys.kinds("layer_types", layers, KINDS)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
         rope = rope_config(keys, head_dim, positions, base.theta, neighbours=True)

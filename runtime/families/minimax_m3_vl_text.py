@@ -76,9 +76,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _sparse(keys: Keys, layers: int) -> list[int]:
     """The layers with experts: all, but for what a list says."""
-    switched, kinds = keys.switches("moe_layer_freq", layers), keys.words("mlp_layer_types", layers)
-    if stray := next((kind for kind in kinds or () if kind not in (DENSE, SPARSE)), None):
-        raise ConfigError(f"config.json: mlp_layer_types holds {show(stray)}, which is not supported", f"known: {DENSE}, {SPARSE}")
+    switched, kinds = keys.switches("moe_layer_freq", layers), keys.kinds("mlp_layer_types", layers, (DENSE, SPARSE))
     has = [kind == SPARSE for kind in kinds] if kinds is not None else switched or [True] * layers
     return [layer for layer, own in enumerate(has) if own]
 
@@ -91,10 +89,8 @@ def _indexed(keys: Keys, section: Keys, made: ModelConfig) -> Indexed | None:
     for key, value in ALONE.items():
         if section.raw.get(key, value) != value:
             raise section.fail(key, show(value))
-    layers, kinds = made.num_hidden_layers, keys.words("layer_types", made.num_hidden_layers)
+    layers, kinds = made.num_hidden_layers, keys.kinds("layer_types", made.num_hidden_layers, (FULL, CHOSEN))
     switched, plain = section.switches("sparse_attention_freq", layers), section.switches("sparse_disable_index_value", layers)
-    if stray := next((kind for kind in kinds or () if kind not in (FULL, CHOSEN)), None):
-        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {FULL}, {CHOSEN}")
     chooses = [kind == CHOSEN for kind in kinds] if kinds is not None else switched or [False] * layers
     if plain is not None and any(own and not without for own, without in zip(chooses, plain, strict=True)):
         raise section.fail("sparse_disable_index_value", "1 for every layer that chooses")

@@ -19,7 +19,7 @@ from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
 from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, last_of, llama
 from .deepseek_v3 import NAMES, latent_config
-from .deepseek_v32 import EPS, check_kinds, sparse
+from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import shared_mixture
 from .glm_moe_dsa import choosing
 from .llama import in_halves
@@ -50,7 +50,7 @@ def config(keys: Keys) -> ModelConfig:
     """Raises ConfigError."""
     base = Defaults(max_position_embeddings=2**20, norm_eps=1e-5, sizes=SIZES, bos=1, eos=(2,))
     layers = base.size(keys, "num_hidden_layers")
-    check_kinds(keys, layers)
+    keys.kinds("layer_types", layers, (INDEXED,))
     stated = keys if keys.section("rope_scaling") or keys.section("rope_parameters") else keys.saying(rope_parameters=YARN)
     mixture = sparse(keys, layers, shared_mixture(keys, layers, 128, 4, 1, True, 6144, 1))
     made = latent_config(stated, base, WIDTHS, None, True, mixture=mixture, queries_grow=True, frequencies_learned=True,

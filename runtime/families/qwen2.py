@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from .llama import block, layer_tensors, outer_tensors
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "qwen_window",
@@ -36,12 +36,8 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
 
 def windows_of(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
     """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
-    kinds = keys.words("layer_types", len(usual)) or tuple(usual)
-    for kind in kinds:
-        if kind not in ("full_attention", "sliding_attention", "attention"):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported",
-                              "known: full_attention, sliding_attention")
-        if kind == "sliding_attention" and window is None:
-            raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
-                              "sliding_window must say how wide it is, and use_sliding_window, where there is one, be true")
+    kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention"), ("attention",)) or tuple(usual)
+    if window is None and "sliding_attention" in kinds:
+        raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
+                          "sliding_window must say how wide it is, and use_sliding_window, where there is one, be true")
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 from ...kernels.delta_shape import DeltaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, inside_others, llama
 from .llama import block
@@ -61,10 +61,8 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROT
 def layer_kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """LINEAR or FULL, by layer. Raises ConfigError for other kinds, and where no layer has keys and values."""
     every = keys.integer("full_attention_interval", 4)
-    kinds = keys.words("layer_types", layers) or tuple(FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers))
-    for kind in kinds:
-        if kind not in (LINEAR, FULL):
-            raise ConfigError(f"config.json: layer_types holds {show(kind)}, which is not supported", f"known: {LINEAR}, {FULL}")
+    usual = tuple(FULL if (layer + 1) % every == 0 else LINEAR for layer in range(layers))
+    kinds = keys.kinds("layer_types", layers, (LINEAR, FULL)) or usual
     if FULL not in kinds:
         raise ConfigError("config.json: a model of linear attention alone is not supported", "this version needs a layer of full_attention")
     return kinds

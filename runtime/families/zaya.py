@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from ...kernels.cca_shape import CcaShape
 from ..config import Defaults, ModelConfig, decoder_config
-from ..config_reader import ConfigError, Keys, show
+from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, ropes_by_kind
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .mixtral import mixture, mixture_tensors
@@ -46,9 +46,7 @@ def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, norm_eps=1e-5, tied=True, bos=2, eos=(106,),
                     sizes=SIZES, ffn_key="moe_intermediate_size")
     layers, window = base.size(keys, "num_hidden_layers"), keys.integer("sliding_window", None)
-    kinds = keys.words("layer_types", layers) or (FULL,) * layers
-    if stray := next((kind for kind in kinds if kind not in (FULL, LOCAL)), None):
-        raise ConfigError(f"config.json: layer_types holds {show(stray)}, which is not supported", f"known: {FULL}, {LOCAL}")
+    kinds = keys.kinds("layer_types", layers, (FULL, LOCAL)) or (FULL,) * layers
     if LOCAL in kinds and window is None:
         raise ConfigError(f"config.json: layer_types holds {LOCAL} without a sliding_window")
 
