@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.resources import files
 from operator import attrgetter
@@ -17,17 +17,16 @@ from pathlib import Path
 import numpy as np
 
 from .. import EffllmError, UsageError
-from ..kernels.blas import one_thread
 from ..kernels.reference import activate, linear, normalise
-from ..kernels.reference_moe import Routed
 from ..quant.kv import codec
 from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import KVCache
 from .config import ModelConfig, read_config
 from .conversion.convert_stream import DAMAGED
+from .conversion.gathered import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
 from .events import Notice, Progress
-from .families import EXPERT, SHARED, LayerWeights, expert_of, expert_role, kind_of
+from .families import EXPERT, SHARED, LayerWeights, kind_of
 from .kv.cache_made import open_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .model import Model
@@ -54,9 +53,7 @@ SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of 
 NORMS = {"block_in": "input_norm", "q_in": "latent.q_norm", "mlp_in": "post_norm"}  # a tap before a norm
 GATED = {"block_in": 0, "mlp_in": 1}  # and those that come behind norm and gates, where a layer has such gates
 WIDE = {"q_in": "wide.q_norm"}  # where attention is of another kind
-SMALL = 1 << 30  # multiplications of a product that one thread makes
 FEW = 4  # how costs are measured: a quarter of the tokens apart
-LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens
 
 
 @dataclass(frozen=True)
@@ -159,83 +156,6 @@ def windows(ids: Sequence[int], width: int) -> list[np.ndarray]:
     return [window for window in cut if len(window) >= min(SHORTEST, width)]
 
 
-class Gathered:
-    """Sums over the tokens of one tap."""
-
-    def __init__(self, width: int) -> None:
-        self._products = np.zeros((width, width), np.float32)
-        self._tokens = 0
-
-    def add(self, inputs: np.ndarray) -> None:
-        """float32 [T, K]."""
-        # Beside our own threads, which have just been busy, those of BLAS take longer to share a small product than one takes to make it.
-        with one_thread() if inputs.size * inputs.shape[1] < SMALL else nullcontext():
-            self._products += inputs.T @ inputs
-        self._tokens += len(inputs)
-
-    def stats(self) -> Stats:
-        hessian = self._products / np.float32(self._tokens)
-        return Stats(self._tokens, hessian, hessian.diagonal().copy())
-
-
-class ExpertRoles(Mapping):
-    """Statistics by role of a layer with experts. Those of an expert are made when they are asked for, from the inputs of its visits; one
-    that had fewer than LEAST_VISITS has those of all visits of the layer, `usual` by kind of role, of which an expert has `kinds`. `shared`
-    are those of other roles, which may have the same."""
-
-    def __init__(self, experts: int, kinds: Sequence[str]) -> None:
-        self.experts, self.kinds = experts, kinds
-        self.shared: dict[str, Stats] = {}
-        self.usual: Mapping[str, Stats] = {}
-        self._seen: list[tuple[np.ndarray, Routed]] = []
-        self._last: dict[str, tuple[int, Stats]] = {}
-
-    def add(self, inputs: np.ndarray, routed: Routed) -> None:
-        """A window: what went into the experts, float32 [T, D], and who went where."""
-        self._seen.append((inputs, Routed(routed.offsets.copy(), routed.tokens.copy(), routed.hidden.copy())))
-
-    @property
-    def scarce(self) -> int:
-        return int(np.count_nonzero(sum(np.diff(routed.offsets) for _, routed in self._seen) < LEAST_VISITS))
-
-    def __getitem__(self, role: str) -> Stats:
-        expert = expert_of(role)
-        if expert is None:
-            return self.shared[role]
-        if not expert < self.experts:
-            raise KeyError(role)
-        tap = "mlp_hidden" if kind_of(role) == "down" else "mlp_in"
-        if self._last.get(tap, (-1, None))[0] != expert:
-            self._last[tap] = expert, self._of_expert(expert, tap) or self.usual[kind_of(role)]
-        return self._last[tap][1]
-
-    def _of_expert(self, expert: int, tap: str) -> Stats | None:
-        gathered, count = None, 0
-        for inputs, routed in self._seen:
-            begin, end = routed.offsets[expert : expert + 2]
-            rows = routed.hidden[begin:end] if tap == "mlp_hidden" else inputs[routed.tokens[begin:end]]
-            if begin < end:
-                gathered = gathered or Gathered(rows.shape[1])
-                gathered.add(rows)
-                count += len(rows)
-        return gathered.stats() if count >= LEAST_VISITS else None
-
-    def __iter__(self) -> Iterator[str]:
-        yield from self.shared
-        for expert in range(self.experts):
-            yield from (expert_role(expert, kind) for kind in self.kinds)
-
-    def __len__(self) -> int:
-        return len(self.shared) + len(self.kinds) * self.experts
-
-
-def _expert_roles(weights: LayerWeights) -> ExpertRoles | None:
-    """None for a layer without experts."""
-    if not weights.experts:
-        return None
-    return ExpertRoles(len(weights.experts), EXPERT if weights.experts[0].gate is not None else EXPERT[1:])
-
-
 class Calibration:
     """One pass. `states` float32 [tokens, D] is every token's residual stream at the layer that the pass has reached."""
 
@@ -253,7 +173,7 @@ class Calibration:
         for layer in range(config.num_hidden_layers):
             weights, cache = self.model.read_layer(layer), self._cache(layer)
             gathered: dict[str, Gathered] = {}
-            own = _expert_roles(weights)
+            own = expert_roles(weights)
             begin = 0
             for number, window in enumerate(self.cut):
                 end = begin + len(window)
@@ -299,7 +219,7 @@ class Calibration:
         gathered: dict[str, Gathered] = {}
 
         def through(tokens: int) -> float:
-            own = _expert_roles(weights)
+            own = expert_roles(weights)
             begun = time.monotonic()
             self._block(layer, weights, cache, self.states[:tokens], gathered, own, 0)
             return time.monotonic() - begun
