@@ -79,8 +79,8 @@ class CompressedShape(StateShape):
         return sum(self.series) + 4
 
     def card_floats(self, tokens: int) -> int:
-        """No card takes these layers."""
-        return 0
+        """Products, and of those that become keys what they weigh, padded to whole keys, its powers and their sums."""
+        return (tokens + 2 * self.rate) * (sum(self.products) + 6 * sum(self.series)) + 12 * self.own_floats
 
     def described(self) -> str:
         return f"a key of {self.width} channels for {self.rate} tokens"

@@ -46,6 +46,8 @@ def _pass(dims: Dims, tokens: int, widest: int, opened: int) -> int:
     projected = FLOAT * (2 * tokens * dims.hidden + (6 if dims.gated_queries or dims.gates_apart else 3) * queries + 4 * keys)
     if dims.narrow:  # once more as they are made, and as they are attended to
         projected += FLOAT * (2 * queries + 2 * keys)
+    if dims.grouped:  # what becomes keys is there still, and what goes through matrices of groups of heads
+        projected += FLOAT * tokens * (sum(dims.state.products) + 2 * dims.grouped + queries // tokens) + _choice(dims, tokens)
     mlp = FLOAT * tokens * (3 * dims.hidden + 4 * dims.ffn)
     if dims.experts:
         visits = tokens * dims.top_k
@@ -67,13 +69,22 @@ def _state(dims: Dims, tokens: int, product: int) -> int:
 
 
 def _attention(dims: Dims, tokens: int) -> int:
-    heads, depth = dims.heads, dims.head_dim
-    pages = -(-dims.ctx // PAGE) + 3
+    heads, depth, own = dims.heads, dims.head_dim, dims.state if dims.grouped else None
+    pages = -(-(dims.ctx if own is None else own.window + tokens) // PAGE) + 3
     page = PAGE * dims.kv_heads * depth
-    most = min(pages, MOST_OPEN) if dims.packed_kv else pages
+    most = min(pages, MOST_OPEN) if dims.packed_kv else pages if own is None else max(pages, own.keys(dims.ctx) // PAGE + 1)
     group = min(most, max(1, SCORES // (heads * tokens * PAGE)))
     # Keys and values side by side as they lie, one side twice while it is put together; then of a group as float32, masked, and packed
     # pages opened; scores with what exp and a cap make of them; an answer of every page.
     gathered = 3 * pages * page * FLOAT if not dims.packed_kv else 12 * min(pages, max(group, 1)) * page * FLOAT
     return gathered + FLOAT * (4 * group * page + 5 * group * heads * tokens * PAGE + 4 * group * heads * tokens * depth
                                + 8 * heads * tokens * depth)
+
+
+def _choice(dims: Dims, tokens: int) -> int:
+    """Of which keys of several tokens are seen: scores of some tokens, their order, and a byte for each token and key."""
+    if dims.index is None:
+        return 0
+    own, keys = dims.index, dims.index.keys(dims.ctx)
+    scored = keys * min(tokens, max(1, SCORES // (own.heads * keys)))
+    return FLOAT * (keys * own.width + 2 * own.heads * scored + 6 * scored) + 4 * tokens * keys

@@ -207,10 +207,6 @@ class BlockOps(Protocol):
         """What a router reads, [T, R] in an array of its own: norm(x) made narrow, with a share of what the router before began with, which
         lies in the second of two `streams` [T, 2 * D] and is replaced there, through two matrices and their activations."""
 
-
-class HostOps(BlockOps, Protocol):
-    """Stages that the CPU alone has, of models that run nowhere else (DeepSeek V4)."""
-
     def grouped_linear(self, x: object, linears: Sequence[Linear]) -> object:
         """[T, G * N] of x [T, G * K]: each group's part @ its W.T, side by side."""
 

@@ -198,11 +198,6 @@ class ModelConfig:
         return (self.mix_rounds, self.mix_least) if self.compressed is None else (self.compressed.rounds, self.compressed.least)
 
     @property
-    def mixes_on_host(self) -> bool:
-        """Whether the CPU alone has the stages by which streams are read and written."""
-        return self.streams_kept
-
-    @property
     def says_mixes(self) -> bool:
         """Whether a token says by numbers of its own how branches meet its streams, in a model without keys of several tokens."""
         return self.mix_rounds > 0 or self.streams_kept

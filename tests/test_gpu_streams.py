@@ -10,35 +10,45 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from effllm.kernels import reference_cca, reference_ngrams
+from effllm.kernels import reference_cca, reference_compressed, reference_index, reference_ngrams
 from effllm.kernels.cca_shape import CcaShape
+from effllm.kernels.compressed_shape import CompressedShape
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cuda.torch_ops import TorchOps
+from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.layout import F16, F32
 from effllm.kernels.ngram_shape import NgramShape, WithNgrams
 from effllm.kernels.state_shape import NO_SLOT
 from effllm.quant.state_weights import Cca, Ngrams
 from effllm.quant.weight import Norm
+from effllm.quant.wide_weights import Compressor
 from effllm.runtime.kv.states import controls
+from effllm.runtime.rope import RopeTable
+from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
 from gpu_runs import divergence, logits, opened, simulated
+from hybrid_models import IDS, anew
+from newer_cases import DEEPSEEK_4
+from same_bits import assert_a_saved_text_goes_on
 from test_device_memory import watched
 
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in (
     "qwen4_exp, two tables, sigmoids, other layers, bfloat16", "zaya, windows, longer convolutions, bfloat16",
-    "glm5_next, no bound, other layers, a choice that is shared, bfloat16")]
+    "glm5_next, no bound, other layers, a choice that is shared, bfloat16",
+    "hy_v4, three streams, other layers, groups, tied, bfloat16", "deepseek_v4, two streams, stretched, other layers, bfloat16")]
 PROMPT = 480
 
 
 def all_seen(case: Case) -> Case:
     """A model whose tokens see all of a context, as a card needs it."""
-    chosen = {"qwen4_exp_text": "indexer_budget", "glm5_next_text": "index_topk"}.get(case.family)
+    chosen = {"qwen4_exp_text": "indexer_budget", "glm5_next_text": "index_topk", "hy_v4": "index_topk"}.get(case.family)
     return replace(case, changes={**case.changes, **({chosen: CONTEXT} if chosen else {})})
 
 
-@pytest.fixture(scope="module", params=["zaya", "glm5_next", "qwen4_exp_text", *LATER])
+@pytest.fixture(scope="module", params=["zaya", "glm5_next", "qwen4_exp_text", "hy_v4", "deepseek_v4", *LATER])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, PreTrainedModel]]:
     folder = tmp_path_factory.mktemp("model")
     yield folder, written(all_seen(CASES[request.param]), folder)
@@ -75,7 +85,7 @@ def test_layers_of_four_bits_on_the_card_answer_as_on_the_cpu(model: tuple[Path,
 class OnTorch:
     """A layer's states on the card, pass by pass from the beginning of a text."""
 
-    def __init__(self, shape: CcaShape | WithNgrams) -> None:
+    def __init__(self, shape: CcaShape | CompressedShape | WithNgrams) -> None:
         self.ops, self.told = TorchOps("cpu"), controls()
         self.states = self.ops.state_layer(shape, np.zeros(shape.nbytes, np.uint8), self.told)
         self.slot = NO_SLOT
@@ -160,3 +170,105 @@ def test_n_grams_on_torch_match_the_reference() -> None:
     layer.slot = 2
     layer.begin()
     passed(layer, 4, 40)
+
+
+TURNED = RopeTable((10_000.0 ** -(np.arange(4) / 4)).astype(np.float32), 1.0, 8)
+OF_FOUR = CompressedShape(32, 4, True, 8, 16, 40, (32,), (3,), 3 * 2 * (32 + 16))
+
+
+@pytest.mark.parametrize("shape", [OF_FOUR, CompressedShape(32, 16, False, 8, 0, 40, (32,), (), OF_FOUR.room)], ids=["four", "sixteen"])
+def test_keys_of_several_tokens_on_torch_match_the_reference(shape: CompressedShape) -> None:
+    """Wherever a text is cut, behind what was kept on the way and behind a draft that was taken back; keys of the index too."""
+    rng, tokens, index = np.random.default_rng(4), 70, IndexShape(3, 16, 8, 20, rate=4)
+    products = [rng.standard_normal((tokens, width), np.float32) for width in shape.series]
+    biases = [rng.standard_normal((shape.rate, shape.parts * width), np.float32) for width in (shape.width, shape.index) if width]
+    norms = [1 + rng.standard_normal(width, np.float32) / 8 for width in (shape.width, shape.index)]
+
+    def meant(place: int) -> np.ndarray:
+        width = (shape.width, shape.index)[place]
+        made, *_ = reference_compressed.compress(*products[2 * place : 2 * place + 2], biases[place], 0, shape.rate,
+                                                 np.zeros((shape.parts, 3, width)))
+        turns = TURNED.turns(np.arange(len(made)) * shape.rate)
+        return reference_compressed.finished(made, ("rms", norms[place], None, 1e-6), *turns)
+
+    def passed(layer: OnTorch, keys: tuple, begin: int, end: int) -> None:
+        own = Compressor((), layer.put(biases[0])[0], Norm("rms", *layer.put(norms[0]), None, 1e-6),
+                         *((layer.put(biases[1])[0], Norm("rms", *layer.put(norms[1]), None, 1e-6)) if shape.index else (None, None)))
+        layer.states.compress([torch.from_numpy(each[begin:end].copy()) for each in products], own, begin, TURNED, *keys)
+
+    def opened_keys(layer: OnTorch) -> tuple:
+        keys = layer.ops.compressed_keys(shape, np.zeros(shape.keys_nbytes(128, F32), np.uint8), F32)
+        return keys, layer.ops.index_layer(index, np.zeros(index.nbytes(128, F32), np.uint8), F32) if shape.index else None
+
+    def check(keys: tuple) -> None:
+        for place, own in enumerate(keys):
+            if own is not None:
+                expected = meant(place)
+                assert np.allclose(own.rows[: len(expected)].numpy(), expected, atol=2e-5)
+
+    for cuts in ((70,), (1, 1, 2, 9, 30, 27)):
+        layer, at = OnTorch(shape), 0
+        keys = opened_keys(layer)
+        for many in cuts:
+            layer.begin(after=many // 2)
+            passed(layer, keys, at, at + many)
+            at += many
+        check(keys)
+    for each in keys:  # what a session keeps of them, and takes
+        if each is not None:
+            data = each.read(5, 70)
+            each.memory.zero_()
+            each.write(5, data)
+            assert np.array_equal(each.read(5, 70), data)
+    layer.slot = 3  # behind 43 tokens and half of 27 more
+    keys = opened_keys(layer)
+    layer.begin()
+    passed(layer, keys, 56, 70)
+    first = -(-56 // shape.rate)
+    assert np.allclose(keys[0].rows[first : 70 // shape.rate].numpy(), meant(0)[first:], atol=2e-5)
+    other = OnTorch(shape)
+    keys = opened_keys(other)
+    other.begin(hold=False)
+    passed(other, keys, 0, 6)
+    other.states.again(NO_SLOT, 2, 3)
+    other.slot = 2
+    other.begin()
+    passed(other, keys, 3, 70)
+    check(keys)
+
+
+def test_a_choice_on_torch_is_the_references() -> None:
+    """By whole numbers, of which many are equal, in pieces as small as memory may ask for."""
+    shape, rng, tokens, begin = IndexShape(3, 16, 8, 5, rate=4), np.random.default_rng(7), 90, 13
+    keys, q = rng.integers(-2, 3, ((begin + tokens) // 4, 16)).astype(np.float32), rng.integers(-2, 3, (tokens, 48)).astype(np.float32)
+    weights = rng.integers(-2, 3, (tokens, 3)).astype(np.float32)
+    index = TorchOps("cpu").index_layer(shape, np.zeros(shape.nbytes(128, F16), np.uint8), F16)
+    index.rows[: len(keys)] = torch.from_numpy(keys).half()
+    found = index.choose(torch.from_numpy(q), torch.from_numpy(weights), begin)
+    chosen = reference_index.choose(reference_index.scores(q, keys, weights, begin, shape), shape)
+    closed = np.arange(len(keys)) < ((begin + np.arange(tokens) + 1) // 4)[:, None]
+    assert np.array_equal(found.numpy(), reference_index.seen(chosen, len(keys), 1, shape)[:, 0] & closed)
+    assert index.choose(torch.from_numpy(q[:10]), torch.from_numpy(weights[:10]), 13) is None and shape.whole == 23
+
+
+def test_layers_that_choose_among_keys_of_several_tokens_answer_as_on_the_cpu(tmp_path: Path) -> None:
+    """Far beyond what all tokens see, some layers here and some there; when what was read is taken back, and from a session."""
+    written(Case("deepseek_v4", {**DEEPSEEK_4, "initializer_range": 0.08, "index_topk": 10}), tmp_path)
+    ids = np.random.default_rng(3).integers(0, 290, 330).tolist()
+    found = []
+    for layers in (0, 2, 4):
+        engine, _ = opened(tmp_path, simulated(1 << 30) if layers else None, gpu_layers=layers, exact=True, kv="32bit")
+        try:
+            assert engine.config.indexed.shape.whole == 43 and engine.placement.devices.count("cuda") == layers
+            list(engine.prefill(ids))
+            rows = [engine.forward_logits([token])[0].copy() for token in (3, 4)]
+            engine.reset()
+            list(engine.prefill(ids[:300]))
+            found.append([*rows, engine.forward_logits([5])[0].copy()])
+            if layers == 2:
+                anew(engine, IDS[:200])
+                assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 207)
+        finally:
+            engine.close()
+    for each in found[1:]:
+        assert divergence(np.stack(each), np.stack(found[0])) < 1e-8

@@ -12,7 +12,6 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from effllm import UsageError
 from effllm.kernels import reference_hyper
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
@@ -24,7 +23,7 @@ from effllm.quant.wide_weights import Hyper
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.stores.native_names import translated
 from effllm.runtime.weights import parts
 
@@ -103,7 +102,7 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
 def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> None:
     config = parse_config(PUBLISHED, strict=True)
     assert config.warnings == () and config.indexed.sources == (0, 1, 1, 1) and not config.indexed.neighbours
-    assert (config.streams, config.streams_kept, config.mixes) == (4, True, (0, 1e-6)) and config.mixes_on_host
+    assert (config.streams, config.streams_kept, config.mixes) == (4, True, (0, 1e-6))
     assert config.mixture.layers == {1, 2, 3} and not config.rope.neighbours and config.hidden_act == "silu"
     silent, said = parse_config({"model_type": "hy_v4"}), parse_config(json.loads(CONFIG_MAPPING["hy_v4"]().to_json_string()), strict=True)
     assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 34 and said.context_length == 262_144
@@ -138,11 +137,6 @@ def test_each_of_its_names_is_the_same_model(folder: Path, tmp_path: Path) -> No
         (tmp_path / kind / "config.json").write_text((folder / "config.json").read_text())
         save_file(named, tmp_path / kind / "model.safetensors")
         assert np.array_equal(rows(opened(tmp_path / kind, kv="32bit")), expected)
-
-
-def test_it_runs_on_the_cpu_alone(folder: Path) -> None:
-    with pytest.raises(UsageError, match="streams of this model's tokens are mixed on the CPU alone"):
-        prepare(folder, EngineOptions(device="cuda", ctx=64))
 
 
 @pytest.mark.slow

@@ -43,7 +43,7 @@ wide_workspace = hyper.plan_workspace
 
 def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
                back: bool = False) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     angles = angles_of(ops, ops._angles, positions, table)
     ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, back)
     return y

@@ -58,7 +58,7 @@ def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper | Residua
 
 
 def grouped_linear(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
-    """See `HostOps`."""
+    """See `BlockOps`."""
     count = len(linears)
     inside, width = x.shape[1] // count, linears[0].weight.shape[0]
     out = ops.workspace.take("grouped", len(x), count * width)

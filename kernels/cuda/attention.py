@@ -84,17 +84,41 @@ def finish(merged: Partial, tokens: int, kv_heads: int, sinks: torch.Tensor | No
     return (o / l)[0].unflatten(1, (tokens, group)).permute(1, 0, 2, 3).reshape(tokens, -1)
 
 
-def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
-                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None,
-                  sinks: torch.Tensor | None = None) -> torch.Tensor:
-    """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P] -> [T, H * D].
-
-    Pages are in position order and may be 16-bit. `sinks` as for `finish`.
-    """
+def merged_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
+                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None) -> Partial:
+    """q [T, H, D] at `positions` [T] over pages keys, values [P, KVH, 128, D] that hold `counts` [P] tokens from `first` [P], in one
+    partial. Pages are in position order and may be 16-bit."""
     tokens, heads, _ = q.shape
     rows, step, merged = rows_of(q, keys.shape[1]), pages_at_once(heads, tokens), None
     for begin in range(0, len(keys), step):
         page = slice(begin, begin + step)
         part = block_partial(rows, keys[page], values[page], first[page], counts[page], positions, scale, window, softcap)
         merged = fold(merged, part)
-    return finish(merged, tokens, keys.shape[1], sinks)
+    return merged
+
+
+def closed_keys(positions: torch.Tensor, rate: int, first: int, end: int) -> torch.Tensor:
+    """bool [T, end - first]: which of the keys [first, end), of `rate` tokens each, are closed at each of these positions."""
+    return torch.arange(first, end, device=positions.device) < ((positions + 1) // rate)[:, None]
+
+
+def with_keys(merged: Partial, q: torch.Tensor, keys: torch.Tensor, positions: torch.Tensor, rate: int, scale: float,
+              seen: torch.Tensor | None) -> Partial:
+    """A partial of one head's keys and those of `rate` tokens, keys [n, D], which are values too: those that are closed and, where that
+    says so, `seen` bool [T, n]."""
+    rows, step = rows_of(q, 1), PAGE * pages_at_once(q.shape[1], len(q))
+    for begin in range(0, len(keys), step):
+        own = keys[begin : begin + step].float()[None, None]
+        end = begin + own.shape[2]
+        hidden = ~closed_keys(positions, rate, begin, end)
+        if seen is not None:
+            hidden |= ~seen[:, begin:end]
+        merged = fold(merged, page_partials(rows, own, own, hidden[None], scale, None))
+    return merged
+
+
+def attend_blocks(q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, first: torch.Tensor, counts: torch.Tensor,
+                  positions: torch.Tensor, scale: float, window: int | None, softcap: float | None,
+                  sinks: torch.Tensor | None = None) -> torch.Tensor:
+    """The answer [T, H * D] of `merged_blocks`; `sinks` as for `finish`."""
+    return finish(merged_blocks(q, keys, values, first, counts, positions, scale, window, softcap), len(q), keys.shape[1], sinks)

@@ -25,7 +25,7 @@ def gathered(ops: TorchOps, x: torch.Tensor, hyper: Hyper | Residual) -> torch.T
 def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: Hyper | Residual) -> torch.Tensor:
     """See `BlockOps`."""
     split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.said
-    if hyper.is_gated:
+    if not others:
         split.addcmul_(writes[..., None], branch[:, None])
     else:
         split.copy_(torch.baddbmm(writes[..., None] * branch[:, None], others[0].mT, split))
@@ -33,16 +33,20 @@ def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: Hyper | R
 
 
 def _numbers(say: torch.Tensor, hyper: Hyper) -> tuple[torch.Tensor, ...]:
-    """`reference_hyper.numbers` on tensors."""
+    """`reference_hyper.numbers` on tensors, without those by which streams are mixed where they are not."""
     count, least = hyper.count, hyper.least
-    reads, writes, mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
-        *(each.split((count, count, count**2), -1) for each in (say, hyper.base)), strict=True)))
-    shares = mixes.unflatten(1, (count, count)).softmax(-1) + least
+    sizes = (count, count, count**2) if hyper.rounds else (count, count)
+    reads, writes, *mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
+        *(each.split(sizes, -1) for each in (say, hyper.base)), strict=True)))
+    reads, writes = torch.sigmoid(reads) + least, 2 * torch.sigmoid(writes)
+    if not mixes:
+        return reads, writes + least
+    shares = mixes[0].unflatten(1, (count, count)).softmax(-1) + least
     shares = shares / (shares.sum(-2, keepdim=True) + least)
     for _ in range(hyper.rounds - 1):
         shares = shares / (shares.sum(-1, keepdim=True) + least)
         shares = shares / (shares.sum(-2, keepdim=True) + least)
-    return torch.sigmoid(reads) + least, 2 * torch.sigmoid(writes), shares
+    return reads, writes, shares
 
 
 def _gated(ops: TorchOps, x: torch.Tensor, residual: Residual) -> torch.Tensor:

@@ -11,14 +11,17 @@ import math
 from collections.abc import Callable, Iterator
 from importlib import import_module
 from types import ModuleType
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
 
 from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
-from .attention import attend_blocks
+from .attention import attend_blocks, finish, merged_blocks, with_keys
 from .one_kernel import FEW, OneKernel
+
+if TYPE_CHECKING:
+    from .compressed import TorchKeys
 
 SEALED, INDEX, FIRST, COUNT = range(4)
 HALF_MAX = 65504.0
@@ -161,6 +164,16 @@ class TorchLayerPages:
                                                        self.window, self.softcap, sinks)
         kind = "attend", self.layout, queries // tokens, bool(self.softcap), sinks is not None
         return self._one.chosen(kind, "attends", ours, by_torch, lambda: (ours(), by_torch()), CLOSE)
+
+    def attend_compressed(self, q: torch.Tensor, position: int, blocks: np.ndarray, sinks: torch.Tensor | None, keys: TorchKeys,
+                          seen: torch.Tensor | None) -> torch.Tensor:
+        """`attend` over the tokens within the window and over `keys` of several, of which each token may have chosen what it has `seen`."""
+        tokens, span, shape = len(q), visible_span(blocks, position, len(q), self.window), keys.shape
+        table, positions, split = self.upload(blocks)[span], self._places(position, tokens), q.unflatten(1, (-1, self.layout.head_dim))
+        near = merged_blocks(split, *self._gather(blocks[span, SEALED], table[:, INDEX]), table[:, FIRST], table[:, COUNT], positions,
+                             self.scale, self.window, self.softcap)
+        rows = keys.rows[: shape.keys(position + tokens)]
+        return finish(with_keys(near, split, rows, positions, shape.rate, self.scale, seen), tokens, 1, sinks)
 
     def _gather(self, is_sealed: np.ndarray, index: torch.Tensor) -> Iterator[torch.Tensor]:
         """K, then V, of the blocks in their order: one copy per run of sealed or of exact blocks."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import torch
+from torch.nn import functional
 
 from ..reference_moe import SMALLEST_SUM, Routing
 
 
 def routed(logits: torch.Tensor, routing: Routing, correction: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor]:
     """`reference_moe.route` on tensors."""
-    scores = logits.sigmoid() if routing.sigmoid else logits.softmax(1)
+    scores = logits.sigmoid() if routing.sigmoid else functional.softplus(logits).sqrt() if routing.roots else logits.softmax(1)
     by = logits if correction is None else (logits if routing.of_logits else scores) + correction
     if routing.kept_groups < routing.groups:
         grouped = by.view(len(by), routing.groups, -1)

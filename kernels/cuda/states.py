@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from ..cca_shape import CcaShape
+from ..compressed_shape import CompressedShape
 from ..conv_shape import ConvShape
 from ..delta_shape import DeltaShape
 from ..kda_shape import KdaShape
@@ -35,6 +36,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.n
         own = state_layer(shape.own, memory[: shape.own.nbytes], told, linear)
         return StatesWithNgrams(own, TorchNgrams(shape.ngrams, memory[shape.own.nbytes :], told, linear))
     from .cca import TorchCca
+    from .compressed import TorchCompressed
     from .delta import TorchDelta
     from .kda import TorchKda
     from .lightning import TorchLightning
@@ -43,7 +45,7 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.n
     from .rwkv7 import TorchRwkv7
     from .short_conv import TorchConv
 
-    kinds = {CcaShape: TorchCca, ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda,
+    kinds = {CcaShape: TorchCca, CompressedShape: TorchCompressed, ConvShape: TorchConv, DeltaShape: TorchDelta, KdaShape: TorchKda,
              LightningShape: TorchLightning, Mamba1Shape: TorchMamba1, Mamba2Shape: TorchMamba2, Rwkv7Shape: TorchRwkv7}
     return kinds[type(shape)](shape, memory, told, linear)
 

@@ -21,7 +21,7 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import branches, head_widths, lora, mixing, ngrams, streams
+from . import branches, compressed, head_widths, lora, mixing, ngrams, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
 from .one_kernel import OneKernel
 from .packed_pages import TorchPackedPages
@@ -190,6 +190,8 @@ class TorchOps(lora.Scales):
 
     mlp_and_experts, expert_branch, routed_by = branches.mlp_and_experts, branches.expert_branch, branches.routed_by
     gathered, mixed, ngram_products = mixing.gathered, mixing.mixed, ngrams.ngram_products
+    turn_tails, grouped_linear = compressed.turn_tails, compressed.grouped_linear
+    compressed_keys, index_layer = compressed.compressed_keys, compressed.index_layer
 
     def add_inputs(self, x: torch.Tensor, inputs: Inputs, given: torch.Tensor, act: str,
                    see: Callable[[torch.Tensor], None] | None = None) -> torch.Tensor:

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from ...quant.weight import Linear
     from ...quant.wide_weights import Hyper, Residual
-    from ..block_ops import BlockOps, HostOps
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -214,7 +214,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None], picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
@@ -249,7 +249,7 @@ def second_half(ops: BlockOps, w: LayerWeights, x: object, around: Hyper | Resid
     return x
 
 
-def attention(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
+def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
               layer: int, tap: Callable[[str, int, object], None]) -> object:
     """What o reads, [T, N]."""
     own, maker, heads, width = w.wide, w.wide.compressor, config.num_attention_heads, config.head_dim

@@ -25,7 +25,7 @@ from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
 
 if TYPE_CHECKING:
-    from ..block_ops import HostOps
+    from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
 
@@ -93,7 +93,7 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: HostOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
           layer: int, tap: Callable[[str, int, object], None]) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
     around_attention, around_mlp = w.around

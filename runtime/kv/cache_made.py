@@ -70,7 +70,8 @@ def _open_indexes(backends: Sequence[object], specs: Mapping[int, AttnSpec | Sha
                   shape: CacheShape, disk: DiskTier | None) -> dict[int, Choosing]:
     """What chooses for the layers whose tokens see what is chosen, by place. Raises UsageError for pages that it cannot look into."""
     found = {place: spec for place, spec in specs.items() if spec.by_choice or spec.compressed}
-    if found and (kv.is_packed or disk is not None or any(backends[place].name != "cpu" for place in found)):
+    if found and (kv.is_packed or disk is not None or any(
+            backends[place].name != "cpu" for place, spec in found.items() if not spec.compressed)):
         raise UsageError("a model that chooses which tokens it sees keeps them unpacked, in memory and on the CPU",
                          "--kv 16bit --device cpu, without --kv-ram")
     stored = index_type(kv)

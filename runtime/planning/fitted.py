@@ -99,7 +99,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     if config.compressed is not None:
         why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
     elif config.indexed is None:
-        return config, _on_the_host(options, notices) if config.mixes_on_host else options
+        return config, options
     else:
         whole = config.indexed.shape.whole
         if options.ctx is not None and options.ctx <= whole:
@@ -108,28 +108,27 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
                 found = {"kv_ram": (None, "--kv-ram", options.kv_ram is not None)}
                 why = "layers of this model share keys and values by turns, and these stay in memory"
                 options = _without(options, found, why, "", notices)
-            return config, _on_the_host(options, notices) if config.mixes_on_host else options
+            return config, options
         why, said = f"tokens are chosen beyond {whole}", f"beyond {whole} tokens this model attends to chosen ones alone"
-        instead = f"-c {whole}"
     packed = options.kv != AUTO and codec(options.kv).is_packed
     found = {"kv": (UNPACKED, f"--kv {options.kv}", packed), "kv_ram": (None, "--kv-ram", options.kv_ram is not None),
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
-    refused, shorter = f"{said}, which lie unpacked in memory, on the CPU", f"; or {instead}, where every token sees all before it"
-    options = _without(options, found, refused, shorter if instead else "", notices)
-    instead = "" if config.mixes_on_host else instead  # streams are read and written on the CPU whatever is seen
-    options = _without(options, _of_a_card(options), refused, shorter if instead else "", notices)
+    said, by_token = f"{said}, which lie unpacked in memory", config.compressed is None
+    if by_token:
+        found |= {"device": ("cpu", "--device cuda", options.device == "cuda"),
+                  "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)),
+                  "vram": (None, "--vram", bool(options.vram))}
+        said, instead = f"{said}, on the CPU", f"; or -c {whole}, where every token sees all before it"
+    options = _without(options, found, said, instead, notices)
     if options.kv == AUTO:
         notices.append(f"--kv auto: {why}, so keys and values stay at {UNPACKED}")
         options = replace(options, kv=UNPACKED)
-    return config, _on_the_cpu(options, why, f" ({instead} uses it)" if instead else "", notices)
+    if by_token and options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
+        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone (-c {whole} uses it)"))
+    return config, replace(options, device="cpu") if by_token else options
 
 
 Found = Mapping[str, tuple[object, str, bool]]  # options: what they are without, the flag that asks for them, whether it does
-
-
-def _of_a_card(options: EngineOptions) -> Found:
-    return {"device": ("cpu", "--device cuda", options.device == "cuda"),
-            "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
 
 
 def _without(options: EngineOptions, found: Found, said: str, instead: str, notices: list[str]) -> EngineOptions:
@@ -143,15 +142,3 @@ def _without(options: EngineOptions, found: Found, said: str, instead: str, noti
         options = replace(options, **{name: without})
         notices.append(Fallback(f"{refused}; left out, as it was set for all models"))
     return options
-
-
-def _on_the_cpu(options: EngineOptions, why: str, instead: str, notices: list[str]) -> EngineOptions:
-    if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
-        notices.append(Fallback(f"a GPU is here and is not used: {why}, on the CPU alone{instead}"))
-    return replace(options, device="cpu")
-
-
-def _on_the_host(options: EngineOptions, notices: list[str]) -> EngineOptions:
-    """Of a model whose tokens see all before them, but whose streams the CPU alone reads and writes."""
-    options = _without(options, _of_a_card(options), "the streams of this model's tokens are mixed on the CPU alone", "", notices)
-    return _on_the_cpu(options, "streams of a token are read and written", "", notices)
