@@ -21,7 +21,9 @@ from family_models import (
     Case,
     rope,
 )
-from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
+from family_sizes import KIMI, OF_BLOCKS, ONE_GROUP, SAME_SCALES
+from newer_cases import LING
+from newest_cases import GLM_5_NEXT
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 
@@ -61,6 +63,11 @@ OF_QWEN_4 = {**LINEAR, **EXPERTS, "moe_intermediate_size": 32, "shared_expert_in
              "split_ngram_parts": 3, "make_ngram_vocab_size_divisible_by": 16, "indexer_n_heads": 4, "indexer_kv_heads": 1,
              "indexer_head_dim": 32, "indexer_budget": 512, "indexer_compress_ratio": 4, "initializer_range": 0.12,
              "output_gate_type": "sigmoid", **rope("default", partial_rotary_factor=0.25)}
+# As wide as blocks are, and with as many heads of either kind.
+OF_DECAYS = {"num_key_value_heads": 4, "num_attention_heads": 4, "kv_lora_rank": 64, "qk_nope_head_dim": 32, "v_head_dim": 32,
+             "qk_rope_head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.12}
+OF_GLM_5 = {**GLM_5_NEXT, **OF_DECAYS, **ONE_GROUP, "qk_rope_head_dim": 0, "q_lora_rank": 64, "linear_head_dim": 32, "linear_num_heads": 4,
+            "index_topk": 128, "index_kpool": 4, "hc_mult": 4}
 OF_SPACES = {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 32, "expand": 2}  # of Mamba 2
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
@@ -252,6 +259,15 @@ MODELS = {
     "deepseek_v2, queries by way": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP}),
     "deepseek_v3": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, "n_group": 4, "topk_group": 2, "initializer_range": 0.15, **SAME_SCALES}),
     "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
+    "glm5_next_text": Case("glm5_next_text", {**OF_GLM_5, "linear_lower_bound": -5.0}, inside="glm5_next"),
+    "glm5_next_text, no bound, a choice that is shared, tied": Case("glm5_next_text", {
+        **OF_GLM_5, "linear_lower_bound": None, "tie_word_embeddings": True, "layer_types": [
+            "linear_attention", "indexed_attention", "indexed_attention", "linear_attention"],
+        "indexer_types": ["full", "full", "shared", "full"], "mlp_layer_types": ["dense", *["sparse"] * 3]}, inside="glm5_next"),
+    "kimi_linear": Case("kimi_linear", {**KIMI, **OF_DECAYS, **ONE_GROUP, "linear_head_dim": 32, "linear_num_heads": 4}),
+    "kimi_linear, tied": Case("kimi_linear", {**KIMI, **OF_DECAYS, **ONE_GROUP, "linear_head_dim": 64, "linear_num_heads": 4,
+                                              "tie_word_embeddings": True}),
+    "bailing_hybrid": Case("bailing_hybrid", {**LING, **OF_DECAYS, "head_dim": 32, "num_local_experts": 8, "num_experts_per_tok": 4}),
     "glm4_moe_lite": Case("glm4_moe_lite", {**LATENT, **OF_BLOCKS, "tie_word_embeddings": True}),
     "glm4_moe, no norms": Case("glm4_moe", {**GLM_EXPERTS, "moe_intermediate_size": 32, "n_shared_experts": 1, "norm_topk_prob": False}),
     "solar_open": Case("solar_open", {**{key: value for key, value in GLM_EXPERTS.items() if key != "first_k_dense_replace"},

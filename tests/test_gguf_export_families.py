@@ -49,7 +49,8 @@ def test_a_file_is_the_model_that_it_was_made_of(tmp_path: Path, name: str) -> N
     assert fields["general.architecture"].contents() == {**BY_FAMILY, **others}[MODELS[name].family]
     there = scores(exported(path, tmp_path / "again.gguf"), ids)
     hybrid = hybrid or "mamba_d_ssm" in changes
-    turned = hybrid or MODELS[name].family.startswith(("falcon_mamba", "jamba", "mamba", "qwen3_5", "qwen3_next"))
+    turned = hybrid or MODELS[name].family.startswith((
+        "bailing_hybrid", "falcon_mamba", "glm5_next", "jamba", "kimi", "mamba", "qwen3_5", "qwen3_next"))
     within = 1e-5 if turned else 0  # whose decays are logarithms in between
     assert np.abs(there - got).max() <= within * np.abs(got).max()
 
@@ -105,6 +106,12 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("cohere", {"use_qk_norm": True}, "3 layers and norms"), ("cohere", {"num_hidden_layers": 64}, "64 layers and no norms"),
     ("falcon", {"bias": True}, "biases on o"), ("falcon", {"parallel_attn": False}, "behind attention"),
     ("minicpm3", {"scale_emb": 5}, "multiplies its embedding"), ("minicpm3", {"scale_depth": 1.0}, "what it adds"),
+    ("deepseek_v2", {"q_lora_rank": 64}, "with 27 layers llama.cpp takes them to be made at once"),
+    ("deepseek_v3", {"q_lora_rank": None}, "layers llama.cpp demands a q_lora_rank"),
+    ("glm5_next_text", {"hc_mult": 2}, "2 streams"), ("glm5_next_text", {"linear_num_heads": 2}, "2 heads of linear attention beside 4"),
+    ("kimi_linear", {"norm_topk_prob": False}, "does not add"), ("bailing_hybrid", {"n_shared_experts": 0}, "every token visits"),
+    ("bailing_hybrid", {"kda_safe_gate": False}, "without a bound"),
+    ("bailing_hybrid", rope("yarn", factor=8.0, original_max_position_embeddings=64), "kind yarn"),
     ("minicpm3", {"q_lora_rank": None}, "at once"), ("minicpm3", {"v_head_dim": 32}, "values of 32"),
     ("minicpm3", {"dim_model_base": 64}, "divides its logits"),
     ("gpt2", {"scale_attn_weights": False}, "by the width of a head"), ("gpt2", {"activation_function": "relu"}, "relu where gelu_tanh"),

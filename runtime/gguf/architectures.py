@@ -232,15 +232,10 @@ ARCHITECTURES = {
                               read=laguna.READ | {"expert_shared_count"}, layer_names={
                                   CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
                                   **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
-    channel_decays.KIMI: Architecture(
-        "kimi_linear", experts=("block_sparse_moe", mixtral.NAMES), required=channel_decays.REQUIRED, read=channel_decays.READ,
-        keys=channel_decays.KEYS[channel_decays.KIMI], whole=channel_decays.WHOLE[channel_decays.KIMI], kinds=channel_decays.KINDS,
-        layer_names=channel_decays.NAMED[channel_decays.KIMI]),
-    channel_decays.LING: Architecture(
-        "bailing_hybrid", experts=("mlp", qwen3_moe.NAMES), required=(*channel_decays.REQUIRED, channel_decays.BOUND),
-        read=channel_decays.READ, keys=channel_decays.KEYS[channel_decays.LING], whole=channel_decays.WHOLE[channel_decays.LING],
-        kinds=channel_decays.KINDS, outer={"token_embd.weight": "model.word_embeddings.weight"},
-        layer_names=channel_decays.NAMED[channel_decays.LING]),
+    channel_decays.KIMI: Architecture(channel_decays.KIMI_FAMILY, experts=("block_sparse_moe", mixtral.NAMES),
+                                      **channel_decays.SAID[channel_decays.KIMI]),
+    channel_decays.LING: Architecture(channel_decays.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
+                                      **channel_decays.SAID[channel_decays.LING]),
     glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.SAID),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
@@ -305,6 +300,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
+    channel_decays.KIMI_FAMILY: channel_decays.KIMI, channel_decays.LING_FAMILY: channel_decays.LING, glm5_next.FAMILY: glm5_next.NAME,
     qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",

@@ -6,16 +6,17 @@ Decays are stored below zero of Kimi Linear, above it of Ling 3, where a checkpo
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 
 from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
-from ..config import MAX_LAYERS
+from ..config import MAX_LAYERS, ModelConfig
 from .latent_attention import WIDTHS
 
 KIMI, LING = "kimi-linear", "bailingmoe3"
+KIMI_FAMILY, LING_FAMILY = "kimi_linear", "bailing_hybrid"
 KINDS = "linear_attention", "full_attention"
 TAPS, WIDTH, BOUND, SAFE = "ssm.conv_kernel", "kda.head_dim", "kda.gate_lower_bound", "kda.safe_gate"
 SHARED = "expert_shared_feed_forward_length"
@@ -45,6 +46,14 @@ NAMED = {name: {**NAMES[name], "exp_probs_b": correction, **{f"ffn_{part}_shexp"
          for name, correction in ((KIMI, "block_sparse_moe.gate.e_score_correction_bias"), (LING, "mlp.gate.expert_bias"))}
 WHOLE = {KIMI: {"ssm_a": "self_attn.A_log", "ssm_dt.bias": "self_attn.dt_bias"},
          LING: {"ssm_a": "attention.A_log", "ssm_dt.bias": "attention.dt_bias"}}
+# Roles -> what their tensors are called, and what parts of some are.
+ROLES = {"state_gate": "ssm_g_a", "state_gate_wide": "ssm_g_b", "state_rate": "ssm_f_a", "state_rate_wide": "ssm_f_b", "state_out":
+         "attn_output"}
+FINER = ("state_rate", "state_rate_wide", "state_gate_wide")  # matrices that are written as finely as the embedding
+IN_PARTS = {"state_in": ("attn_q", "attn_k", "attn_v"), "state_conv": ("ssm_conv1d_q", "ssm_conv1d_k", "ssm_conv1d_v")}
+SAID = {name: {"keys": KEYS[name], "layer_names": NAMED[name], "whole": WHOLE[name], "read": READ, "kinds": KINDS, "roles": ROLES, "parts":
+               IN_PARTS, "required": (*REQUIRED, BOUND) if name == LING else REQUIRED,
+               "outer": {"token_embd.weight": "model.word_embeddings.weight"} if name == LING else {}} for name in (KIMI, LING)}
 BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of decays, by which side of zero they are on in files
 USUAL_THETA = 10_000.0
 
@@ -80,6 +89,34 @@ def add_channel_decays(header: GgufHeader, name: str, raw: dict[str, object]) ->
         raw["num_hidden_layers"] = layers - behind  # files count them in
         if isinstance(kinds := raw.get("layer_types"), list):
             raw["layer_types"] = kinds[: layers - behind]
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of such layers, and of what else these families have, below the architecture's name."""
+    own, mixture = config.state, config.mixture
+    heads = [0 if layer in config.state_layers else config.num_key_value_heads for layer in range(config.num_hidden_layers)]
+    keys = {"attention.head_count_kv": np.array(heads, np.int32), TAPS: own.taps, WIDTH: own.key_dim, "expert_group_count": mixture.groups,
+            "expert_group_used_count": mixture.kept_groups}
+    if own.bound is not None:
+        keys[BOUND] = float(own.bound)
+    if config.family == LING_FAMILY:
+        keys |= {SAFE: True, SHARED: mixture.shared_width}
+        layers = range(config.num_hidden_layers)
+        keys |= {key: np.array([config.gate_bounds[layer][which] or 0.0 for layer in layers], np.float32)
+                 for which, key in enumerate(CLAMPS) if config.gate_bounds}
+    return keys
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    own = config.state
+    yield own.value_heads != config.num_attention_heads, \
+        f"has {own.value_heads} heads of linear attention beside {config.num_attention_heads} of attention"
+    yield not config.mixture.shared_width, "has no expert that every token visits"
+    yield config.family == KIMI_FAMILY and not config.mixture.renormalise, "does not add a token's shares up to 1"
+    if config.family == LING_FAMILY:
+        yield own.bound is None, "has decays without a bound"
+        yield config.rope.kind != "default", f"has rotary positions of kind {config.rope.kind}"
 
 
 def _refuse(header: GgufHeader, name: str, data: Mapping[str, Value]) -> None:

@@ -20,8 +20,10 @@ from ..rope import RopeTable, rope_table
 from . import (
     apertus,
     bitnet,
+    channel_decays,
     cohere2_moe,
     gemma4,
+    glm5_next,
     half_layers,
     jamba,
     kolibri1,
@@ -46,8 +48,8 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version writes no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
-                                "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2", "kimi_linear", "lfm3",
+NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
+                                "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2", "lfm3",
                                 "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "molmo2_text", "mpt", "olmo_hybrid", "persimmon",
                                 "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
@@ -56,7 +58,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compa
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm5_next_text": INDEXED, "glm_moe_dsa": INDEXED,
+               "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm_moe_dsa": INDEXED,
                "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mistral4": ": this version does not write how their queries grow",
@@ -65,21 +67,21 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bailing_hybrid", "bloom", "cohere_compa
                "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
-WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6, "olmo3":
-                OLMO3_EVERY}
+WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
+                "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
              "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-             "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm2", "kolibri1", "lfm2", "lfm2_moe",
-             "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen2", "qwen2_moe",
-             "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open", "stablelm",
-             "starcoder2", qwen4.FAMILY)
+             "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm2", "kolibri1", "lfm2",
+             "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen2",
+             "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
+             "stablelm", "starcoder2", qwen4.FAMILY)
 HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
-ACTS = {"apertus": "xielu", "falcon": "gelu", "gpt_neox": "gelu",
+ACTS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
         **dict.fromkeys(("arcee", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
@@ -88,7 +90,7 @@ LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary freque
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
-              "laguna", "solar_open")
+              "laguna", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY, glm5_next.FAMILY)
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 # Families of which files know all that they may have of windows, and more: their modules say so.
@@ -131,7 +133,9 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     if family == minicpm3.FAMILY:
         yield from minicpm3.departures(config)
     elif config.latent is not None:
-        yield from latent_attention.departures(config, _table(config).attention_scaling)
+        yield from latent_attention.departures(config, 1.0 if config.rope is None else _table(config).attention_scaling)
+        if BY_FAMILY[family] == latent_attention.NAME:
+            yield from latent_attention.unread(config)
     yield from _departures_of_positions(config)
     yield from _departures_of_experts(config)
 
@@ -320,6 +324,8 @@ def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
     if config.family == "bailing_moe_v2":  # whose shared experts are one here
         keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_width,
                  "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if config.family == channel_decays.LING_FAMILY:  # SHARED is how wide all are together
+        keys["expert_shared_count"] = 1
     if config.family == "hy_v3":
         keys["expert_shared_feed_forward_length"] = mixture.shared_width
     if config.family == laguna.FAMILY:

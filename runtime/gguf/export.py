@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from dataclasses import replace as replace_fields
 from math import prod
@@ -34,10 +34,23 @@ from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
 from ..sparse.bundles import is_bundled
 from ..stores.container import read_container
+from ..stores.parted_rows import joins
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..weights.outliers import check_outliers
-from . import apertus, bitnet, falcon_h1, half_layers, latent_attention, linear_attention, muse_glimmer, nextn, rwkv7, stateful
+from . import (
+    apertus,
+    bitnet,
+    channel_decays,
+    falcon_h1,
+    half_layers,
+    latent_attention,
+    linear_attention,
+    muse_glimmer,
+    nextn,
+    rwkv7,
+    stateful,
+)
 from .architecture import Architecture
 from .architectures import BY_FAMILY, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
@@ -50,7 +63,8 @@ BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
-HEADED = ("apertus", "bailingmoe2", "gptneox", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2", "stablelm", "step35")
+HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", "kimi-linear", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2", "stablelm",
+          "step35")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
 
@@ -72,7 +86,7 @@ class Exported:
 class _Job:
     """A tensor of the file and what lies in it, one after the other. `heads`: rows are interleaved within so many; `offset` is added.
     `rows` and `columns`: which one of the model each of the file is, None for its own order; `decay`: logarithms become what they are of,
-    below zero; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one;
+    times its number; `half`: (the model's config, the part) of the matrix that latent attention shares out, of which the tensor is one;
     `factors`: what each of `tensors` is multiplied by, or its rows, where any is. `turns`: so many rows of each of `tensors` in turn."""
 
     planned: PlannedTensor
@@ -81,7 +95,7 @@ class _Job:
     offset: float = 0.0
     rows: np.ndarray | None = None
     columns: np.ndarray | None = None
-    decay: bool = False
+    decay: float = 0.0
     half: tuple[ModelConfig, str] | None = None
     factors: tuple[float | np.ndarray, ...] = ()
     turns: int = 0
@@ -187,11 +201,15 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     factors = falcon_h1.factors(config)
     if "head" not in outer and (BY_FAMILY[config.family] in HEADED or factors.get("head") != factors.get("embed")):
         outer = {**outer, "head": outer["embed"]}
+    joined = joins(config)
     parts = {part: whole for whole, own in found.fused.items() for part in own}
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
+            if role in found.parts:
+                yield from _in_parts(f"blk.{key}.", role, tensor, zip(found.parts[role], joined[tensor.name], strict=True), kind)
+                continue
             shared = role in EXPERT and "router" in roles and config.family in SHARED_AS_MLP
             own = file_part(f"shared.{role}" if shared else role, found)
             if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
@@ -205,9 +223,9 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 yield from _halves(f"blk.{key}", first, config, kind)
                 continue
             matrix = kind_of(role)
-            own = "F32"
-            if matrix in MATRICES or role == "kv_b":
-                own = "Q8_0" if kind == "Q4_0" and (role in (*HEADS, "kv_b") or is_table(role)) else kind
+            own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in channel_decays.FINER)
+            if matrix in MATRICES or finer:
+                own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
                 own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
@@ -219,8 +237,19 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
                        found.norm_offset if grown and first.name not in found.as_is else 0.0, *stateful.order(role, config),
-                       role == "state_decay", factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
+                       stateful.side(config) if role == "state_decay" else 0.0,
+                       factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
                        turns=first.shape[0] // config.state.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
+
+
+def _in_parts(block: str, role: str, tensor: ModelTensor, parts: Iterable[tuple[str, tuple[str, int]]], kind: str) -> Iterator[_Job]:
+    """A tensor that files hold as several; `parts`: what each is called there, and in a checkpoint with how many rows."""
+    begin, matrix = 0, kind_of(role) in MATRICES
+    for name, (_, rows) in parts:
+        stored = "F32" if not matrix else kind if tensor.shape[1] % BLOCK == 0 else "F16"
+        planned = PlannedTensor(f"{block}{name}.weight", stored, (rows, *tensor.shape[1:]))
+        yield _Job(planned, (tensor,), rows=np.arange(begin, begin + rows))
+        begin += rows
 
 
 def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> Iterator[_Job]:
@@ -255,7 +284,7 @@ def _pieces(store: TensorStore, job: _Job) -> Iterator[np.ndarray]:
         yield _encoded(values, job, job.tensors[0], len(values))
         return
     for tensor, factor in zip(job.tensors, job.factors or (1.0,) * len(job.tensors), strict=True):
-        rows = tensor.shape[0]
+        rows = tensor.shape[0] if job.rows is None else len(job.rows)
         if not tensor.spec.is_raw:
             values = _whole(store, tensor)
             yield _encoded(_times(values if job.rows is None else values[job.rows], factor, 0), job, tensor, rows)
@@ -309,7 +338,7 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
     if job.columns is not None:
         values = np.ascontiguousarray(values[:, job.columns])
     if job.decay:
-        values = -np.exp(values)
+        values = np.float32(job.decay) * np.exp(values)
     if job.offset:
         values = values + np.float32(job.offset)
     own = job.planned.type

@@ -1,14 +1,16 @@
 """What GGUF files say otherwise of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`channel_decays.py`), latent
-attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. Read alone."""
+attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import GgufHeader, shown_value
+from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
-from ..config import MAX_LAYERS
+from ..config import MAX_LAYERS, ModelConfig
 from . import channel_decays
 from .latent_attention import WIDTHS
 
@@ -28,7 +30,8 @@ REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_c
             "attention.indexer.key_length", "attention.indexer.top_k", "attention.indexer.kpool", "hyper_connection.count",
             "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
 # The last is of the norm of index keys, which is what it is in every model.
-READ = frozenset((*WIDTHS, TYPES, TAIL, *CLAMPS, channel_decays.SAFE, "attention.layer_norm_epsilon"))
+INDEX_EPSILON = "attention.layer_norm_epsilon"
+READ = frozenset((*WIDTHS, TYPES, TAIL, *CLAMPS, channel_decays.SAFE, INDEX_EPSILON))
 _INDEXER = "self_attn.indexer."
 NAMES = {**channel_decays.NAMES[channel_decays.KIMI], "attn_qkv": "self_attn.qkv_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias",
          "indexer.attn_q_b": f"{_INDEXER}wq_b", "indexer.attn_k": f"{_INDEXER}wk", "indexer.k_norm": f"{_INDEXER}k_norm", "indexer.proj":
@@ -38,7 +41,13 @@ WHOLE = {**channel_decays.WHOLE[channel_decays.KIMI],
          # under either of two names
          **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
             for part in ("ape", "gate")}}
-SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": channel_decays.KINDS}
+ROLES = {**channel_decays.ROLES, "index_q": "indexer.attn_q_b", "index_k_norm": "indexer.k_norm", "index_weights": "indexer.proj",
+         "index_places": "indexer_compressor_ape", **{
+             f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
+             for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
+SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": channel_decays.KINDS,
+        "roles": ROLES, "parts": {**channel_decays.IN_PARTS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
+STREAMS = 4  # how many of a token llama.cpp runs
 
 
 def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
@@ -72,3 +81,20 @@ def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None
     bounds = [np.atleast_1d(data.get(f"{name}.{key}", SILU_LIMIT))[:layers] for key in CLAMPS]
     other = [float(each) for own in bounds for each in own if each != SILU_LIMIT]
     raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of what this family has, below the architecture's name."""
+    index, own, layers = config.indexed.shape, config.indexed, range(config.num_hidden_layers)
+    chooses = [layer in config.state_layers or own.of(layer) is not None for layer in layers]
+    return channel_decays.stated(config) | {
+        "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
+        index.chosen * index.rate, "attention.indexer.kpool": index.rate, TAIL: True, TYPES: np.array(chooses, np.int32), INDEX_EPSILON:
+        float(own.norm[1]), "hyper_connection.count": config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
+        "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(len(layers), SILU_LIMIT, np.float32) for key in CLAMPS}}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield from channel_decays.departures(config)
+    yield config.streams != STREAMS, f"has {config.streams} streams of a token, of which llama.cpp runs {STREAMS}"

@@ -33,6 +33,7 @@ ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_
          "kv_b": "attn_kv_b"}
 HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
 FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
+KANANA = 48, 128_256  # layers and words of models whose queries llama.cpp takes to be made at once, beside those of 26 and 27 layers
 UNSAID, CORRECTED = 0, ".exp_probs_b.bias"
 GROWING = "attention.temperature_scale"
 MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
@@ -103,9 +104,17 @@ def stated(config: ModelConfig) -> dict[str, Value]:
 
 def departures(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say) of a model with latent attention, cos and sin of which are times `scaling`."""
-    yield not config.rope.neighbours, "turns the halves of its heads"
+    yield config.rope is not None and not config.rope.neighbours, "turns the halves of its heads"
     yield not math.isclose(scaling, 1.0, rel_tol=1e-6), f"has positions that are scaled by {scaling:.4g}"
     yield not config.mixture.sigmoid and config.mixture.kept_groups < config.mixture.groups, "chooses groups by their best expert alone"
+
+
+def unread(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what llama.cpp does not read) of a file of `NAME`: by layers alone it knows how queries are made."""
+    layers, ranked = config.num_hidden_layers, config.latent.query_rank is not None
+    at_once = layers in (26, 27) or (layers, config.vocab_size) == KANANA
+    yield at_once and ranked, f"makes queries by way of q_lora_rank numbers: with {layers} layers llama.cpp takes them to be made at once"
+    yield not at_once and not ranked, f"makes queries at once: with {layers} layers llama.cpp demands a q_lora_rank"
 
 
 @dataclass(frozen=True)

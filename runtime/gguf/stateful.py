@@ -10,20 +10,22 @@ import numpy as np
 
 from ...kernels.conv_shape import ConvShape
 from ...kernels.delta_shape import DeltaShape
+from ...kernels.kda_shape import KdaShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
 from ...offload.gguf import Value
 from ...offload.header import damaged
 from ..config import ModelConfig
-from . import channel_decays, falcon_h1, half_layers, jamba, linear_attention, mamba, mamba2, rwkv7, short_conv, state_spaces
+from . import channel_decays, falcon_h1, glm5_next, half_layers, jamba, linear_attention, mamba, mamba2, rwkv7, short_conv, state_spaces
 
 HEADS = "attention.head_count_kv"
 # Kind -> what files say of it.
-SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces, Rwkv7Shape: rwkv7}
+SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, KdaShape: channel_decays, Mamba1Shape: jamba, Mamba2Shape: state_spaces,
+        Rwkv7Shape: rwkv7}
 # Those whose files say it otherwise.
-BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, half_layers.FAMILY: half_layers, mamba.NAME: mamba, mamba.NORMED: mamba,
-             mamba2.NAME: mamba2}
+BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, glm5_next.FAMILY: glm5_next, half_layers.FAMILY: half_layers, mamba.NAME: mamba,
+             mamba.NORMED: mamba, mamba2.NAME: mamba2}
 # Ends of names of what is stored as less than zero, and as more.
 DECAYS = linear_attention.DECAY, state_spaces.DECAY, half_layers.DECAY, channel_decays.BELOW
 GROWTHS = (channel_decays.ABOVE,)
@@ -58,14 +60,21 @@ def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray
     return linear_attention.order(role, config) if isinstance(config.state, DeltaShape) else (None, None)
 
 
+def side(config: ModelConfig) -> float:
+    """On which side of zero files have decays."""
+    return 1.0 if config.family == channel_decays.LING_FAMILY else -1.0
+
+
 def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
     """Of a tensor of a checkpoint."""
-    if role in ("state_conv", "ngram_conv"):
+    if role in ("state_conv", "ngram_conv") and not isinstance(config.state, KdaShape):
         return shape[0], shape[-1]
     if isinstance(config.state, Mamba2Shape) and role in ("state_decay", "state_skip"):
         return *shape, 1
     if isinstance(config.state, Mamba2Shape) and role == "state_norm":
         return config.state.groups, shape[0] // config.state.groups
+    if config.family == channel_decays.LING_FAMILY and role == "state_decay":
+        return *shape, 1
     if role.startswith("shift_") and role != "shift_up":
         return shape[0], 1, 1, shape[1]
     return shape
