@@ -259,6 +259,8 @@ MODELS = {
     "deepseek_v2, queries by way": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP}),
     "deepseek_v3": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, "n_group": 4, "topk_group": 2, "initializer_range": 0.15, **SAME_SCALES}),
     "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
+    "gpt_oss": Case("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 24, "num_hidden_layers":
+                                4, "intermediate_size": 64, "initializer_range": 0.15}),
     "glm5_next_text": Case("glm5_next_text", {**OF_GLM_5, "linear_lower_bound": -5.0}, inside="glm5_next"),
     "glm5_next_text, no bound, a choice that is shared, tied": Case("glm5_next_text", {
         **OF_GLM_5, "linear_lower_bound": None, "tie_word_embeddings": True, "layer_types": [

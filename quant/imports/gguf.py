@@ -247,4 +247,15 @@ def _to_q4_0(blocks: np.ndarray) -> np.ndarray:
     return np.concatenate([_to_half(scales), codes[:, :16] | codes[:, 16:] << U8(4)], axis=1)
 
 
-ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q8_0": _to_q8_0, "Q4_0": _to_q4_0}
+def _to_mxfp4(blocks: np.ndarray) -> np.ndarray:
+    """The power of two by which the largest magnitude is 4 or more and below 8, of which 6 is the largest level: what is levels of some
+    power already stays itself."""
+    top = np.abs(blocks).max(axis=1, keepdims=True)
+    power = np.clip(np.where(top > 0, np.frexp(top)[1] - 3, -127), -127, 127)
+    levels = MXFP[:8].astype(np.float32) / 2
+    codes = np.searchsorted((levels[1:] + levels[:-1]) / 2, np.abs(np.ldexp(blocks, -power))).astype(U8)  # halfway to the smaller
+    codes |= (np.signbit(blocks) & (codes > 0)).astype(U8) << U8(3)
+    return np.concatenate([(power + 127).astype(U8), codes[:, :16] | codes[:, 16:] << U8(4)], axis=1)
+
+
+ENCODERS: dict[str, Callable[[np.ndarray], np.ndarray]] = {"Q8_0": _to_q8_0, "Q4_0": _to_q4_0, "MXFP4": _to_mxfp4}

@@ -21,6 +21,7 @@ from . import (
     gemma4,
     gemma_embedding2,
     glm5_next,
+    gpt_oss,
     half_layers,
     jamba,
     kolibri1,
@@ -237,6 +238,7 @@ ARCHITECTURES = {
     channel_decays.LING: Architecture(channel_decays.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
                                       **channel_decays.SAID[channel_decays.LING]),
     glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.SAID),
+    gpt_oss.NAME: Architecture(gpt_oss.FAMILY, experts=("mlp", qwen3_moe.NAMES), **gpt_oss.SAID),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
     "granite": Architecture("granite", interleaved=True, keys=_GRANITE_SCALES),
     "granitemoe": Architecture("granitemoe", interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names={
@@ -301,6 +303,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     channel_decays.KIMI_FAMILY: channel_decays.KIMI, channel_decays.LING_FAMILY: channel_decays.LING, glm5_next.FAMILY: glm5_next.NAME,
+    gpt_oss.FAMILY: gpt_oss.NAME,
     qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",

@@ -24,6 +24,7 @@ from . import (
     cohere2_moe,
     gemma4,
     glm5_next,
+    gpt_oss,
     half_layers,
     jamba,
     kolibri1,
@@ -63,16 +64,15 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mistral4": ": this version does not write how their queries grow",
                "mllama_text_model": ": llama.cpp does not run them",
-               "opt": ": llama.cpp does not run them",
-               "gpt_oss": ": this version does not write their experts, in MXFP4 with biases"}
+               "opt": ": llama.cpp does not run them"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.
 WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
-                "olmo3": OLMO3_EVERY}
+                gpt_oss.FAMILY: gpt_oss.EVERY, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
              "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-             "glm4_moe_lite", "gpt_neox", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm2", "kolibri1", "lfm2",
+             "glm4_moe_lite", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm2", "kolibri1", "lfm2",
              "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen2",
              "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
              "stablelm", "starcoder2", qwen4.FAMILY)
@@ -82,6 +82,7 @@ EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
+        gpt_oss.FAMILY: "clamped_swish",
         **dict.fromkeys(("arcee", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
         **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
@@ -121,8 +122,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family not in ("gpt2", "gpt_neox", "phi", "starcoder2"), "has biases on o or in its feed-forward"
-    yield not (biased and config.qkv_bias) and family in ("gpt_neox", "starcoder2"), "has no biases"
+    yield biased and family not in ("gpt2", "gpt_neox", gpt_oss.FAMILY, "phi", "starcoder2"), "has biases on o or in its feed-forward"
+    yield not (biased and config.qkv_bias) and family in ("gpt_neox", gpt_oss.FAMILY, "starcoder2"), "has no biases"
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
     yield from _departures_of_windows(config)
     yield from _departures_of_scales(config)
@@ -297,7 +298,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
 
 def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
     keys: dict[str, Value] = {"expert_count": mixture.experts, "expert_used_count": mixture.per_token}
-    if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
+    if config.family in (gpt_oss.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
         keys["expert_feed_forward_length"] = mixture.width
     if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         keys["expert_shared_feed_forward_length"] = mixture.shared_width
@@ -349,7 +350,7 @@ def _rope(config: ModelConfig) -> dict[str, Value]:
     if rope.kind == "linear":
         return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
     if rope.kind == "yarn":
-        if not params["truncate"]:
+        if not params["truncate"] and config.family != gpt_oss.FAMILY:
             raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
         table = _table(config)
         own = yarn.stated(params, table.attention_scaling, file_architecture(config))

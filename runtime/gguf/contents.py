@@ -154,6 +154,8 @@ class _Reading:
         """A tensor that is one of the checkpoint's, or holds some of them."""
         if len(names) == 1 and _same_values(tensor.shape, self.wanted[names[0]]):
             tensor = replace(tensor, shape=self.wanted[names[0]])
+        elif len(tensor.shape) == 2 and all(len(self.wanted[name]) == 1 for name in names):
+            tensor = replace(tensor, shape=(prod(tensor.shape),))  # biases of all experts
         scales = self._scales(tensor.name)
         for index, (name, source) in enumerate(self._parts(tensor, names)):
             source = self.found.sources[name] = replace(source, scale=float(scales[index * len(scales) // len(names)]))

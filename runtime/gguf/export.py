@@ -59,6 +59,7 @@ from .sources import separated
 from .tensor_names import file_part
 
 OTHER_PLACE = "give another place with -o"
+MXFP4 = "MXFP4"
 BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
@@ -226,6 +227,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in channel_decays.FINER)
             if matrix in MATRICES or finer:
                 own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
+                if first.spec.scheme == "mxfp" or (config.experts_stored and expert_of(role) is not None):
+                    own = MXFP4  # which files have too: nothing is rounded
                 own = own if first.shape[1] % BLOCK == 0 else "F16"
             shape = (sum(tensor.shape[0] for _, tensor in members), *first.shape[1:])
             if expert_of(role) is not None:
@@ -261,7 +264,9 @@ def _halves(block: str, tensor: ModelTensor, config: ModelConfig, kind: str) -> 
 
 
 def _notices(config: ModelConfig, jobs: list[_Job], kind: str, quantized: bool) -> Iterator[Notice]:
-    if quantized:
+    if any(job.planned.type == MXFP4 for job in jobs):
+        yield Notice("experts stay in MXFP4, as they were published")
+    if quantized and not config.experts_stored:
         yield Notice("the source is quantized already: its errors and those of the new type add up")
     if kind == "Q4_0":
         yield Notice("the embedding and the head are written as Q8_0, where errors weigh most")
@@ -348,7 +353,7 @@ def _encoded(values: np.ndarray, job: _Job, tensor: ModelTensor, rows: int) -> n
             raise CheckpointError(f"{tensor.name} holds weights that F16 cannot", "--type Q8_0")
         return np.ascontiguousarray(made).view(np.uint8)
     made = quantize(values, own)
-    scales = made.reshape(-1, BLOCKS[own][1])[:, :2].copy().view(np.float16)  # a block begins with its own
-    if np.isinf(scales).any():
+    scales = made.reshape(-1, BLOCKS[own][1])[:, :2].copy().view(np.float16)  # a block begins with its own, but for MXFP4's
+    if own != MXFP4 and np.isinf(scales).any():
         raise CheckpointError(f"{tensor.name} holds weights that {own} cannot", "no model has such weights: ask who published it")
     return made

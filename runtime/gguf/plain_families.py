@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 
 from ...offload.header import damaged
 from ..config_rope import GROWTH, LOCAL
+from . import gpt_oss
 from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_WINDOW, Given
 
 Raw = dict[str, object]  # a config.json in the making
@@ -130,7 +131,8 @@ def add_others(of: Given, raw: Raw) -> None:
 
 
 PLAIN: Mapping[str, Callable[[Given, Raw], None]] = {
-    "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox, "granite": _granite,
-    "granitemoe": _granite, "internlm2": _internlm2, "llama": _llama, "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo,
-    "olmo2": _olmo2, "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
+    "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
+    gpt_oss.FAMILY: gpt_oss.add_gpt_oss, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2, "llama": _llama,
+    "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
+    "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
 }

@@ -20,6 +20,7 @@ KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
 DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
 SHARPENED = ("deepseek2", "deepseek4")  # whose multiplier is of scores (`latent_attention.sharpened`), or none: cos and sin are as they are
+BETWEEN = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
 TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
 BETAS, READ = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them
 SAME = 1e-3  # of a number that was rounded on its way
@@ -51,6 +52,8 @@ def section(path: Path, prefix: str, data: Mapping[str, Value], positions: objec
     for ours, theirs in (("beta_fast", "yarn_beta_fast"), ("beta_slow", "yarn_beta_slow")):
         if (value := _number(path, prefix, data, theirs)) is not None:
             found[ours] = value
+    if arch in BETWEEN:
+        found["truncate"] = False
     if plain and arch not in SHARPENED:
         found |= {"mscale": 1.0, "mscale_all_dim": 1.0}
     usual = 1.0 if plain else magnitude(factor)
@@ -95,6 +98,8 @@ def stated(params: Mapping[str, object], scaling: float, arch: str) -> dict[str,
 
 def passed_over(params: Mapping[str, object], arch: str) -> str:
     """What llama.cpp does not read of such positions, as a sentence; empty where it reads all."""
+    if arch in BETWEEN and not params["truncate"]:
+        return "llama.cpp rounds to whole channels where this model's stretched positions begin and end: it answers a little otherwise"
     own = (params["beta_fast"], params["beta_slow"])
     if arch in READ or own == BETAS:
         return ""

@@ -1,0 +1,22 @@
+"""What GGUF files say otherwise of gpt-oss: every other layer has a window, which its architecture means, and each expert has biases, which
+lie in one tensor of all. Experts stay the MXFP4 that they are published in, in files that are written too."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from .windows import Given
+
+FAMILY, NAME = "gpt_oss", "gpt-oss"
+EVERY = 2  # of so many layers the last has no window
+SAID = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
+                 "intermediate_size"}, "pattern": True, "layer_names": {"post_attention_norm": "post_attention_layernorm"},
+        "whole": {"attn_sinks.weight": "self_attn.sinks", "ffn_gate_inp.weight": "mlp.router.weight", "ffn_gate_inp.bias":
+                  "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
+
+
+def add_gpt_oss(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys."""
+    raw |= {"sliding_window": of.window, "layer_types": of.layer_types(raw, EVERY if of.window else 1),
+            "attention_bias": of.has("attn_q.bias")}
