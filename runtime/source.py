@@ -113,7 +113,7 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     """The store of a folder that MLX quantized, under the names of its family."""
     from . import families
     from .config import read_config
-    from .stores.import_config import FROM_MLX
+    from .stores.import_config import EXACT_OF_MLX, FROM_MLX
     from .stores.imported_mlx import MlxStore
     from .stores.mlx_latent import latent_rules, with_heads_joined
     from .stores.mlx_names import give_mlx_names
@@ -128,7 +128,9 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
              **{f"{layer}.{role}": rule for layer in range(config.num_hidden_layers)
                 for role, rule in family.layer_tensors(config, layer).items()}}
     codes = {rule.name for role, rule in rules.items() if families.kind_of(role) in FROM_MLX and not rule.plain}
-    made = MlxStore(store, str(raw.get("model_type")), wide, [*rules.values(), *latent_rules(config)], codes, kept, places(config))
+    exact = {rule.name for role, rule in rules.items() if families.kind_of(role) in EXACT_OF_MLX}
+    every = [*rules.values(), *latent_rules(config)]
+    made = MlxStore(store, str(raw.get("model_type")), wide, every, codes, exact, kept, places(config))
     return with_heads_joined(made, config)
 
 

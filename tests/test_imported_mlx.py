@@ -20,6 +20,7 @@ from test_paged_arrivals import QWEN, SLOTS
 from test_paged_models import paged, resident
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
+from effllm.offload.notes import Fallback
 from effllm.quant.imports import mlx
 from effllm.quant.weight import Weight, to_f32
 from effllm.runtime import families
@@ -137,14 +138,19 @@ def test_experts_that_lie_as_one_and_routers(tmp_path: Path) -> None:
     meant = switched(tmp_path)
     store, container = open_weights(tmp_path)
     with store:
-        assert not {name for name in container.tensors if name.endswith("mlp.gate.weight")}, "routers choose: they stay wide"
+        routers = [name for name in meant if name.endswith("mlp.gate.weight")]
+        assert len(routers) == 2 and not container.tensors.keys() & {*routers}, "routers choose: they are what their codes mean"
+        for name in routers:
+            assert store.tensors[name].dtype == "F32"
+            np.testing.assert_array_equal(store.read(store.tensors[name]).view(np.float32).reshape(meant[name].shape), meant[name])
+        assert not [said for said in store.notices if isinstance(said, Fallback)]
         experts = [name for name in meant if ".experts." in name]
         assert len(experts) == 2 * 4 * 3
         for name in experts:
             stored = container.tensors[name]
             values = Weight.low_bit(stored.spec, stored.shape, store.read(store.tensors[name])).to_f32()
             np.testing.assert_array_equal(values, meant[name], err_msg=name)
-    *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=2))
+    *_, engine = open_engine(tmp_path, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=2, strict=True))
     assert np.isfinite(engine.forward_logits([1, 5, 9])).all()
     engine.close()
 

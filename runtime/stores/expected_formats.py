@@ -12,6 +12,7 @@ from ...quant.spec import QuantSpec
 from ..families import TensorRule, expert_of, kind_of
 from .import_config import (
     BYTES,
+    EXACT_OF_MLX,
     FROM_MLX,
     LEVELS,
     LINEARS,
@@ -32,7 +33,7 @@ from .import_config import (
 from .mixed_config import Kinds, is_mixed
 
 Formats = Callable[[str, TensorRule], QuantSpec | None]  # of a role and its tensor; None: as the checkpoint says
-WIDENED = QuantSpec.raw("f16")
+WIDENED, EXACT = QuantSpec.raw("f16"), QuantSpec.raw("f32")
 
 
 def expected_formats(section: Mapping[str, object]) -> Formats:
@@ -98,6 +99,8 @@ def _of_mlx(section: Mapping[str, object]) -> Formats:
     def formats(role: str, rule: TensorRule) -> QuantSpec | None:
         if len(rule.shape) != 2 or form is None or rule.shape[1] % form.group:
             return None
-        return WIDENED if form.spec is None or kind_of(role) not in FROM_MLX or rule.plain else form.spec
+        if kind_of(role) not in FROM_MLX or rule.plain:
+            return EXACT if kind_of(role) in EXACT_OF_MLX else WIDENED
+        return form.spec or WIDENED
 
     return formats

@@ -22,6 +22,8 @@ LINEARS = ("q", "k", "v", "kv_a", "q_a", "q_b", "attn_gate", "o", "gate", "up", 
 ORIGINAL = "take the original 16-bit checkpoint"
 MLX = "mlx"  # whose section names no method
 FROM_MLX = (*LINEARS, "embed", "head")  # roles that stay codes of those that it quantized, which are all
+# And those of small matrices, which choose or decay: float32 holds what their codes mean.
+EXACT_OF_MLX = ("router", "scale", "state_beta", "state_keys", "state_rate", "state_rate_wide")
 # Families of which the folders that mlx-lm makes were compared with what mlx-lm computes from them.
 MLX_FAMILIES = ("afmoe", "apertus", "cohere", "cohere2", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5", "ernie4_5_moe", "exaone",
                 "exaone4", "exaone_moe", "falcon_h1", "gemma", "gemma2", "gemma3_text", "gemma4_text", "glm", "glm4", "glm4_moe",

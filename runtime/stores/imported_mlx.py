@@ -41,11 +41,12 @@ WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie
 
 class MlxStore(MadeStore):
     """`rules`: what the model asks for. Of the weights in `codes` what kernels can multiply stays codes where `kept` says so, whose formats
-    `container` then lists. Any other becomes `wide`, f16 or f32. `within`: as of `parted_rows.places`."""
+    `container` then lists. Of the others those that are `exact` become float32, which holds what they mean, any other `wide`, f16 or f32.
+    `within`: as of `parted_rows.places`."""
 
     def __init__(self, store: TensorStore, family: str, wide: str, rules: Iterable[families.TensorRule], codes: Collection[str],
-                 kept: Callable[[str], bool], within: Mapping[str, tuple[str, np.ndarray]]) -> None:
-        self._wide = wide
+                 exact: Collection[str], kept: Callable[[str], bool], within: Mapping[str, tuple[str, np.ndarray]]) -> None:
+        self._wide, self._exact = wide, exact
         self._rows: dict[str, np.ndarray] = {}  # of weights that lie in others, row by row
         self._shapes: dict[str, tuple[int, int]] = {}
         self._parts: dict[str, tuple[TensorInfo, ...]] = {}  # words, scales, and biases where there are some
@@ -85,6 +86,8 @@ class MlxStore(MadeStore):
 
     def _wide_of(self, name: str) -> str:
         """What a weight is widened to: bfloat16 holds all that is under powers of two, a half does not."""
+        if name in self._exact:
+            return "f32"
         return "bf16" if self._wide == "f16" and self._forms[name].mode in POWERS else self._wide
 
     @staticmethod
@@ -136,7 +139,8 @@ class MlxStore(MadeStore):
     def _said(self, stored: Collection[str], missing: str | None) -> Iterator[str]:
         for wide in (None, "f16", "bf16", "f32"):
             ours = wide is None
-            if names := [name for name in self._parts if (None if name in stored else self._wide_of(name)) == wide]:
+            if names := [name for name in self._parts if (None if name in stored else self._wide_of(name)) == wide
+                         and name not in self._exact]:
                 bits = ", ".join(map(str, sorted({self._forms[name].bits for name in names})))
                 what = "are put in the order of the kernels" if ours else f"are widened to {wide}"
                 if ours and any(part.dtype == "F32" for name in names for part in self._parts[name]):
