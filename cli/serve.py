@@ -1,4 +1,4 @@
-"""`effllm serve`: models for other programs on this machine, by the APIs of OpenAI, Anthropic and Ollama. What is served lies in `server/`;
+"""`effllm serve`: models for other programs on this machine, by the APIs of several others. What is served lies in `server/`;
 one model is served here, several as `serve_many.py` says."""
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ EXAMPLES = """examples
   effllm serve                                   # every model on this machine, by name
   effllm serve qwen3-4b fable --keep-alive 1h    # these two
 
-Open http://127.0.0.1:8080 in a browser for a chat. Point programs for OpenAI's API to http://127.0.0.1:8080/v1, those for Anthropic's and
-Ollama's to http://127.0.0.1:8080 (--port 11434 is where the latter look). Any key will do unless --api-key is given. One answer is
-written at a time, or N with --parallel N; other requests wait in order. The flags set what a request leaves open. Without MODEL, or with
-several, each request names its model. A model is loaded when it is first asked for; when memory is short, the one that was unused
-longest is unloaded.
+Open http://127.0.0.1:8080 in a browser for a chat. Point programs for OpenAI's API to http://127.0.0.1:8080/v1, those for Anthropic's,
+Google's and Ollama's to http://127.0.0.1:8080 (--port 11434 is where the last look). Any key will do unless --api-key is given. One
+answer is written at a time, or N with --parallel N; other requests wait in order. The flags set what a request leaves open. Without
+MODEL, or with several, each request names its model. A model is loaded when it is first asked for; when memory is short, the one that
+was unused longest is unloaded.
 """
 
 Host = Annotated[str, flag(SERVER, "--host", "ADDRESS", "address to listen on; 0.0.0.0 is every address of this machine (127.0.0.1)")]
@@ -100,7 +100,7 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
           keep_alive: KeepAlive = None, load_timeout: LoadTimeout = None, no_webui: NoWebui = False, *, answer: AnswerFlags,
           sampling: SamplingFlags, engine: RunFlags, mmproj: Mmproj = None, weights: WeightFlags, quiet: Quiet = False,
           json: Json = False, yes: Yes = False) -> int:
-    """Serve a model by APIs like OpenAI's, Anthropic's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
+    """Serve a model by APIs like OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
     --json prints an object once it listens."""
     overseer = context.obj.overseer
     screen = Screen(context.obj) if overseer is None else overseer.screen()

@@ -34,9 +34,9 @@ SAME_PROJECT = {"llvmlite": "numba"}
 USED_AS_COMMANDS = {"setuptools", "pytest-xdist"}
 PEERS = {"llama_cpp", "accelerate", "timm"}  # what benchmarks compare with, and only those who run them install
 OF_PEERS = {"accelerate": "accelerate", "anthropic": "anthropic", "bitsandbytes": "bitsandbytes",
-            "compressed-tensors": "compressed_tensors", "llama-cpp-python": "llama_cpp", "lm-eval": "lm_eval", "mcp": "mcp",
-            "mlx": "mlx_lm", "mlx-lm": "mlx_lm", "ollama": "ollama", "openai": "openai", "playwright": "playwright",
-            "rwkv": "rwkv", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}  # as imported
+            "compressed-tensors": "compressed_tensors", "google-genai": "google", "llama-cpp-python": "llama_cpp",
+            "lm-eval": "lm_eval", "mcp": "mcp", "mlx": "mlx_lm", "mlx-lm": "mlx_lm", "ollama": "ollama", "openai": "openai",
+            "playwright": "playwright", "rwkv": "rwkv", "sentencepiece": "sentencepiece", "tiktoken": "tiktoken"}  # as imported
 
 
 def declared(extra: str | None = None) -> dict[str, Requirement]:

@@ -74,6 +74,10 @@ def test_each_api_comes_to_the_same_answer(server):
         {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": DATA[0]}}, {"type": "text", "text": "Who?"}]}],
         **FIXED)
     assert reply.status == 200 and reply.json["content"][-1]["text"] == one
+    config = {"temperature": 0, "maxOutputTokens": 10}
+    reply = server.ask("POST", "/v1beta/models/seer:generateContent", {"generationConfig": config, "contents": [{"parts": [
+        {"inlineData": {"mimeType": "image/png", "data": DATA[1]}}, {"text": "Who?"}]}]})
+    assert reply.status == 200 and other.startswith(text := reply.json["candidates"][0]["content"]["parts"][0]["text"]) and text
     options = {"temperature": 0, "num_predict": 10}
     reply = server.ask("POST", "/api/chat", {"messages": [{"role": "user", "content": "Who?", "images": [DATA[1]]}], "stream": False,
                                              "options": options})
@@ -105,6 +109,12 @@ def test_what_a_tool_shows_is_seen_in_each_api(server):
                                                           {"role": "tool", "tool_name": "look", "images": [DATA[1]]}],
                                              "stream": False, "options": {"temperature": 0, "num_predict": 10}})
     assert reply.status == 200 and other.startswith(reply.json["message"]["content"])
+    picture = {"inlineData": {"mimeType": "image/png", "data": DATA[1]}}
+    reply = server.ask("POST", "/v1beta/models/seer:generateContent", {
+        "generationConfig": {"temperature": 0, "maxOutputTokens": 10}, "contents": [
+            {"parts": [{"text": ASKED[0]["content"]}]}, {"role": "model", "parts": [{"functionCall": {"name": "look", "args": {}}}]},
+            {"parts": [{"functionResponse": {"name": "look", "response": {"output": ""}, "parts": [picture]}}]}]})
+    assert reply.status == 200 and other.startswith(reply.json["candidates"][0]["content"]["parts"][0]["text"])
     left = chat({"type": "image_url", "image_url": {"url": "https://example.com/cat.png"}})
     assert left == chat({"type": "text", "text": f"[a picture is left out: {NOT_FETCHED}]"})
     server.until("a picture that a tool gave back is left out")

@@ -1,5 +1,5 @@
-"""What is served: the paths of OpenAI's, Anthropic's, Ollama's and llama.cpp's APIs that a model of text has an answer for. Whatever API a
-request is of, it is read as one of chat completions, or of completions, and its answer has the shape of its own."""
+"""What is served: the paths of OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's APIs that a model of text has an answer for.
+Whatever API a request is of, it is read as one of chat completions, or of completions, and its answer has the shape of its own."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from .custom_tools import names_of
 from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .followed import Events
+from .gemini_paths import GeminiPaths
 from .guard import RECORD
 from .kept_responses import KeptResponses
 from .llama_paths import LlamaPaths
@@ -45,7 +46,7 @@ from .responses_paths import ResponsesPaths
 from .responses_shape import CUT, DONE, ResponseShape
 from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
-from .streams import EventStream, LineStream, Listener, Record, json_response, whole
+from .streams import EventStream, LineStream, Listener, ListStream, Record, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
 from .transcribing import Transcribing
@@ -96,7 +97,8 @@ class Service(OneModel):
                 post(MESSAGES, self.messages), post(f"{MESSAGES}/count_tokens", self.count_tokens),
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
-                *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(), *self.adapters.routes(),
+                *GeminiPaths(self).routes(), *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(),
+                *self.adapters.routes(),
                 *ResponsesPaths(self._kept, self._conversations, self._background).routes(), *Transcribing(self).routes()]
 
     async def chat(self, request: Request) -> Response:
@@ -134,7 +136,7 @@ class Service(OneModel):
     async def _in_room(self, asked: ResponsesAsked, own: Sequence[dict[str, Any]], answer: Wanted) -> Start:
         """What begins an answer to a request, behind what its conversation comes to where that is too long for what it asks for."""
         most, items = most_of(asked, self.replies.engine.n_ctx), asked.input if isinstance(asked.input, list) else own
-        if most is None or await self._count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
+        if most is None or await self.count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
             return partial(self.reply, answer)
         notes, _ = await self._wanted_response(summing_up(asked, items, notes_room(self.replies.engine.n_ctx)))
         again, _ = await self._wanted_response(short)
@@ -186,9 +188,9 @@ class Service(OneModel):
 
     async def _counted(self, wanted: Wanted, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
         """How many tokens the prompt has, beside what else is `told`."""
-        return json_response({**told, "input_tokens": await self._count(wanted)})
+        return json_response({**told, "input_tokens": await self.count(wanted)})
 
-    async def _count(self, wanted: Wanted) -> int:
+    async def count(self, wanted: Wanted) -> int:
         return await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
 
     async def ollama_chat(self, request: Request) -> Response:
@@ -299,5 +301,5 @@ class Service(OneModel):
     async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         """The answer that `start` begins, whole or as a stream. Raises Problem."""
         listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD], self.tally.add)
-        kind = LineStream if shape.by_line else EventStream
+        kind = LineStream if shape.by_line else ListStream if shape.in_list else EventStream
         return kind(listener, shape) if asked.stream else await whole(request, listener, shape)

@@ -1,4 +1,4 @@
-"""Vectors of texts, as OpenAI's API and Ollama's ask for them."""
+"""Vectors of texts, as OpenAI's API, Ollama's and Google's ask for them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic.alias_generators import to_camel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -18,6 +19,8 @@ from ...runtime.events import Embedded
 from .bodies import read
 from .desk import Desk
 from .fields import NOT_HERE, Body, Kind
+from .gemini_fields import EmbedAsked, EmbedsAsked, text_of
+from .gemini_models import EMBEDDED
 from .guard import RECORD
 from .llama_fields import prompts_in
 from .ollama_fields import waited_ns
@@ -34,6 +37,9 @@ if TYPE_CHECKING:
 
 MOST = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
+# Google's types of tasks -> whether a text of it is a question, or what is searched; others are neither.
+ASKING = {**dict.fromkeys(("RETRIEVAL_QUERY", "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION"), True),
+          "RETRIEVAL_DOCUMENT": False}
 LARGEST_INTEGER = 32760.0
 NO_NORM = "embd_normalize is the number of a norm, 0 or more: vectors have a length here, the direction is what they say"
 Texts = list[str] | list[list[int]] | list[str | list[int]]
@@ -90,7 +96,8 @@ class Embeddings:
     def routes(self) -> list[Route]:
         answers = {"/v1/embeddings": self.openai, "/embeddings": self.openai, "/embedding": self.llama,
                    f"{LM_STUDIO}embeddings": self.openai,
-                   f"{OLLAMA}embed": self.ollama, f"{OLLAMA}embeddings": self.single}
+                   f"{OLLAMA}embed": self.ollama, f"{OLLAMA}embeddings": self.single,
+                   **dict(zip(EMBEDDED, (self.gemini, self.gemini_several), strict=True))}
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def openai(self, request: Request) -> Response:
@@ -149,6 +156,34 @@ class Embeddings:
             return json_response({"embedding": []})
         told = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
         return await self._answer(request, asked.model, [asked.prompt], True, told)
+
+    async def gemini(self, request: Request) -> Response:
+        return await self._gemini(request, [await read(request, EmbedAsked)], "", lambda vectors: {"embedding": vectors[0]})
+
+    async def gemini_several(self, request: Request) -> Response:
+        asked = (await read(request, EmbedsAsked)).requests
+        return await self._gemini(request, asked, "requests[{}].", lambda vectors: {"embeddings": vectors})
+
+    async def _gemini(self, request: Request, asked: list[EmbedAsked], where: str,
+                      told: Callable[[list[dict[str, object]]], dict[str, object]]) -> Response:
+        """Its types of tasks are prompts of those models that have such; of one request all texts have the same."""
+        self._demand(name := request.path_params["name"], "model")
+        if not asked:
+            raise Problem(400, "requests is empty", param="requests", hint="send one for each text")
+        texts = [text_of(each.content, f"{where.format(at)}content") for at, each in enumerate(asked)]
+        demand_texts(texts, "content" if not where else "requests")
+        for field in ("task_type", "output_dimensionality"):
+            if len({getattr(each, field) for each in asked}) > 1:
+                raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=BY_PARTS)
+        self._demand_width(width := asked[0].output_dimensionality or None)
+        prompts = self._replies.text_prompts
+        task = ASKING.get(asked[0].task_type or "")
+        prompt = {True: prompts.query, False: prompts.document}.get(task)
+
+        def answer(embedded: Embedded) -> dict[str, object]:
+            return told([{"values": in_numbers(each)} for each in shortened(embedded.vectors, width)])
+
+        return await self._answer(request, name, texts, True, answer, prompt)
 
     async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
         asked = await read(request, kind)

@@ -12,13 +12,16 @@ from starlette.routing import Route
 
 from ...runtime.answers.encodings import Encodings
 from .compaction import COMPACT
+from .gemini_models import COUNTED as GEMINI_COUNTED
+from .gemini_models import GENERATED
 from .llama_paths import TokenPaths
 from .ollama import OllamaEncoder
 from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
 
 WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-template",
-           "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate")
+           "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate",
+           *GENERATED, GEMINI_COUNTED)
 
 
 @dataclass

@@ -27,6 +27,9 @@ from .bodies import body_of, read
 from .compaction import COMPACT
 from .fields import Body, parsed
 from .form_data import parts_of
+from .gemini_models import GENERATED, in_list
+from .gemini_models import PATHS as GEMINI
+from .gemini_shape import GeminiShape
 from .lasting import seconds_of
 from .llama_paths import refuse_change
 from .llama_shape import LlamaShape
@@ -119,6 +122,7 @@ class Front:
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  *(Route(path, self.pass_gemini, methods=["POST"]) for path in GEMINI),
                   *(Route(path, self.pass_form, methods=["POST"]) for path in SPOKEN),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
@@ -189,6 +193,12 @@ class Front:
         streams = passed.streams if asked.stream is None else asked.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
+
+    async def pass_gemini(self, request: Request) -> Response:
+        """Its model is named in the path. A stream that is one list has no beginning before the model's own."""
+        body, model = await body_of(request), await self.meant(request.path_params["name"])
+        streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
+        return Relay(self, model, GeminiShape(model.name) if streams else None, body, None)
 
     async def pass_form(self, request: Request) -> Response:
         body = await body_of(request)

@@ -10,14 +10,14 @@ import hmac
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from .bodies import LARGEST_BODY
-from .problems import AGAIN, BUSY, REFUSED, Problem, internal
+from .problems import AGAIN, BUSY, GOOGLE, REFUSED, Problem, internal
 from .streams import GONE, Record, problem_response
 
 OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server lives has none
@@ -25,6 +25,8 @@ ANYONE = "*"
 # Of programs with windows of their own, on this machine: a site cannot have such an origin, whatever its name is.
 PROGRAMS = ("app", "tauri", "vscode-file", "vscode-webview")
 RECORD = "effllm.record"
+VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # of Google's API beside ours; of its programs
+METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
 MOST_HELD = 16 * LARGEST_BODY
 
 
@@ -38,7 +40,7 @@ class Rules:
     origins: tuple[str, ...] = ()
     open: tuple[Callable[[str, Headers], bool], ...] = ()
 
-    def refused(self, path: str, headers: Headers) -> Problem | None:
+    def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
         if self.on_loopback and host and not is_loopback(name_of(host)):
             return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed",
@@ -46,7 +48,7 @@ class Rules:
         if origin is not None and not self.allows(origin, host):
             return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
         is_open = path in OPEN or any(each(path, headers) for each in self.open)
-        if self.key is not None and not is_open and not self._has_key(headers):
+        if self.key is not None and not is_open and not self._has_key(path, headers, query):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
@@ -61,10 +63,12 @@ class Rules:
             return True
         return self.on_loopback and (parts.scheme in PROGRAMS or parts.scheme in ("http", "https") and is_loopback(name))
 
-    def _has_key(self, headers: Headers) -> bool:
+    def _has_key(self, path: str, headers: Headers, query: bytes) -> bool:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", "")
-        return any([hmac.compare_digest(each.encode("latin-1"), self.key.encode()) for each in given])
+        given = [key.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""), headers.get("x-goog-api-key", "")]
+        in_query = parse_qs(query.decode("latin-1")).get("key", []) if path.startswith(GOOGLE) else []  # where its programs have it
+        said = [*(each.encode("latin-1") for each in given), *(each.encode("utf-8", "replace") for each in in_query)]
+        return any([hmac.compare_digest(each, self.key.encode()) for each in said])
 
 
 def name_of(host: str) -> str:
@@ -93,7 +97,8 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers, record, status, own = Headers(scope=scope), Record(), GONE, 0
+        headers, record, status, own, asked = Headers(scope=scope), Record(), GONE, 0, scope["path"]
+        scope = by_googles_path(scope, headers)
         origin = headers.get("origin")
         scope[RECORD] = record
 
@@ -119,7 +124,7 @@ class Guard:
 
         try:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
-            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers)
+            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers, scope["query_string"])
             if refused is not None:
                 await problem_response(refused, scope["path"])(scope, receive, sending)
             elif is_preflight:
@@ -135,10 +140,23 @@ class Guard:
                 self._held -= own
             else:
                 record.behind.add_done_callback(lambda _: self._release(own))
-            self._say(scope["method"], scope["path"], status, record)
+            self._say(scope["method"], asked, status, record)
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes
+
+
+def by_googles_path(scope: Scope, headers: Headers) -> Scope:
+    """A request of Google's API at another version of it is one at ours. Its first has the paths of OpenAI's models as well: there its
+    programs are known by what they ask of one, or by headers that they alone have."""
+    version, _, rest = scope["path"].removeprefix("/").partition("/")
+    is_googles = rest.partition("/")[0] == "models" and (rest.rpartition(":")[2] in METHODS or any(name in headers for name in HEADERS))
+    if version not in VERSIONS or not is_googles:
+        return scope
+    own = {"path": GOOGLE + rest}
+    if raw := scope.get("raw_path"):
+        own["raw_path"] = GOOGLE.encode() + raw[len(version) + 2 :]
+    return {**scope, **own}
 
 
 def preflight(headers: Headers) -> Response:

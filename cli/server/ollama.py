@@ -14,6 +14,7 @@ from starlette.routing import Route
 
 from ... import __version__, typed
 from .bodies import read
+from .gemini_models import GeminiModels
 from .lasting import FOREVER_S
 from .lm_studio import LmStudio
 from .ollama_fields import Named, untagged
@@ -47,7 +48,8 @@ class OllamaModels:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand_here), *LmStudio(self.about, self._demand).routes()]
+                *common_routes(self._demand_here), *LmStudio(self.about, self._demand).routes(),
+                *GeminiModels(self.about, self._demand).routes()]
 
     async def tags(self, request: Request) -> Response:
         return json_response(tags([await self._model()]))

@@ -10,6 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from .gemini_models import GeminiFront
 from .lasting import FOREVER_S
 from .lm_studio import LmStudioFront
 from .ollama import common_routes, named, version
@@ -30,7 +31,8 @@ class OllamaFront:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand), *LmStudioFront(self._front, listed).routes()]
+                *common_routes(self._demand), *LmStudioFront(self._front, listed).routes(),
+                *GeminiFront(self._front).routes()]
 
     async def tags(self, request: Request) -> Response:
         states = await self._front.states()

@@ -28,7 +28,7 @@ def stamp(seconds: float | None = None) -> str:
 class OllamaShape(Shape, Protocol):
     """Each kind of answer knows how it has texts and calls (`said`). With a `tokenizer` it is told how likely tokens were."""
 
-    by_line, ending = True, b""
+    by_line, ending, has_comments = True, b"", False
 
     def __init__(self, model: str, waited_ns: int = 0, tokenizer: Tokenizer | None = None) -> None:
         """`waited_ns`: for the model to be loaded. `tokenizer`: of tokens that are told of."""

@@ -32,7 +32,8 @@ if TYPE_CHECKING:
     from ...runtime.answers.encodings import Encodings
     from ...runtime.answers.replies import Replies
 
-SERVED = "/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /api/chat, /api/generate, /completion and /infill"
+SERVED = ("/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1beta/models, /api/chat, /api/generate, "
+          "/completion and /infill")
 
 CHATS = ("/v1/chat/completions", "/chat/completions", f"{LM_STUDIO}chat/completions")
 TEXTS = ("/v1/completions", f"{LM_STUDIO}completions")

@@ -14,19 +14,22 @@ from urllib.parse import unquote_to_bytes
 
 from ... import EffllmError
 from ...runtime.files.pdf_pages import is_pdf, pages_of
-from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT
+from .gemini_fields import attached
+from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
 from .problems import Problem, problem_of
 from .responses_fields import OUTPUTS
 from .turns import TOOL
 
 if TYPE_CHECKING:
     from .fields import ChatAsked
+    from .gemini_fields import GenerateAsked
     from .messages_fields import CountAsked
     from .responses_fields import ResponsesAsked
 
 NOT_FETCHED = "files are not fetched from addresses: send it in the request, as {}"
 NONE_KEPT = "no files are kept here: send it in the request, as {}"
 AS_DATA, AS_SOURCE = "file_data, data:application/pdf;base64,...", '{"type": "base64", "media_type": "application/pdf", "data": ...}'
+AS_INLINE = 'inlineData: {"mimeType": "application/pdf", "data": ...}'
 MOST_HELD = 1 << 20  # letters of what was read, for programs that send a file again with each question; no plan counts so few
 
 
@@ -65,6 +68,15 @@ def in_messages(asked: CountAsked) -> Iterator[Sent]:
         for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             if isinstance(block, dict) and block.get("type") == "tool_result":
                 yield from _in_blocks(block.get("content"), f"{where}[{at}].content", True)
+
+
+def in_contents(asked: GenerateAsked) -> Iterator[Sent]:
+    """Of Google's API: parts with data that is neither a picture nor a sound."""
+    for each in attached(asked):
+        if each.kind not in TYPES:
+            is_address = each.text[:5].lower() != "data:" and each.part.inline_data is None
+            data = Problem(400, f"{each.where}: {NOT_FETCHED.format(AS_INLINE)}", param=each.where) if is_address else each.text
+            yield Sent(data, each.name, each.where, each.put, each.by_tool)
 
 
 class Reading:

@@ -17,6 +17,7 @@ from ... import EffllmError
 from ...runtime.images.picture_file import MOST_POINTS
 from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
 from ...runtime.sounds.sound_file import MOST_SECONDS
+from .gemini_fields import attached
 from .problems import AGAIN, BUSY, Problem, problem_of
 from .responses_fields import OUTPUTS
 from .turns import TOOL
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
     from ...runtime.answers.replies import Replies
     from ...runtime.images.album import Picture
     from .fields import ChatAsked
+    from .gemini_fields import GenerateAsked
     from .messages_fields import CountAsked
     from .ollama_fields import OllamaChat, OllamaText
     from .responses_fields import ResponsesAsked
@@ -36,6 +38,7 @@ SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the requ
 VIDEO = "video_url"  # as vLLM has it, of chat completions
 KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, VIDEO: PICTURES, "input_audio": SOUNDS,
          "audio_url": SOUNDS}  # of parts
+TYPES = {"image": PICTURES, "video": PICTURES, "audio": SOUNDS}  # of media, by what their names begin with
 LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the request, as data:video/mp4;base64,..."
@@ -83,6 +86,13 @@ def in_messages(asked: CountAsked) -> Iterator[Sent]:
         for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
             if isinstance(block, dict) and block.get("type") == "tool_result":
                 yield from _in_parts(block.get("content"), f"{where}[{at}].content", by_tool=True)
+
+
+def in_contents(asked: GenerateAsked) -> Iterator[Sent]:
+    """Of Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts, and in those of what functions gave back."""
+    for each in attached(asked):
+        if (sense := TYPES.get(each.kind)) is not None:
+            yield Sent(partial(getattr, each, "text"), each.where, each.put, sense, each.by_tool, each.kind == "video")
 
 
 def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:

@@ -15,8 +15,11 @@ TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
 LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
 MESSAGES = "/v1/messages"  # Anthropic's API
 OLLAMA, LM_STUDIO = "/api/", "/api/v0/"  # the latter has OpenAI's errors
+GOOGLE = "/v1beta/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
+OF_GOOGLE = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED",
+             501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 CLOSING = "the server ends"
 AT_THE_SERVER = "the server's terminal says more"
 LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
@@ -50,6 +53,8 @@ class Problem(Exception):
         """As the API has it that is spoken at a path."""
         if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO):
             return self.to_ollama()
+        if path.startswith(GOOGLE):
+            return self.to_google()
         return self.to_anthropic() if path.startswith(MESSAGES) else self.to_json()
 
     def to_anthropic(self) -> dict[str, object]:
@@ -58,6 +63,13 @@ class Problem(Exception):
         kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
+
+    def to_google(self) -> dict[str, object]:
+        """As Google's APIs have it: by the code of HTTP and a word of theirs; the field stands among details."""
+        details = [] if self.param is None else [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [
+            {"field": self.param, "description": self.message}]}]
+        word = OF_GOOGLE.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
+        return {"error": {"code": self.status, "message": self.words, "status": word, **({"details": details} if details else {})}}
 
     def to_ollama(self) -> dict[str, object]:
         """As Ollama's API has it, some of whose clients know by the words that a model has to be loaded first."""

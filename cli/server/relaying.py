@@ -99,15 +99,15 @@ class Relay(Response):
         raise problem_in(answer.status, b"".join([piece async for piece in answer.pieces]))
 
     async def _comment(self, text: str) -> None:
-        """Lines have no comments: there it is a piece without text, as from a model that waits for its turn."""
+        """Where there are no comments it is a piece without text, as from a model that waits for its turn."""
         if self._shape is None:
             return
         if not self._began:
             self._began = True
             headers = raw((("content-type", self._kind), *HEADERS.items()))
             await self._send({"type": "http.response.start", "status": 200, "headers": headers})
-        by_line = self._shape.by_line
-        await self._piece(written(self._shape, self._shape.waiting()) if by_line else f": {text}\n\n".encode("utf-8", "replace"))
+        comment = f": {text}\n\n".encode("utf-8", "replace")
+        await self._piece(comment if self._shape.has_comments else written(self._shape, self._shape.waiting()))
 
     async def _piece(self, body: bytes, more: bool = True) -> None:
         await self._send({"type": "http.response.body", "body": body, "more_body": more})

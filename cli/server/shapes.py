@@ -21,10 +21,10 @@ MS = 1000
 
 class Shape(Protocol):
     """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `by_line`:
-    they are no events but lines; `ending` is what comes behind the last. A stream that is `early` begins while the engine reads the prompt,
-    others with the first text."""
+    they are no events but lines; `in_list`: but elements of one list; `ending` is what comes behind the last. A stream that is `early`
+    begins while the engine reads the prompt, others with the first text. One that `has_comments` has them while it waits, others pieces."""
 
-    named, by_line, ending, early = False, False, b"data: [DONE]\n\n", False
+    named, by_line, in_list, ending, early, has_comments = False, False, False, b"data: [DONE]\n\n", False, True
 
     def first(self) -> list[dict[str, object]]:
         """What comes before the first text."""

@@ -3,7 +3,7 @@ ends.
 
 The status of a stream is sent with its first bytes, so these wait for the first event of the engine: what is wrong with a request is an
 error with a status of its own. Only a wait that is long begins with a comment, which readers of events pass over and which keeps proxies
-from giving up; an error then comes as an event. Lines have no comments: there it is a piece that holds no text.
+from giving up; an error then comes as an event. Where there are no comments it is a piece that holds no text.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .shapes import Shape
 
 KEEP_ALIVE_S = 5.0  # without a byte
 PROGRESS_S = 1.0
-EVENTS, LINES = "text/event-stream; charset=utf-8", "application/x-ndjson"
+EVENTS, LINES, LIST = "text/event-stream; charset=utf-8", "application/x-ndjson", "application/json"
 HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}
 LEFT = "the client left"
 Made = TypeVar("Made")
@@ -131,6 +131,7 @@ class EventStream(Response):
 
     def __init__(self, listener: Listener, shape: Shape) -> None:
         self._listener, self._shape, self._began, self._wrote = listener, shape, False, 0.0
+        self._since = time.monotonic()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._send, self._scope, self._receive = send, scope, receive
@@ -168,8 +169,12 @@ class EventStream(Response):
             await self._data(self._shape.first())
 
     async def _wait(self) -> None:
-        """A comment, unless there was one just now."""
-        if time.monotonic() - self._wrote >= PROGRESS_S:
+        """A comment, unless there was one just now, or where there are none a piece, of which a client needs fewer."""
+        now = time.monotonic()
+        if not self._shape.has_comments:
+            if now - max(self._since, self._wrote) >= KEEP_ALIVE_S:
+                await self._data(self._shape.waiting())
+        elif now - self._wrote >= PROGRESS_S:
             await self._body(f": {self._listener.comment}\n\n".encode())
             if self._shape.early:
                 await self._begin()
@@ -193,13 +198,17 @@ class LineStream(EventStream):
 
     kind = LINES
 
-    def __init__(self, listener: Listener, shape: Shape) -> None:
-        super().__init__(listener, shape)
-        self._since = time.monotonic()
 
-    async def _wait(self) -> None:
-        if time.monotonic() - max(self._since, self._wrote) >= KEEP_ALIVE_S:
-            await self._data(self._shape.waiting())
+class ListStream(EventStream):
+    """The answer in pieces, which together are one list."""
+
+    kind = LIST
+    _has_one = False
+
+    async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
+        for piece in pieces:
+            await self._body((b",\n" if self._has_one else b"[") + encoded(piece))
+            self._has_one = True
 
 
 def written(shape: Shape, pieces: Iterable[Mapping[str, object]]) -> bytes:

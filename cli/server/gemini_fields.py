@@ -1,0 +1,326 @@
+"""Requests of Google's Gemini API, read as those of chat completions. A field may be called as its JSON has it (`inlineData`) or as its
+protocol buffers do (`inline_data`), and of a list one may stand for itself: programs and documents have both."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Annotated, Any, ClassVar
+
+from pydantic import BeforeValidator, ConfigDict
+from pydantic.alias_generators import to_camel
+
+from .fields import Body, ChatAsked, Whole, refuse_not_here
+from .gemini_schema import schema_of
+from .problems import Problem
+from .tools import ALLOWED
+from .turns import ASSISTANT, SYSTEM, USER, Turns
+
+ROLES = {None: USER, "": USER, "user": USER, "function": USER, "model": ASSISTANT}
+MODES = {"": "auto", "MODE_UNSPECIFIED": "auto", "AUTO": "auto", "VALIDATED": "auto", "ANY": "required", "NONE": "none"}
+CONFIG = "generationConfig"
+SAME = {"temperature": "temperature", "top_p": "topP", "top_k": "topK", "seed": "seed", "presence_penalty": "presencePenalty",
+        "frequency_penalty": "frequencyPenalty"}
+OTHERS = {"max_tokens": "maxOutputTokens", "stop": "stopSequences", "n": "candidateCount", "top_logprobs": "logprobs",
+          "structured_outputs": "responseSchema", "response_format": "responseSchema", "thinking_budget": "thinkingConfig.thinkingBudget",
+          "reasoning_effort": "thinkingConfig.thinkingLevel"}
+CALLED = {"tool_choice": "toolConfig.functionCallingConfig", **{name: f"{CONFIG}.{called}" for name, called in {**SAME, **OTHERS}.items()}}
+JSON_TYPE, ENUM_TYPE, PLAIN = "application/json", "text/x.enum", "text/plain"
+UNSAID = "THINKING_LEVEL_UNSPECIFIED"
+SAID = ("output", "result")  # keys by which a result is the whole of what a function gave back
+URL_SAFE = str.maketrans("-_", "+/")  # of base64, which Google's servers take as well
+
+
+def listed(value: Any) -> Any:
+    return [value] if isinstance(value, dict) else value
+
+
+class Google(Body):
+    model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True)
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+
+
+class Blob(Google):
+    mime_type: str = ""
+    data: str
+    display_name: str | None = None
+
+
+class FileData(Google):
+    mime_type: str = ""
+    file_uri: str
+
+
+class FunctionCall(Google):
+    id: str | None = None
+    name: str
+    args: dict[str, Any] | None = None
+
+
+class FunctionResponse(Google):
+    id: str | None = None
+    name: str = ""
+    response: dict[str, Any] | None = None
+    parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
+
+
+class Part(Google):
+    text: str | None = None
+    thought: bool | None = None
+    thought_signature: str | None = None
+    inline_data: Blob | None = None
+    file_data: FileData | None = None
+    function_call: FunctionCall | None = None
+    function_response: FunctionResponse | None = None
+    executable_code: dict[str, Any] | None = None
+    code_execution_result: dict[str, Any] | None = None
+
+
+class Content(Google):
+    role: str | None = None
+    parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
+
+
+class ThinkingConfig(Google):
+    include_thoughts: bool | None = None
+    thinking_budget: Whole = None
+    thinking_level: str | None = None
+
+
+class GenerationConfig(Google):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        name: nothing for names, nothing in ((("responseModalities", "response_modalities"), ([], ["TEXT"], ["text"])),
+                                             (("speechConfig", "speech_config"), ()), (("imageConfig", "image_config"), ()))
+        for name in names}
+
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole = None
+    seed: Whole = None
+    presence_penalty: float | None = None
+    frequency_penalty: float | None = None
+    max_output_tokens: Whole = None
+    stop_sequences: list[str] | None = None
+    candidate_count: Whole = None
+    response_mime_type: str | None = None
+    response_schema: dict[str, Any] | None = None
+    response_json_schema: dict[str, Any] | None = None
+    response_logprobs: bool | None = None
+    logprobs: Whole = None
+    thinking_config: ThinkingConfig | None = None
+
+
+class FunctionDeclaration(Google):
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    parameters_json_schema: dict[str, Any] | None = None
+
+
+class Tool(Google):
+    function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(listed)] = None
+
+
+class FunctionCallingConfig(Google):
+    mode: str | None = None
+    allowed_function_names: list[str] | None = None
+
+
+class ToolConfig(Google):
+    function_calling_config: FunctionCallingConfig | None = None
+
+
+class GenerateAsked(Google):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
+    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(not_here, "what prompts have in common is not read again anyway")
+
+    contents: Annotated[list[Content], BeforeValidator(listed)]
+    system_instruction: Content | None = None
+    generation_config: GenerationConfig | None = None
+    tools: Annotated[list[Tool] | None, BeforeValidator(listed)] = None
+    tool_config: ToolConfig | None = None
+
+    @property
+    def config(self) -> GenerationConfig:
+        return self.generation_config or GenerationConfig()
+
+    @property
+    def shows_thoughts(self) -> bool:
+        return bool(self.config.thinking_config and self.config.thinking_config.include_thoughts)
+
+
+class CountAsked(Google):
+    """Contents, or a whole request whose tokens are counted."""
+
+    contents: Annotated[list[Content] | None, BeforeValidator(listed)] = None
+    generate_content_request: GenerateAsked | None = None
+
+    @property
+    def about(self) -> GenerateAsked:
+        return self.generate_content_request or GenerateAsked.model_construct(contents=self.contents or [])
+
+
+class EmbedAsked(Google):
+    content: Content
+    task_type: str | None = None
+    title: str | None = None
+    output_dimensionality: Whole = None
+
+
+class EmbedsAsked(Google):
+    requests: Annotated[list[EmbedAsked], BeforeValidator(listed)]
+
+
+@dataclass(frozen=True)
+class Attached:
+    """A file of a part, in base64 or as an address. `by_tool`: a function gave it back."""
+
+    part: Part
+    where: str
+    by_tool: bool = False
+
+    @property
+    def kind(self) -> str:
+        """What its type begins with, as image."""
+        return self._held.mime_type.partition("/")[0].lower()
+
+    @property
+    def text(self) -> str:
+        held = self._held
+        return held.data.translate(URL_SAFE) if isinstance(held, Blob) else held.file_uri
+
+    @property
+    def name(self) -> str:
+        return (self.part.inline_data and self.part.inline_data.display_name) or ""
+
+    @property
+    def _held(self) -> Blob | FileData:
+        return self.part.inline_data or self.part.file_data
+
+    def put(self, text: str) -> None:
+        """In its place."""
+        self.part.text, self.part.inline_data, self.part.file_data = text, None, None
+
+
+def attached(asked: GenerateAsked) -> Iterator[Attached]:
+    """The files of a request, which become texts of its parts."""
+    for number, content in enumerate(asked.contents):
+        for at, part in enumerate(content.parts or ()):
+            where = f"contents[{number}].parts[{at}]"
+            if part.inline_data or part.file_data:
+                yield Attached(part, where)
+            for inner, other in enumerate(part.function_response and part.function_response.parts or ()):
+                if other.inline_data or other.file_data:
+                    yield Attached(other, f"{where}.functionResponse.parts[{inner}]", by_tool=True)
+
+
+def chat_of(asked: GenerateAsked, model: str, stream: bool = False) -> tuple[ChatAsked, list[dict[str, Any]]]:
+    """The request as one of chat completions, and its messages. Raises Problem."""
+    config = asked.config
+    refuse_not_here(config, f"{CONFIG}.")
+    thinking = config.thinking_config or ThinkingConfig()
+    level = thinking.thinking_level if thinking.thinking_level != UNSAID else None
+    own = {"model": model, "stream": stream, "max_tokens": config.max_output_tokens, "n": config.candidate_count or None,
+           "logprobs": config.response_logprobs, "top_logprobs": config.logprobs, "thinking_budget": thinking.thinking_budget,
+           "reasoning_effort": level and level.lower(), "tools": [*_functions(asked)], "tool_choice": _choice(asked), **_form(config)}
+    if config.stop_sequences:
+        own["stop"] = config.stop_sequences
+    return ChatAsked.model_construct(messages=[], **{name: getattr(config, name) for name in SAME}, **own), _messages(asked)
+
+
+def text_of(content: Content, where: str) -> str:
+    """Of content that is text alone. Raises Problem."""
+    parts = content.parts or []
+    if (other := next((at for at, part in enumerate(parts) if part.text is None), None)) is not None:
+        raise Problem(400, f"{where}.parts[{other}] is no text", param=f"{where}.parts[{other}]", hint="text alone is taken here")
+    return "\n".join(part.text for part in parts)
+
+
+def _form(config: GenerationConfig) -> dict[str, Any]:
+    kind, schema = config.response_mime_type or PLAIN, config.response_json_schema
+    if schema is None and config.response_schema is not None:
+        schema = schema_of(config.response_schema, f"{CONFIG}.responseSchema")
+    place = f"{CONFIG}.responseMimeType"
+    if kind not in (PLAIN, JSON_TYPE, ENUM_TYPE):
+        raise Problem(400, f"{place} is {PLAIN}, {JSON_TYPE} or {ENUM_TYPE}, not {kind!r:.40}", param=place)
+    if kind == PLAIN and schema is not None:
+        raise Problem(400, f"a schema goes with {place} {JSON_TYPE}", param=place)
+    if kind == ENUM_TYPE:
+        return {"structured_outputs": {"choice": (schema or {}).get("enum") or []}}
+    form = {"type": "json_object"} if schema is None else {"type": "json_schema", "json_schema": {"schema": schema}}
+    return {} if kind == PLAIN else {"response_format": form}
+
+
+def _functions(asked: GenerateAsked) -> Iterator[dict[str, Any]]:
+    """Raises Problem for tools that a server would have to run."""
+    for number, tool in enumerate(asked.tools or ()):
+        where = f"tools[{number}]"
+        if (other := next((name for name, value in (tool.model_extra or {}).items() if value is not None), None)) is not None:
+            raise Problem(400, f"{where}.{other:.40} is not supported, functionDeclarations of your own are", param=f"{where}.{other:.40}",
+                          code="unsupported_parameter")
+        for at, function in enumerate(tool.function_declarations or ()):
+            schema = function.parameters_json_schema
+            if schema is None and function.parameters is not None:
+                schema = schema_of(function.parameters, f"{where}.functionDeclarations[{at}].parameters")
+            own = {"name": function.name, "description": function.description, "parameters": schema or {"type": "object", "properties": {}}}
+            yield {"type": "function", "function": own}
+
+
+def _choice(asked: GenerateAsked) -> str | dict[str, Any] | None:
+    config = asked.tool_config and asked.tool_config.function_calling_config
+    if config is None:
+        return None
+    mode, place = MODES.get((config.mode or "").upper()), f"{CALLED['tool_choice']}.mode"
+    if mode is None:
+        raise Problem(400, f"{place} is AUTO, ANY, VALIDATED or NONE, not {config.mode!r:.40}", param=place)
+    if not config.allowed_function_names or mode == "none":
+        return mode
+    named = [{"type": "function", "function": {"name": name}} for name in config.allowed_function_names]
+    return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": named}}
+
+
+def _messages(asked: GenerateAsked) -> list[dict[str, Any]]:
+    """Raises Problem. A result without a name for its call belongs to the first of that function that has none."""
+    turns, waiting = Turns(), dict[str, str]()
+    if not asked.contents:
+        raise Problem(400, "contents is empty", param="contents", hint='send {"role": "user", "parts": [{"text": "..."}]}')
+    if asked.system_instruction and (text := text_of(asked.system_instruction, "systemInstruction")):
+        turns.say(SYSTEM, [text])
+    for number, content in enumerate(asked.contents):
+        if content.role not in ROLES:
+            place = f"contents[{number}].role"
+            raise Problem(400, f"{place} is user or model, not {content.role!r:.40}", param=place)
+        for at, part in enumerate(content.parts or ()):
+            _add(turns, ROLES[content.role], part, f"contents[{number}].parts[{at}]", waiting)
+    return turns.messages
+
+
+def _add(turns: Turns, role: str, part: Part, where: str, waiting: dict[str, str]) -> None:
+    """One part. `waiting`: functions that were called and gave nothing back yet, by the names of the calls."""
+    if part.text is not None:
+        turns.think(part.text) if part.thought and role == ASSISTANT else turns.say(role, [part.text])
+    elif (call := part.function_call) is not None and role == ASSISTANT:
+        called = call.id or f"call_{where}"
+        waiting[called] = call.name
+        turns.call(called, call.name, call.args or {})
+    elif (result := part.function_response) is not None and role == USER:
+        called = result.id or next((each for each, name in waiting.items() if name == result.name), result.name)
+        waiting.pop(called, None)
+        turns.give_back(called, filter(None, [_said(result.response or {}), *(each.text for each in result.parts or ())]))
+    elif (code := part.executable_code or part.code_execution_result) is not None and role == ASSISTANT:  # as Google's server ran it
+        turns.say(role, [str(code.get("code") or code.get("output") or "")])
+    elif call is not None or part.function_response is not None:
+        raise Problem(400, f"{where}: functionCall is said by the model, functionResponse by the user", param=where)
+    elif part.thought_signature is None:
+        raise Problem(400, f"{where} has no text, inlineData, functionCall or functionResponse", param=where)
+
+
+def _said(response: dict[str, Any]) -> str:
+    """What a function gave back, as a model reads it: the text itself where there is nothing beside it."""
+    if len(response) == 1:
+        (name, value), = response.items()
+        if name in SAID or name == "error":
+            text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+            return f"Error: {text}" if name == "error" else text
+    return json.dumps(response, ensure_ascii=False)

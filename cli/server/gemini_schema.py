@@ -1,0 +1,46 @@
+"""Google's schemas, which are OpenAPI's of 3.0, as JSON schemas: types in capitals, `nullable`, bounds that are texts since they are
+integers of 64 bits, and the order of properties apart from them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .problems import Problem
+
+BOUNDS = {"minItems", "maxItems", "minLength", "maxLength", "minProperties", "maxProperties"}
+OWN = {"nullable", "propertyOrdering", "example"}  # that JSON schemas do not have
+WORDS = {"any_of": "anyOf", "property_ordering": "propertyOrdering", **{name[:3] + "_" + name[3:].lower(): name for name in BOUNDS}}
+UNSAID = "TYPE_UNSPECIFIED"
+
+
+def schema_of(given: Any, where: str) -> dict[str, Any]:
+    """The schema as a JSON schema. Raises Problem for what is no object."""
+    if not isinstance(given, Mapping):
+        raise Problem(400, f"{where} is a schema, an object", param=where)
+    told = {WORDS.get(name, name): value for name, value in given.items() if value is not None}
+    made = {name: _of(name, value, where) for name, value in told.items() if name not in OWN and value != UNSAID}
+    if isinstance(order := told.get("propertyOrdering"), list) and isinstance(own := made.get("properties"), dict):
+        made["properties"] = {name: own[name] for name in dict.fromkeys([*(each for each in order if each in own), *own])}
+    return _or_null(made) if told.get("nullable") is True else made
+
+
+def _of(name: str, value: Any, where: str) -> Any:
+    if name == "type" and isinstance(value, str):
+        return value.lower()
+    if name in BOUNDS and isinstance(value, str) and value.isdecimal():
+        return int(value)
+    if name in ("items", "additionalProperties") and isinstance(value, Mapping):
+        return schema_of(value, f"{where}.{name}")
+    if name in ("properties", "$defs", "defs") and isinstance(value, Mapping):
+        return {each: schema_of(inner, f"{where}.{name}.{each}") for each, inner in value.items()}
+    if name in ("anyOf", "prefixItems") and isinstance(value, list):
+        return [schema_of(each, f"{where}.{name}[{at}]") for at, each in enumerate(value)]
+    return value
+
+
+def _or_null(schema: dict[str, Any]) -> dict[str, Any]:
+    if "anyOf" in schema:
+        return {**schema, "anyOf": [*schema["anyOf"], {"type": "null"}]}
+    nulls = {"enum": [*schema["enum"], None]} if isinstance(schema.get("enum"), list) else {}
+    return {**schema, **({"type": [schema["type"], "null"]} if isinstance(schema.get("type"), str) else {}), **nulls}

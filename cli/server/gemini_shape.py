@@ -1,0 +1,127 @@
+"""Answers as Google's Gemini API has them: candidates of parts (text, thoughts, calls), whole, or piece by piece as events or as the
+elements of one list."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...runtime.calls.cursor import parsed
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.sampling.token_chances import Chances
+from ...runtime.text import Tokenizer
+from ...runtime.tokens.token_bytes import bytes_of
+from .logprobs import spelled
+from .problems import Problem
+from .several import Ended, together
+from .shapes import Shape
+from .tools import CallList
+
+
+@dataclass
+class Candidate:
+    """One answer so far."""
+
+    index: int
+    parts: list[dict[str, Any]] = field(default_factory=list)
+    tokens: list[Chances] = field(default_factory=list)
+    calls: CallList = field(default_factory=CallList)
+
+    def add(self, part: dict[str, Any]) -> None:
+        """Text of one kind is one part."""
+        before = self.parts[-1] if self.parts else {}
+        if "text" in part and "text" in before and part.get("thought") == before.get("thought"):
+            before["text"] += part["text"]
+        else:
+            self.parts.append({**part})
+
+
+class GeminiShape(Shape):
+    """`in_list`: pieces are elements of one JSON list. Without `shows_thoughts` reasoning is counted, and not told. With a `tokenizer` it
+    is told how likely tokens were."""
+
+    ending, has_comments = b"", False  # of which some of its clients wait for the end of what they take for a piece
+
+    def __init__(self, model: str, in_list: bool = False, shows_thoughts: bool = False, tokenizer: Tokenizer | None = None) -> None:
+        self.model, self.in_list, self._shows_thoughts, self._tokenizer = model, in_list, shows_thoughts, tokenizer
+        self.id, self.ending = uuid.uuid4().hex, b"]" if in_list else b""
+        self._candidates, self._ended = [Candidate(0)], list[Stats]()
+
+    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+        if isinstance(event, PromptRead):
+            return []
+        now = self._candidates[-1]
+        if isinstance(event, Ended):
+            self._ended.append(event.stats)
+            self._candidates.append(Candidate(now.index + 1))
+            return [self._piece(self._last(now, event.stats))]
+        if isinstance(event, Call):
+            called = now.calls.add(event)["id"]
+            part = {"functionCall": {"id": called, "name": event.name, "args": parsed(event.arguments)}}
+        elif event.kind == "answer":
+            part = {"text": event.text}
+            now.tokens += event.tokens
+        elif self._shows_thoughts:
+            part = {"text": event.text, "thought": True}
+        else:
+            return []
+        now.add(part)
+        tokens = event.tokens if isinstance(event, TextDelta) and event.kind == "answer" else ()
+        return [self._piece({**self._told(tokens), **_candidate(now.index, [part])})]
+
+    def waiting(self) -> list[dict[str, object]]:
+        """A thought without words, which nobody shows."""
+        return [self._piece(_candidate(self._candidates[-1].index, [{"text": "", "thought": True}]))]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        self._ended.append(stats)
+        return [{**self._piece(self._last(self._candidates[-1], stats)), "usageMetadata": usage(self._ended)}]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        self._ended.append(stats)
+        candidates = [{**_candidate(each.index, each.parts), **self._told(each.tokens), **_ended(own)}
+                      for each, own in zip(self._candidates, self._ended, strict=True)]
+        return {**self._piece(*candidates), "usageMetadata": usage(self._ended)}
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        return [problem.to_google()]
+
+    def _piece(self, *candidates: dict[str, object]) -> dict[str, object]:
+        return {"candidates": [*candidates], "modelVersion": self.model, "responseId": self.id}
+
+    def _last(self, candidate: Candidate, stats: Stats) -> dict[str, object]:
+        return {**_candidate(candidate.index, []), **_ended(stats)}
+
+    def _told(self, tokens: Sequence[Chances]) -> dict[str, object]:
+        """How likely tokens were, where it is told of any."""
+        if self._tokenizer is None or not tokens:
+            return {}
+        text = bytes_of(self._tokenizer)
+
+        def one(token: int, logprob: float | None) -> dict[str, object]:
+            return {"token": spelled(text(token)), "tokenId": token, "logProbability": logprob}
+
+        total = sum(each.logprob or 0.0 for each in tokens)
+        return {"avgLogprobs": total / len(tokens), "logprobsResult": {
+            "topCandidates": [{"candidates": [one(*other) for other in each.top]} for each in tokens],
+            "chosenCandidates": [one(each.token, each.logprob) for each in tokens], "logProbabilitySum": total}}
+
+
+def _candidate(index: int, parts: list[dict[str, Any]]) -> dict[str, object]:
+    """Its clients forget a turn that has no part."""
+    return {"content": {"parts": parts or [{"text": ""}], "role": "model"}, "index": index}
+
+
+def _ended(stats: Stats) -> dict[str, object]:
+    return {"finishReason": "STOP" if stats.finish_reason == "stop" else "MAX_TOKENS"}
+
+
+def usage(ended: Sequence[Stats]) -> dict[str, object]:
+    """A prompt is counted once, however many answers it has."""
+    prompt, all_of_them = ended[0], together(ended)
+    made, thought = len(all_of_them.token_ids), all_of_them.reasoning_tokens
+    cached = {"cachedContentTokenCount": prompt.cached_tokens} if prompt.cached_tokens else {}
+    return {"promptTokenCount": prompt.prompt_tokens, **cached, "candidatesTokenCount": made - thought,
+            **({"thoughtsTokenCount": thought} if thought else {}), "totalTokenCount": prompt.prompt_tokens + made}
