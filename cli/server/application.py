@@ -32,6 +32,7 @@ from .guard import RECORD
 from .kept_responses import KeptResponses
 from .llama_paths import LlamaPaths
 from .llama_slots import LlamaSlots
+from .lm_studio_chat import LmStudioChat
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
 from .metrics import Tally
@@ -98,7 +99,7 @@ class Service(OneModel):
                 post(f"{OLLAMA}chat", self.ollama_chat), post(f"{OLLAMA}generate", self.ollama_generate),
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
                 *GeminiPaths(self).routes(), *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(),
-                *self.adapters.routes(),
+                *self.adapters.routes(), *LmStudioChat(self, self._kept).routes(),
                 *ResponsesPaths(self._kept, self._conversations, self._background).routes(), *Transcribing(self).routes()]
 
     async def chat(self, request: Request) -> Response:
@@ -116,7 +117,7 @@ class Service(OneModel):
         own = self._kept.own(asked)
         said = [*self._conversations.before(asked), *own]
         whole_request = self._kept.whole(asked, said)
-        answer, names = await self._wanted_response(whole_request)
+        answer, names = await self.wanted_response(whole_request)
         start = await self._in_room(whole_request, said, answer)
 
         def keep(response: dict[str, Any], events: Events | None = None) -> None:
@@ -138,15 +139,15 @@ class Service(OneModel):
         most, items = most_of(asked, self.replies.engine.n_ctx), asked.input if isinstance(asked.input, list) else own
         if most is None or await self.count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
             return partial(self.reply, answer)
-        notes, _ = await self._wanted_response(summing_up(asked, items, notes_room(self.replies.engine.n_ctx)))
-        again, _ = await self._wanted_response(short)
+        notes, _ = await self.wanted_response(summing_up(asked, items, notes_room(self.replies.engine.n_ctx)))
+        again, _ = await self.wanted_response(short)
 
         def behind(text: str) -> Start:
             return partial(self.reply, replace(again, messages=filled(again.messages, place, text), pictures=answer.pictures))
 
         return behind_notes(partial(self.reply, notes), behind)
 
-    async def _wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
+    async def wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
         pictures = await self.pictures(pictures_sent.in_responses(asked), papers.in_responses(asked))
         chat, messages, names = await asyncio.to_thread(responses_fields.chat_of, asked)  # which reads the grammars of tools
@@ -159,7 +160,7 @@ class Service(OneModel):
         if not (items := own if isinstance(before, str) else before):
             raise Problem(400, "input is missing", param="input", hint="it is the conversation that is to become short")
         shape = CompactionShape(deepcopy(staying(items)))
-        answer, _ = await self._wanted_response(summing_up(asked, items, asked.max_output_tokens))
+        answer, _ = await self.wanted_response(summing_up(asked, items, asked.max_output_tokens))
         return await self.answer(request, asked.model_copy(update={"stream": False}), shape, partial(self.reply, answer))
 
     async def messages(self, request: Request) -> Response:
@@ -178,7 +179,7 @@ class Service(OneModel):
     async def count_response(self, request: Request) -> Response:
         asked = await self.asked(request, ResponsesAsked)
         said = [*self._conversations.before(asked), *self._kept.own(asked)]
-        wanted, _ = await self._wanted_response(self._kept.whole(asked, said))
+        wanted, _ = await self.wanted_response(self._kept.whole(asked, said))
         return await self._counted(wanted)
 
     async def count_tokens(self, request: Request) -> Response:

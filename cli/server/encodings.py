@@ -15,13 +15,14 @@ from .compaction import COMPACT
 from .gemini_models import COUNTED as GEMINI_COUNTED
 from .gemini_models import GENERATED
 from .llama_paths import TokenPaths
+from .lm_studio_chat import CHAT as LM_CHAT
 from .ollama import OllamaEncoder
 from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
 
 WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-template",
            "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate",
-           *GENERATED, GEMINI_COUNTED)
+           LM_CHAT, *GENERATED, GEMINI_COUNTED)
 
 
 @dataclass

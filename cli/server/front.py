@@ -33,6 +33,8 @@ from .gemini_shape import GeminiShape
 from .lasting import seconds_of
 from .llama_paths import refuse_change
 from .llama_shape import LlamaShape
+from .lm_studio_chat import CHAT as LM_CHAT
+from .lm_studio_chat import LmStudioShape
 from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
 from .ollama_fields import untagged
@@ -88,6 +90,7 @@ PASSED = (Passed(CHATS, lambda name, body: ChatShape(name)),
           Passed(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
           Passed(("/v1/responses", "/responses"), response_shape),
           Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
+          Passed((LM_CHAT,), lambda name, body: LmStudioShape(name)),
           Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
           Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
           Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
@@ -177,11 +180,15 @@ class Front:
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        """Behind the answers that run."""
-        model = await self.meant((await read(request, Named)).model)
-        if not self.residents.let_go(model):
-            raise Problem(400, f"{model.name} is not loaded", param="model", hint="it takes no memory, so there is nothing to unload")
+        await self.let_go((await read(request, Named)).model, "model")
         return json_response({"success": True})
+
+    async def let_go(self, name: str | None, param: str) -> Shelved:
+        """End a model behind the answers that run. Raises Problem."""
+        model = await self.meant(name)
+        if not self.residents.let_go(model):
+            raise Problem(400, f"{model.name} is not loaded", param=param, hint="it takes no memory, so there is nothing to unload")
+        return model
 
     async def pass_on(self, passed: Passed, request: Request) -> Response:
         body = await body_of(request)

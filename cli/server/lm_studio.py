@@ -1,98 +1,210 @@
-"""What LM Studio's own API (its REST API v0) tells of models, for programs that look for that server: which there are, what each is for,
-how much context it has. Its chats, texts and vectors are asked for as OpenAI's, at paths of its own."""
+"""LM Studio's own API (its REST API, v0 and v1) tells of models, for programs that look for that server: which there are, what each is for,
+how much context it has; v1 has them loaded and ended as well. Chats, texts and vectors of v0 are asked for as OpenAI's, at paths of its
+own; `lm_studio_chat.py` has the chat of v1."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterable, Mapping
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
+from ... import typed
+from .bodies import read
+from .fields import Body
+from .ollama_fields import untagged
 from .ollama_models import Files, Listed, capabilities
-from .problems import LM_STUDIO
+from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, UNSUPPORTED, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
     from .front import Front, State
 
-MODELS, MODEL = f"{LM_STUDIO}models", f"{LM_STUDIO}models/{{name:path}}"
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not-loaded"
 
 
-@dataclass(frozen=True)
-class Made:
-    """What a model is for."""
+class Named(Body):
+    model: str
+    echo_load_config: bool | None = None
 
+
+class Instance(Body):
+    instance_id: str
+
+
+@dataclass(frozen=True)
+class Held:
+    """A model, what it is for, and how it is: `takes_tools`: every one with a chat template is told of them; `most` tokens of context it
+    was made for, `context` it has."""
+
+    model: Listed
     writes: bool
     sees: bool
-    takes_tools: bool  # every model with a chat template is told of them
+    takes_tools: bool
+    state: str
+    most: int | None
+    context: int | None
+
+    @property
+    def publisher(self) -> str:
+        return self.model.name.rpartition("/")[0] or "effllm"
+
+    @property
+    def format(self) -> str:
+        """Programs read it as one of two words: a folder of safetensors is MLX's more than a GGUF file."""
+        return "gguf" if self.model.is_gguf else "mlx"
+
+    def card(self) -> dict[str, object]:
+        """As the lists of v0 have it."""
+        model, can = self.model, [word for word, does in (("tool_use", self.takes_tools), ("vision", self.sees)) if does]
+        told = {"id": model.name, "object": "model", "type": "embeddings" if not self.writes else "vlm" if self.sees else "llm",
+                "publisher": self.publisher, "arch": model.family, "compatibility_type": self.format, "quantization": model.stored,
+                "state": self.state, "max_context_length": self.most}
+        return {**told, **({"loaded_context_length": self.context} if self.state == LOADED else {}), "capabilities": can}
+
+    def card_1(self) -> dict[str, object]:
+        """As those of v1."""
+        model = self.model
+        bits = round(8 * model.nbytes / model.parameters, 2) if model.parameters else None
+        own = {"architecture": model.family, "description": None, "capabilities": {
+            "vision": self.sees, "trained_for_tool_use": self.takes_tools}} if self.writes else {}
+        loaded = [{"id": model.name, "config": {"context_length": self.context}}] if self.state == LOADED else []
+        return {"type": self.kind, "publisher": self.publisher, "key": model.name, "display_name": model.name,
+                "quantization": {"name": model.stored, "bits_per_weight": bits}, "size_bytes": model.nbytes,
+                "params_string": model.details["parameter_size"], "loaded_instances": loaded, "max_context_length": self.most,
+                "format": self.format, **own}
 
     @property
     def kind(self) -> str:
-        return "embeddings" if not self.writes else "vlm" if self.sees else "llm"
+        return "llm" if self.writes else "embedding"
 
 
-def card(model: Listed, made: Made, state: str, most: int | None, context: int | None) -> dict[str, object]:
-    """A model as its lists have it. Programs read `compatibility_type` as one of two words: a folder of safetensors is MLX's more than a
-    GGUF file."""
-    can = [word for word, does in (("tool_use", made.takes_tools), ("vision", made.sees)) if does]
-    publisher, _, _ = model.name.rpartition("/")
-    told = {"id": model.name, "object": "model", "type": made.kind, "publisher": publisher or "effllm", "arch": model.family,
-            "compatibility_type": "gguf" if model.is_gguf else "mlx", "quantization": model.stored, "state": state,
-            "max_context_length": most}
-    return {**told, **({"loaded_context_length": context} if state == LOADED else {}), "capabilities": can}
+class Models(ABC):
+    """The paths of both, of one model or several."""
+
+    def routes(self) -> list[Route]:
+        told = {f"{LM_STUDIO}models": self.models, f"{LM_STUDIO}models/{{name:path}}": self.model, f"{LM_STUDIO_1}models": self.models_1,
+                f"{LM_STUDIO_1}models/download/status": self.downloads, f"{LM_STUDIO_1}models/download/status/{{job}}": self.download_of}
+        done = {"load": self.load, "unload": self.unload, "download": self.download}
+        return [*(Route(path, answer, methods=["GET"]) for path, answer in told.items()),
+                *(Route(f"{LM_STUDIO_1}models/{name}", answer, methods=["POST"]) for name, answer in done.items())]
+
+    async def models(self, request: Request) -> Response:
+        return json_response({"object": "list", "data": [each.card() for each in await self.all()]})
+
+    async def model(self, request: Request) -> Response:
+        return json_response((await self.one(request.path_params["name"])).card())
+
+    async def models_1(self, request: Request) -> Response:
+        return json_response({"models": [each.card_1() for each in await self.all()]})
+
+    async def load(self, request: Request) -> Response:
+        """How much context it has, and the like, whoever serves it says."""
+        asked, began = await read(request, Named), time.monotonic()
+        held = await self.loaded(asked.model)
+        config = {"load_config": {"context_length": held.context}} if asked.echo_load_config else {}
+        return json_response({"type": held.kind, "instance_id": held.model.name, "load_time_seconds": time.monotonic() - began,
+                              "status": LOADED, **config})
+
+    async def unload(self, request: Request) -> Response:
+        return json_response({"instance_id": await self.end((await read(request, Instance)).instance_id)})
+
+    async def download(self, request: Request) -> Response:
+        """A model that is here is here; no request downloads another, for whoever reaches the server. It may be named by an address."""
+        name = (await read(request, Named)).model
+        name = urlsplit(name).path.strip("/") if "://" in name else name
+        try:
+            await self.one(name)
+        except Problem as problem:
+            said = f"{problem.message}; no request downloads one: effllm pull {typed(untagged(name))} at the terminal"
+            raise Problem(problem.status, said, param=problem.param, code=problem.code) from problem
+        return json_response({"status": "already_downloaded"})
+
+    async def downloads(self, request: Request) -> Response:
+        return json_response({"downloading": [], "completed": [], "failed": [], "paused": []})
+
+    async def download_of(self, request: Request) -> Response:
+        raise Problem(404, "no request downloads here, so there is no such job", code=JOB_GONE, hint="effllm pull at the terminal")
+
+    @abstractmethod
+    async def all(self) -> list[Held]:
+        """Those that there are."""
+
+    @abstractmethod
+    async def one(self, name: str) -> Held:
+        """Raises Problem for a name that there is not."""
+
+    @abstractmethod
+    async def loaded(self, name: str) -> Held:
+        """The model, loaded. Raises Problem."""
+
+    @abstractmethod
+    async def end(self, name: str) -> str:
+        """Let it go; its name. Raises Problem."""
 
 
-def listing(cards: Iterable[Mapping[str, object]]) -> Response:
-    return json_response({"object": "list", "data": [*cards]})
-
-
-class LmStudio:
+class LmStudio(Models):
     """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
 
     def __init__(self, about: Callable[[], tuple[Listed, Files]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
 
-    def routes(self) -> list[Route]:
-        return [Route(MODELS, self.models, methods=["GET"]), Route(MODEL, self.model, methods=["GET"])]
+    async def all(self) -> list[Held]:
+        return [await asyncio.to_thread(self._held)]
 
-    async def models(self, request: Request) -> Response:
-        return listing([await asyncio.to_thread(self._card)])
+    async def one(self, name: str) -> Held:
+        self._demand(name)
+        return await asyncio.to_thread(self._held)
 
-    async def model(self, request: Request) -> Response:
-        self._demand(request.path_params["name"])
-        return json_response(await asyncio.to_thread(self._card))
+    async def loaded(self, name: str) -> Held:
+        return await self.one(name)
 
-    def _card(self) -> dict[str, object]:
+    async def end(self, name: str) -> str:
+        self._demand(name)
+        raise Problem(501, "the one model that is served stays until the server ends", UNSUPPORTED, code="not_supported",
+                      hint="effllm serve without MODEL loads and ends models by name")
+
+    def _held(self) -> Held:
         model, files = self._about()
         writes = not {"embedding", "rerank"} & {*capabilities(files)}
-        made = Made(writes, files.sees, writes and files.tokenizer.template is not None)
-        return card(model, made, LOADED, files.config.context_length, files.context)
+        return Held(model, writes, files.sees, writes and files.tokenizer.template is not None, LOADED, files.config.context_length,
+                    files.context)
 
 
-class LmStudioFront:
+class LmStudioFront(Models):
     """The models of `front`, from their headers; `listed` says what these tell."""
 
     def __init__(self, front: Front, listed: Callable[[State], Listed]) -> None:
         self._front, self._listed = front, listed
 
-    def routes(self) -> list[Route]:
-        return [Route(MODELS, self.models, methods=["GET"]), Route(MODEL, self.model, methods=["GET"])]
-
-    async def models(self, request: Request) -> Response:
+    async def all(self) -> list[Held]:
         states = await self._front.states()
-        return listing(await asyncio.to_thread(lambda: [self._card(each) for each in states]))
+        return await asyncio.to_thread(lambda: [self._held(each) for each in states])
 
-    async def model(self, request: Request) -> Response:
-        state = self._front.state(await self._front.meant(request.path_params["name"]))
-        return json_response(await asyncio.to_thread(self._card, state))
+    async def one(self, name: str) -> Held:
+        return await asyncio.to_thread(self._held, self._front.state(await self._front.meant(name)))
 
-    def _card(self, state: State) -> dict[str, object]:
+    async def loaded(self, name: str) -> Held:
+        model = await self._front.meant(name)
+        resident = await self._front.residents.take(model)
+        try:
+            return await asyncio.to_thread(self._held, self._front.state(model))
+        finally:
+            self._front.residents.give_back(resident)
+
+    async def end(self, name: str) -> str:
+        return (await self._front.let_go(name, "instance_id")).name
+
+    def _held(self, state: State) -> Held:
         facts = state.model.facts
-        made = Made(facts.writes, "pictures" in facts.takes, facts.has_template) if facts is not None else Made(True, False, False)
         now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
-        return card(self._listed(state), made, now, facts.context if facts else state.context, state.context)
+        if facts is None:  # whose files are broken, or gone
+            return Held(self._listed(state), True, False, False, now, state.context, state.context)
+        return Held(self._listed(state), facts.writes, "pictures" in facts.takes, facts.has_template, now, facts.context, state.context)

@@ -11,10 +11,10 @@ from ...runtime.templates.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
 UNSUPPORTED = "not_supported_error"
-TOO_LONG, NO_MODEL = "context_length_exceeded", "model_not_found"
+TOO_LONG, NO_MODEL, JOB_GONE = "context_length_exceeded", "model_not_found", "job_not_found"
 LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which clients of Anthropic's API know what to send instead
 MESSAGES = "/v1/messages"  # Anthropic's API
-OLLAMA, LM_STUDIO = "/api/", "/api/v0/"  # the latter has OpenAI's errors
+OLLAMA, LM_STUDIO, LM_STUDIO_1 = "/api/", "/api/v0/", "/api/v1/"  # LM Studio's first has OpenAI's errors
 GOOGLE = "/v1beta/"
 OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
                 408: "timeout_error", 504: "timeout_error"}
@@ -51,6 +51,8 @@ class Problem(Exception):
 
     def at(self, path: str) -> dict[str, object]:
         """As the API has it that is spoken at a path."""
+        if path.startswith(LM_STUDIO_1):
+            return self.to_lm_studio()
         if path.startswith(OLLAMA) and not path.startswith(LM_STUDIO):
             return self.to_ollama()
         if path.startswith(GOOGLE):
@@ -63,6 +65,14 @@ class Problem(Exception):
         kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
         details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
+
+    def to_lm_studio(self) -> dict[str, object]:
+        """As LM Studio's API has it since v1, in words of its own for what kind it is."""
+        kinds = {NO_MODEL: NO_MODEL, JOB_GONE: JOB_GONE}
+        kind = kinds.get(self.code or "", "not_implemented" if self.status == 501 else "invalid_request" if self.status < 500 else
+                         "internal_error")
+        own = {name: value for name, value in (("code", self.code), ("param", self.param)) if value is not None}
+        return {"error": {"type": kind, "message": self.words, **own}}
 
     def to_google(self) -> dict[str, object]:
         """As Google's APIs have it: by the code of HTTP and a word of theirs; the field stands among details."""

@@ -1,0 +1,139 @@
+"""LM Studio's chat of its REST API v1, which holds the conversation: a request brings what is new. It is read as one of OpenAI's Responses,
+and kept as one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, ClassVar
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from .fields import EFFORT_OF, TEXTS, Body, Reasoning, Whole
+from .kept_responses import Item, KeptResponses
+from .problems import LM_STUDIO_1, Problem
+from .responses_fields import ResponsesAsked, is_systems
+from .responses_shape import ResponseShape
+from .shapes import Shape
+
+if TYPE_CHECKING:
+    from .application import Service
+
+CHAT = f"{LM_STUDIO_1}chat"
+SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_output_tokens", "store", "previous_response_id")
+REASONING = ("off", "low", "medium", "high", "on")
+SMALLER = "a program asks for a context_length of {}: the context is {} tokens (-c), and longer prompts are refused"
+
+
+class LmStudioAsked(Body):
+    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {"integrations": ([],)}
+    instead: ClassVar[Mapping[str, str]] = {"integrations": "tools of the Model Context Protocol are those of run and chat (--mcp)"}
+
+    model: str | None = None
+    input: str | list[dict[str, Any]]
+    system_prompt: str | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: Whole = None
+    min_p: float | None = None
+    repeat_penalty: float | None = None
+    max_output_tokens: Whole = None
+    reasoning: str | None = None
+    context_length: Whole = None
+    store: bool | None = None
+    previous_response_id: str | None = None
+
+
+class LmStudioChat:
+    """Of one model, which `service` has; what was answered is `kept`."""
+
+    def __init__(self, service: Service, kept: KeptResponses) -> None:
+        self._service, self._kept = service, kept
+
+    def routes(self) -> list[Route]:
+        return [Route(CHAT, self.chat, methods=["POST"])]
+
+    async def chat(self, request: Request) -> Response:
+        service, asked = self._service, await self._service.asked(request, LmStudioAsked)
+        if (asked.context_length or 0) > service.replies.engine.n_ctx:
+            service.note(SMALLER.format(asked.context_length, service.replies.engine.n_ctx))
+        meant = responses_of(asked)
+        whole = self._kept.whole(meant, meant.input)
+        answer, names = await service.wanted_response(whole.model_copy(update={"input": arranged(whole.input)}))
+        inner = ResponseShape(service.called(asked.model), meant, names, keep=partial(self._kept.keep, meant, meant.input))
+        return await service.answer(request, meant, LmStudioShape(inner.model, inner), partial(service.reply, answer))
+
+
+class LmStudioShape(Shape):
+    """An answer of a model; `inner` is it as it is kept, None in front of another process."""
+
+    named, ending, early = True, b"", True
+
+    def __init__(self, model: str, inner: ResponseShape | None = None) -> None:
+        self.model, self._inner = model, inner
+        self._open: str | None = "prompt_processing"  # what has begun and not ended
+
+    def first(self) -> list[dict[str, object]]:
+        return [{"type": "chat.start", "model_instance_id": self.model}, {"type": f"{self._open}.start"}]
+
+    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
+        self._inner.add(event)
+        if not isinstance(event, TextDelta):
+            return []
+        kind = "message" if event.kind == "answer" else "reasoning"
+        begun = [] if self._open == kind else [*self._close(), {"type": f"{kind}.start"}]
+        self._open = kind
+        return [*begun, {"type": f"{kind}.delta", "content": event.text}]
+
+    def last(self, stats: Stats) -> list[dict[str, object]]:
+        return [*self._close(), {"type": "chat.end", "result": self.whole(stats)}]
+
+    def whole(self, stats: Stats) -> dict[str, object]:
+        response = self._inner.whole(stats)
+        name = {} if self._inner.asked.store is False else {"response_id": response["id"]}
+        return {"model_instance_id": self.model, "output": [*map(_told, response["output"])], "stats": {
+            "input_tokens": stats.prompt_tokens, "total_output_tokens": len(stats.token_ids),
+            "reasoning_output_tokens": stats.reasoning_tokens, "tokens_per_second": stats.decode_tps,
+            "time_to_first_token_seconds": stats.ttft_s}, **name}
+
+    def failed(self, problem: Problem) -> list[dict[str, object]]:
+        return [{"type": "error", **problem.to_lm_studio()}]
+
+    def _close(self) -> list[dict[str, object]]:
+        closed, self._open = self._open, None
+        return [{"type": f"{closed}.end"}] if closed else []
+
+
+def responses_of(asked: LmStudioAsked) -> ResponsesAsked:
+    """The request as one of Responses, whose input is a list. Raises Problem."""
+    if asked.reasoning is not None and asked.reasoning not in REASONING:
+        raise Problem(400, f"reasoning is one of {', '.join(REASONING)}, not {asked.reasoning!r:.40}", param="reasoning")
+    effort = EFFORT_OF.get(asked.reasoning, asked.reasoning)
+    system = [{"role": "system", "content": asked.system_prompt}] if asked.system_prompt else []
+    parts = [_part(each, f"input[{at}]") for at, each in enumerate(asked.input)] if isinstance(asked.input, list) else asked.input
+    return ResponsesAsked.model_construct(**{name: getattr(asked, name) for name in SAME}, reasoning=effort and Reasoning(effort=effort),
+                                          input=[*system, {"role": "user", "content": parts}])
+
+
+def arranged(items: Sequence[Item]) -> list[Item]:
+    """A conversation begins with its system prompt, the newest that it was given."""
+    systems = [item for item in items if is_systems(item)]
+    return [*systems[-1:], *(item for item in items if not is_systems(item))]
+
+
+def _part(given: dict[str, Any], where: str) -> dict[str, Any]:
+    if given.get("type") in ("message", *TEXTS) and isinstance(text := given.get("content", given.get("text")), str):
+        return {"type": "input_text", "text": text}
+    if given.get("type") == "image" and isinstance(given.get("data_url"), str):
+        return {"type": "input_image", "image_url": given["data_url"]}
+    raise Problem(400, f"{where} is of type message, with its content, or image, with a data_url", param=where)
+
+
+def _told(item: Item) -> dict[str, object]:
+    """An item of a response as it is told here."""
+    kind = "message" if item["type"] == "message" else "reasoning"
+    return {"type": kind, "content": "".join(part["text"] for part in item["content"])}
