@@ -83,6 +83,24 @@ def test_a_stream_builds_the_whole_as_events_and_as_a_list(server: Served) -> No
         assert pieces[-1]["usageMetadata"]["candidatesTokenCount"] == 24 and len({each["responseId"] for each in pieces}) == 1
 
 
+def test_a_list_is_told_apart_before_it_is_whole(server: Served) -> None:
+    """As Continue reads it, piece by piece as they come: what begins with a comma goes on, and a line that begins with one parts two."""
+    response = server.open("POST", "/v1beta/models/fable:streamGenerateContent?key=none", {
+        "contents": CONTENTS, "generationConfig": {"temperature": 0, "maxOutputTokens": 24}})
+    buffer, read = "", []
+    while piece := response.read1(200).decode():
+        buffer = (buffer + piece).removeprefix("[").removesuffix("]").removeprefix(",")
+        parts, is_whole = buffer.split("\n,"), True
+        for part in parts:
+            try:
+                read.append(json.loads(part))
+            except ValueError:
+                is_whole = False
+        buffer = "" if is_whole else parts[-1]
+    response.connection.close()
+    assert text_of(*read) == text_of(generate(server).json) and len(read) > 10 and not buffer.strip()
+
+
 def test_several_answers_to_one_prompt(server: Served) -> None:
     warm = {"candidateCount": 2, "temperature": 1, "seed": 5}
     whole = generate(server, config=warm, most=8).json

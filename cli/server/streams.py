@@ -200,14 +200,15 @@ class LineStream(EventStream):
 
 
 class ListStream(EventStream):
-    """The answer in pieces, which together are one list."""
+    """The answer in pieces, which together are one list: lines between them begin with a comma, by which programs tell them apart before
+    the list is whole."""
 
     kind = LIST
     _has_one = False
 
     async def _data(self, pieces: Iterable[Mapping[str, object]]) -> None:
         for piece in pieces:
-            await self._body((b",\n" if self._has_one else b"[") + encoded(piece))
+            await self._body((b",\n" if self._has_one else b"[") + encoded(piece) + b"\n")
             self._has_one = True
 
 
