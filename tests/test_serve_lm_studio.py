@@ -136,6 +136,24 @@ def test_models_are_loaded_and_ended_by_name() -> None:
         assert said(server, stream=True).named_events[-1]["type"] == "chat.end", "it is loaded again"
 
 
+@pytest.mark.parametrize("model", ["fable", None])
+def test_what_crush_asks_to_know_of_models(model: str | None) -> None:
+    """It joins what OpenAI's list names with what LM Studio's and llama-server's tell of it, and takes Ollama's names to OpenAI's chats."""
+    with serving("-c", "1024", model=model) as server:
+        listed = {each["id"]: each for each in server.ask("GET", "/v1/models").json["data"]}
+        assert listed["fable"]["meta"]["n_ctx"] == 1024 and listed["fable"]["meta"]["n_ctx_train"] == 2048
+        told = {each["key"]: each for each in server.ask("GET", MODELS).json["models"]}
+        loaded = told["fable"]["loaded_instances"]
+        assert set(told) == set(listed) and told["fable"]["max_context_length"] == 2048
+        assert [each["config"]["context_length"] for each in loaded] == ([1024] if model else [])
+        (name,) = [each["name"] for each in server.ask("GET", "/api/tags").json["models"] if each["name"].startswith("fable:")]
+        tool = {"type": "function", "function": {"name": "view", "description": "Shows a file.", "parameters": {
+            "type": "object", "properties": {"path": {"type": "string"}}, "required": ["path"]}}}
+        events = server.chat(model=name, stream=True, stream_options={"include_usage": True}, tools=[tool], tool_choice="auto",
+                             parallel_tool_calls=True, user="crush").events
+        assert events[-1]["usage"]["completion_tokens"] == 24
+
+
 def test_requests_and_answers_as_values() -> None:
     asked = parsed(LmStudioAsked, json.dumps({"input": [{"type": "text", "content": "a"}, {"type": "image", "data_url": "data:,b"}],
                                               "system_prompt": "s", "reasoning": "on", "top_k": 3.0}).encode())

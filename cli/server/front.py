@@ -170,7 +170,8 @@ class Front:
         status = "loaded" if state.since is not None else "loading" if state.is_loading else "unloaded"
         return {"id": name, "object": "model", "created": made, "owned_by": "effllm", "max_model_len": state.context,
                 "status": {"value": status}, "writes": facts is None or facts.writes, "type": "model", "display_name": name,
-                "max_input_tokens": state.context, "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
+                "max_input_tokens": state.context, "meta": {"n_ctx": state.context, "n_ctx_train": facts.context if facts else None},
+                "created_at": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(made))}
 
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""
