@@ -75,7 +75,7 @@ def test_schemas_are_read_as_json_schemas() -> None:
     given = {"type": "ARRAY", "min_items": "2", "maxItems": 3, "items": {"type": "OBJECT", "nullable": True, "properties": {
         "type": {"type": "STRING", "enum": ["A", "B"], "nullable": True, "format": "enum"}, "any": {
             "anyOf": [{"type": "INTEGER", "format": "int32"}, {"type": "NUMBER"}], "nullable": True}, "x": {"type": "TYPE_UNSPECIFIED"}},
-        "property_ordering": ["x", "gone", "any"]}}
+        "property_ordering": ["x", "gone", ["x"], "any"]}}
     made = schema_of(given, "here")
     inner = made.pop("items")
     assert made == {"type": "array", "minItems": 2, "maxItems": 3} and inner["type"] == ["object", "null"]

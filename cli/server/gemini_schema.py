@@ -21,7 +21,8 @@ def schema_of(given: Any, where: str) -> dict[str, Any]:
     told = {WORDS.get(name, name): value for name, value in given.items() if value is not None}
     made = {name: _of(name, value, where) for name, value in told.items() if name not in OWN and value != UNSAID}
     if isinstance(order := told.get("propertyOrdering"), list) and isinstance(own := made.get("properties"), dict):
-        made["properties"] = {name: own[name] for name in dict.fromkeys([*(each for each in order if each in own), *own])}
+        first = [each for each in order if isinstance(each, str) and each in own]
+        made["properties"] = {name: own[name] for name in dict.fromkeys([*first, *own])}
     return _or_null(made) if told.get("nullable") is True else made
 
 
