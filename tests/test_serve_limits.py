@@ -95,7 +95,7 @@ def test_texts_that_are_not_continued(server: Served, fields: dict, param: str |
 
 
 def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
-    for body in (b"", b"{", b"[]", b"null", b"\xff", b'{"messages": [' + b"[" * 5000, b'{"temperature": NaN}', b'{"prompt": "\\ud800"}'):
+    for body in (b"", b"{", b"[]", b"null", b"\xff", b'{"messages": [' + b"[" * 5000, b'{"temperature": NaN}', b'{"prompt": "\\ud80"}'):
         for path in (CHAT, TEXT, "/tokenize"):
             reply = server.ask("POST", path, body)
             assert reply.status == 400 and reply.error["type"] == "invalid_request_error", body
@@ -104,6 +104,21 @@ def test_bodies_that_are_no_request(server: Served, plain: list) -> None:
     reply = server.ask("POST", CHAT, b" " * (33 << 20))
     assert reply.status == 413 and reply.error["code"] == "body_too_large"
     assert server.chat().json["choices"] == plain
+
+
+@pytest.mark.parametrize(("sent", "meant"), [
+    (rb"fox \ud83e", "fox \ufffd"), (rb"\udd8a fox", "\ufffd fox"), (rb"\uD83E\uDD8A\ud83e fox", "\U0001f98a\ufffd fox"),
+    (rb"\\ud83e fox", r"\ud83e fox"), (rb"\ud83e\ud83e\udd8a", "\ufffd\U0001f98a")])
+def test_half_an_emoji_is_read_as_a_mark_in_its_place(server: Served, sent: bytes, meant: str) -> None:
+    """Programs cut texts by units of 16 bits, and send what is left of a letter with every turn from then on: refused, none could go on."""
+    whole = b'{"temperature": 0, "max_tokens": 9, "messages": [{"role": "user", "content": "%s"}]}' % sent
+    expected = server.chat([{"role": "user", "content": meant}], max_tokens=9).json
+    for path in (CHAT, "/v1/messages"):
+        reply = server.ask("POST", path, whole).json
+        assert (reply["choices"][0]["message"] if path == CHAT else reply)["content"] in (
+            expected["choices"][0]["message"]["content"], [{"type": "text", "text": expected["choices"][0]["message"]["content"]}])
+    ids = server.ask("POST", "/tokenize", b'{"content": "%s"}' % sent).json["tokens"]
+    assert ids == server.ask("POST", "/tokenize", {"content": meant}).json["tokens"]
 
 
 def test_paths_methods_and_models_that_there_are_not(server: Served) -> None:

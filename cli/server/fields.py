@@ -3,6 +3,7 @@ the engine does not do."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, ClassVar, TypeVar
 
@@ -181,6 +182,9 @@ class Detokenize(Body):
     tokens: list[int]
 
 
+NO_JSON, REPLACED = "json_invalid", rb"\ufffd"
+# Of JSON. The first group is half a surrogate pair, which programs send that cut a text within an emoji, and send again with each turn.
+ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(\\u[dD][89a-fA-F][0-9a-fA-F]{2})|\\.", re.DOTALL)
 Kind = TypeVar("Kind", bound=Body | Scales)
 
 
@@ -190,11 +194,17 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
         asked = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        if first["type"] == NO_JSON and (mended := ESCAPES.sub(_whole, body)) != body:
+            return parsed(kind, mended)
         param = path_of(first["loc"])
         what = first["msg"][:1].lower() + first["msg"][1:]
         raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
     refuse_not_here(asked)
     return asked
+
+
+def _whole(escape: re.Match[bytes]) -> bytes:
+    return REPLACED if escape[1] else escape[0]
 
 
 def refuse_not_here(asked: Body | Scales, where: str = "") -> None:
