@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
+from effllm.runtime.forms.bounds import FURTHEST, within_reach
 from effllm.runtime.forms.constraint import form_of, form_of_grammar, grammar_form, schema_form
 from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
@@ -20,6 +21,9 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 @pytest.mark.parametrize(("schema", "grammar", "expected"), [
     ('{"type": "objekt"}', None, "--schema: the schema: Invalid type: objekt"),
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
+    ('{"enum": [1, {"id": 123456789012345678}]}', None, "123456789012345678 is not told from the numbers"),
+    ('{"const": -9223372036854775808}', None, "-9223372036854775808 is not told from"),
+    ('{"properties": {"a": {"enum": [[9223372036854775808]]}}}', None, "9223372036854775808 is not told from"),
     ("{bad", None, "is not JSON"),
     ('{"type": "integer", "multipleOf": 1000003}', None, "multipleOf takes 1000003 remainders"),
     ('{"items": {"multipleOf": 7, "allOf": [{"multipleOf": 211}, {"anyOf": [{"multipleOf": 227}]}]}}', None, "takes 335279 remainders"),
@@ -111,6 +115,34 @@ def test_forms_are_read_from_files(tmp_path):
     assert form_of(str(tmp_path / "one.json"), None).name.endswith("one.json")
     assert all(form_of(None, str(tmp_path / name)).flag == "--grammar" for name in ("one.gbnf", "one.lark"))
     assert form_of(None, None) is None
+
+
+INT64, FLOAT64 = 2**63 - 1, 1.7976931348623157e308
+
+
+@pytest.mark.parametrize(("bounds", "within", "beyond"), [
+    ({"type": "integer", "minimum": -INT64 - 1, "maximum": INT64}, ["-9223372036854770000", "0", "9223372036854770000"],
+     ["9223372036854775808", "-9223372036854775809"]),
+    ({"type": "integer", "exclusiveMinimum": -1e21}, ["-4", "70"], []),
+    ({"type": "integer", "minimum": 2**53 + 1, "maximum": 2**64}, ["9007199254740994"], ["9007199254740992"]),
+    ({"type": "number", "minimum": -FLOAT64, "maximum": FLOAT64}, ["-2.5", "1000000000000000000"], ["x"]),
+    ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 3.4028234663852886e38}, ["0.25"], ["-1"])])
+def test_bounds_are_those_of_types_or_a_little_within(engine, tokenizer, bounds, within, beyond):
+    form = schema_form(json.dumps(bounds)).opened(tokenizer, engine.config.vocab_size)
+    assert all(form.begin(text).is_whole for text in within)
+    for text in beyond:
+        try:
+            assert not form.begin(text).is_whole
+        except UsageError as refused:
+            assert "so far is not of" in refused.message
+
+
+def test_bounds_that_are_read_as_written_are_left_and_values_are_no_bounds():
+    schema = {"properties": {"minimum": {"type": "number", "minimum": 0.1, "exclusiveMaximum": True}}, "const": {"minimum": -1e300}}
+    assert within_reach(schema) is schema
+    moved = {"minimum": -1e300, "enum": [{"maximum": 1e300}], "items": [{"exclusiveMaximum": 2**60 + 1, "minimum": 1e300}]}
+    assert within_reach(moved) == {"minimum": -float(FURTHEST), "enum": [{"maximum": 1e300}],
+                                   "items": [{"exclusiveMaximum": 2**60, "minimum": 1e300}]}
 
 
 @pytest.mark.parametrize("value", [1, 0.01, 2.5, 1_000_000, 65536, 0.00333, 60, 99_991])
@@ -308,7 +340,7 @@ def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expe
 def test_largest_numbers_below_those_of_64_bits_are_refused(schema: dict) -> None:
     with pytest.raises(UsageError, match="is less than numbers of 64 bits hold"):
         schema_form(json.dumps(schema))
-    assert schema_form(json.dumps({"type": "integer", "minimum": -(2**63) + 4000, "maximum": -(2**63) + 4000})).grammar
+    assert schema_form(json.dumps({"type": "integer", "minimum": -(2**63) + 4096, "maximum": -(2**63) + 4096})).grammar
 
 
 def test_names_that_are_many() -> None:

@@ -9,6 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
+from ..forms.bounds import within_reach
 from ..forms.constraint import Form, lark_form
 from ..forms.schema_cost import without_slow
 from ..templates.template import TemplateError
@@ -133,4 +134,4 @@ class Calling:
 
 def _closed(tool: Message) -> Message:
     """A tool whose arguments are those that it names."""
-    return {**tool, "function": {**tool["function"], "parameters": closed(without_slow(tool["function"]["parameters"]))}}
+    return {**tool, "function": {**tool["function"], "parameters": closed(within_reach(without_slow(tool["function"]["parameters"])))}}

@@ -16,6 +16,7 @@ from decimal import Decimal
 from typing import TypeVar
 from urllib.parse import unquote
 
+from .bounds import inexact
 from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
 
@@ -73,6 +74,8 @@ def too_much_of_schema(schema: object) -> tuple[str, str] | None:
         return f"more than {MOST_NODES} schemas lie in one another", "let fewer of $defs name one another"
     if (bound := next(_too_low(schema), None)) is not None:
         return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
+    if (named := inexact(schema)) is not None:
+        return f"{named} is not told from the numbers next to it", "make it text, or let any number stand there"
     if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
         return (f"multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
                 SMALLER_MULTIPLES)
