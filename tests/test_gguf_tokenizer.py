@@ -11,7 +11,7 @@ from effllm.offload.gguf import GgufHeader
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer, same_pattern
 from effllm.runtime.gguf.store import read_header
-from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, read_vocabulary
+from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, load_tokenizer, read_vocabulary
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -48,6 +48,16 @@ def test_what_was_encoded_decodes(path: Path) -> None:
     made = backend(read_vocabulary(read_header(path)))
     for text, ids in cases(path):
         assert made.decode(ids, skip_special_tokens=False) == text
+
+
+@pytest.mark.skipif(not VOCABULARIES, reason="no vocabularies beside this checkout")
+@pytest.mark.parametrize("path", VOCABULARIES, ids=lambda path: path.stem)
+def test_words_that_were_added_in_letters_of_bytes_are_shown(path: Path) -> None:
+    """DeepSeek Coder's vocabulary has thirteen, and they are found in what a person writes."""
+    tokenizer, text = load_tokenizer(path, 1 << 20), "fünf Öle à 3 Çü, søn þú ÿ÷À 日"
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    stream = tokenizer.stream()
+    assert "".join(map(stream.push, ids)) + stream.flush() == tokenizer.decode(ids) == text
 
 
 def header(**keys: object) -> GgufHeader:

@@ -15,7 +15,8 @@ LETTER = "A"
 
 class Decoder:
     """Token ids -> text. Tokens that are single bytes ("<0x0A>", as SentencePiece vocabularies have them) are decoded here: the library
-    reads a run of them as a whole, in which one that belongs to no character spoils those that do, also what was shown before."""
+    reads a run of them as a whole, in which one that belongs to no character spoils those that do, also what was shown before. So are words
+    that were added to a vocabulary of bytes and are written in letters that stand for bytes there: it takes them for half a character."""
 
     def __init__(self, backend: tokenizers.Tokenizer) -> None:
         self._backend = backend
@@ -30,7 +31,17 @@ class Decoder:
     def _letter(self) -> int:
         return self._backend.token_to_id(f"<0x{ord(LETTER):02X}>")
 
+    @cached_property
+    def _added(self) -> dict[int, str]:
+        """Added token -> its text, where the library would show none: DeepSeek Coder's for ü and its like."""
+        added = {number: token.content for number, token in self._backend.get_added_tokens_decoder().items() if not token.special}
+        return {number: text for number, text in added.items()
+                if not text.isascii() and UNFINISHED not in text and UNFINISHED in self._backend.decode([number])}
+
     def __call__(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        if not self._added.keys().isdisjoint(ids):
+            return "".join("".join(map(self._added.get, run)) if are_added else self(list(run), skip_special_tokens)
+                           for are_added, run in groupby(ids, self._added.__contains__))
         if not self._bytes or self._bytes.keys().isdisjoint(ids):
             return self._backend.decode(list(ids), skip_special_tokens=skip_special_tokens)
         made: list[str] = []
