@@ -32,6 +32,16 @@ def test_a_list_that_is_none_offers_nothing(client, tmp_path):
     assert client.tools == [] and [each.get("method") for each in told(tmp_path)[1:]].count("tools/list") == 2
 
 
+@pytest.mark.parametrize("client", [["deep"]], indirect=True)
+def test_a_schema_that_is_too_deep_to_be_compared_is_another(client):
+    """The server is begun anew, and tells the same."""
+    for _ in range(2):
+        list(client.connect(never))
+        assert [tool["name"] for tool in client.tools] == ["t"]
+        client.close()
+    assert client.is_changed
+
+
 @pytest.mark.parametrize("client", [["far"]], indirect=True)
 def test_progress_of_any_size_is_shown_or_left_out(client):
     list(client.connect(never))

@@ -15,6 +15,7 @@ PLACE = {"type": "object", "properties": {"place": {"type": "string", "maxLength
 TOOLS = [{"name": name, "description": f"About {name}.", "inputSchema": PLACE}
          for name in ("weather", "broken", "slow", "dies", "picture", "long", "escapes")]
 
+DEPTH = 965  # of what Python reads, and does not compare a few calls further down
 ODD = {"initialize": {"protocolVersion": "1\r\nX: y"}, "tools/list": {"tools": 5, "nextCursor": "again"}}
 
 
@@ -86,6 +87,10 @@ def main(manner: str = "") -> None:
             token = message["params"]["_meta"]["progressToken"]
             say({"jsonrpc": "2.0", "method": "notifications/progress", "params": {"progressToken": token, "progress": 1, "total": 2}})
             note(sys.stdin.readline() + sys.stdin.readline())
+        if manner == "deep" and message.get("method") == "tools/list":
+            said = json.dumps({"jsonrpc": "2.0", "id": message["id"], "result": {"tools": [{"name": "t", "inputSchema": "deep"}]}})
+            print(said.replace('"deep"', "[" * DEPTH + "]" * DEPTH), flush=True)
+            continue
         if manner == "odd" and message.get("method") in ODD:
             say({"jsonrpc": "2.0", "id": message["id"], "result": ODD[message["method"]]})
             continue

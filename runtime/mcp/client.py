@@ -87,7 +87,7 @@ class Client:
         except Refused as refused:
             self.close()
             raise ServerFailed(f"server {self.entry.name} refuses to be used: {refused.said}", f"check {self.entry.place}") from refused
-        self._has_others |= bool(before) and before != self.tools
+        self._has_others |= bool(before) and _differ(before, self.tools)
 
     def renew(self, cancelled: Callable[[], bool]) -> Iterator[Progress]:
         """Learn its tools again. Raises ServerFailed, LetGo."""
@@ -215,6 +215,14 @@ class Client:
         transport, self._transport = self._transport, None
         if transport is not None:
             transport.close()
+
+
+def _differ(one: list[Mapping[str, Any]], other: list[Mapping[str, Any]]) -> bool:
+    """Also of what is nested deeper than can be compared, though it could be read."""
+    try:
+        return one != other
+    except RecursionError:
+        return True
 
 
 def _is_number(value: Any) -> bool:
