@@ -10,7 +10,15 @@ import pytest
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.forms.bounds import FURTHEST, within_reach
-from effllm.runtime.forms.constraint import form_of, form_of_grammar, grammar_form, schema_form
+from effllm.runtime.forms.constraint import (
+    form_of,
+    form_of_choices,
+    form_of_grammar,
+    form_of_regex,
+    form_of_schema,
+    grammar_form,
+    schema_form,
+)
 from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -48,6 +56,15 @@ def test_a_form_that_cannot_be_is_one_line(schema, grammar, expected):
     with pytest.raises(UsageError) as refused:
         form_of(schema, grammar)
     assert expected in refused.value.message and "\n" not in refused.value.message and refused.value.hint
+
+
+@pytest.mark.parametrize(("made", "asked"), [
+    (form_of_grammar, "{2} root"), (form_of_grammar, '{"grammars": 5}'), (form_of_grammar, 'start: "\ud800"'), (form_of_regex, "a\ud800"),
+    (form_of_choices, ["\ud800"]), (form_of_schema, {"type": "integer", "const": -1e100})])
+def test_what_the_library_takes_for_something_else_is_one_line(made, asked):
+    with pytest.raises(UsageError) as refused:
+        made(asked, "grammar", "it")
+    assert refused.value.message.startswith("grammar: it: ") and "\n" not in refused.value.message and refused.value.hint
 
 
 @pytest.mark.parametrize(("schema", "key"), [('{"oneOf": [{"type": "integer"}, {"type": "number"}]}', "coerce_one_of"),

@@ -25,13 +25,13 @@ def within_reach(schema: Mapping[str, object]) -> Mapping[str, object]:
     return made
 
 
-def inexact(schema: object) -> int | None:
-    """The first whole number among the values that a schema names which would be written as another, or take the whole stack; None for
-    none."""
+def inexact(schema: object) -> float | None:
+    """The first number among the values that a schema names which would be written as another, or take the whole stack; None for none."""
     left = [node[key] for node in _objects(schema) for key in VALUES if key in node]
     while left:
         value = left.pop()
-        if type(value) is int and not (abs(value) <= FURTHEST and int(float(value)) == value):
+        is_wrong = type(value) is int and (abs(value) > FURTHEST or int(float(value)) != value)
+        if type(value) in (int, float) and (value < -FURTHEST or is_wrong):
             return value
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return None

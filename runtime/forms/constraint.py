@@ -10,8 +10,9 @@ from __future__ import annotations
 import json
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
@@ -129,9 +130,7 @@ def grammar_form(asked: str) -> Form:
 
 def form_of_grammar(text: str, flag: str, name: str) -> Form:
     """The form of a grammar that is at hand, in GBNF or in Lark's notation; `flag` and `name` for a person. Raises UsageError."""
-    def form(lark: str) -> Form:
-        return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name))
-
+    form = partial(lark_form, flag=flag, name=name)
     if not RULE.search(text):
         return form(text)
     try:
@@ -153,7 +152,7 @@ def form_of_regex(regex: str, flag: str, name: str) -> Form:
     whole = regex.removeprefix("^")
     kept = whole.removesuffix("$")
     is_escaped = (len(kept) - len(kept.rstrip("\\"))) % 2 == 1
-    made = _library().LLMatcher.grammar_from_regex(whole if is_escaped else kept)
+    made = _taken(_library().LLMatcher.grammar_from_regex, whole if is_escaped else kept, flag, name)
     return lark_form(json.loads(made)["grammars"][0]["lark_grammar"], flag, name)
 
 
@@ -175,7 +174,15 @@ def in_own_words(error: UsageError, text: str, lark: str) -> UsageError:
 
 def lark_form(lark: str, flag: str, name: str, whole: bool = False) -> Form:
     """The form of a grammar in Lark's notation that was made here, `flag` and `name` for a person. Raises UsageError."""
-    return _judged(Form(_library().LLMatcher.grammar_from_lark(lark), flag, name, whole))
+    return _judged(Form(_taken(_library().LLMatcher.grammar_from_lark, lark, flag, name), flag, name, whole))
+
+
+def _taken(grammar_of: Callable[[str], str], text: str, flag: str, name: str) -> str:
+    """What a function of the library makes of a text. Raises UsageError."""
+    try:
+        return grammar_of(text)
+    except ValueError as error:  # half a surrogate pair
+        raise UsageError(f"{flag}: {name}: {_line(error)}", "text that has UTF-8") from None
 
 
 def form_of(schema: str | None, grammar: str | None) -> Form | None:

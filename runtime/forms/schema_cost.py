@@ -52,9 +52,11 @@ def _parts(grammar: str) -> list[dict[str, object]]:
     if not grammar.lstrip().startswith("{"):
         return [{"lark_grammar": grammar}]
     try:
-        return [each for each in json.loads(grammar).get("grammars", []) if isinstance(each, dict)]
+        return [each for each in _list(json.loads(grammar), "grammars") if isinstance(each, dict)]
     except RecursionError:  # the library refuses that too
         return []
+    except ValueError:
+        return [{"lark_grammar": grammar}]
 
 
 def _too_much_of_lark(text: str) -> tuple[str, str] | None:
