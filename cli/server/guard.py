@@ -124,7 +124,7 @@ class Guard:
 
         try:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
-            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers, scope["query_string"])
+            refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers, scope.get("query_string", b""))
             if refused is not None:
                 await problem_response(refused, scope["path"])(scope, receive, sending)
             elif is_preflight:

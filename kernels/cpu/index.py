@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -80,6 +80,13 @@ class Chosen:
     units: np.ndarray
     first: int
     shape: IndexShape
+
+    def __len__(self) -> int:
+        return self.first + len(self.units)
+
+    def __getitem__(self, last: slice) -> Chosen:
+        """What the last tokens see: `last` is slice(-n, None)."""
+        return replace(self, units=self.units[last], first=max(0, self.first - len(self) - last.start))
 
 
 class LayerIndex:

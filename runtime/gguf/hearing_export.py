@@ -54,8 +54,8 @@ def _demand_usual(sight: TowerHearing | Qwen3Asr) -> None:
         raise UsageError(f"what it hears with has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES
-        if (sight.piece, sight.piece * sight.together, sight.shortest) != (2 * half, together, SHORTEST):
-            raise UsageError(f"it hears in pieces of {sight.piece} frames, of which {sight.piece * sight.together} see each other, {said}",
+        if (sight.piece, sight.piece * sight.in_sight, sight.shortest) != (2 * half, together, SHORTEST):
+            raise UsageError(f"it hears in pieces of {sight.piece} frames, of which {sight.piece * sight.in_sight} see each other, {said}",
                              AWAY)
 
 

@@ -10,7 +10,6 @@ from .cache_parts import Choosing, LayerPages
 from .states import LayerStates
 
 if TYPE_CHECKING:
-    from ...kernels.cpu.index import Chosen
     from ..cache import KVCache
 
 
@@ -43,12 +42,10 @@ class LayerCache:
             return self.pages.attend(*given, out, *(each if each is None else each[-len(q) :] for each in seen))
         return self.pages.attend(*given, *more)
 
-    def _chosen(self, tokens: int) -> Chosen | None:
+    def _chosen(self, tokens: int) -> object | None:
         """What the last `tokens` of the step see."""
         chosen = self.cache.chosen
-        if chosen is None or (whole := chosen.first + len(chosen.units)) == tokens:
-            return chosen
-        return replace(chosen, units=chosen.units[-tokens:], first=max(0, chosen.first + tokens - whole))
+        return chosen if chosen is None or len(chosen) == tokens else chosen[-tokens:]
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
         """Take the step's tokens into keys of several, by products of the layer's input; they turn by `table`."""

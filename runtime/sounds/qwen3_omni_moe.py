@@ -28,7 +28,7 @@ AT_ONCE = 32  # windows that go through the layers together
 
 
 class Qwen3Omni(Hearing):
-    """`piece`: frames of one; `together`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
+    """`piece`: frames of one; `in_sight`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
     is not whole is filled up even where it is the only one."""
 
     AUDIO = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
@@ -40,10 +40,10 @@ class Qwen3Omni(Hearing):
         super().__init__(source, config)
         self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(self.EXTRACTORS))
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
-        self.together = self.said.integer("n_window_infer", high=1 << 16) // self.piece
+        self.in_sight = self.said.integer("n_window_infer", high=1 << 16) // self.piece
         self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
-        if self.log_mel.bands != self.sizes.bands or shared(self.piece) > self.sizes.places or self.sizes.width % 2 or not self.together:
-            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.together} "
+        if self.log_mel.bands != self.sizes.bands or shared(self.piece) > self.sizes.places or self.sizes.width % 2 or not self.in_sight:
+            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} "
                               f"together, but the tower takes {SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
@@ -80,12 +80,12 @@ class Qwen3Omni(Hearing):
 
         def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
             begins = range(0, len(frames), self.piece)
-            crew.work.total += len(blocks) * -(-len(begins) // (self.together * AT_ONCE))
+            crew.work.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
             made = []
-            for group in range(0, len(begins), self.together * AT_ONCE):
+            for group in range(0, len(begins), self.in_sight * AT_ONCE):
                 pieces = [entered(frames[begin : begin + self.piece], self.FILLED or len(begins) > 1, crew)
-                          for begin in begins[group : group + self.together * AT_ONCE]]
-                ends = [*np.cumsum([0, *map(len, pieces)])[:: self.together].tolist(), sum(map(len, pieces))]
+                          for begin in begins[group : group + self.in_sight * AT_ONCE]]
+                ends = [*np.cumsum([0, *map(len, pieces)])[:: self.in_sight].tolist(), sum(map(len, pieces))]
                 x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
                 for block in blocks:
                     block.run(x, spans, crew)
@@ -102,7 +102,7 @@ class Qwen3Omni(Hearing):
         """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, int(self.most_seconds * RATE) // self.log_mel.hop
         with self.source.saying(), self.source.weights() as weights:
-            matrices, layer = 12 * width**2, 8 * AT_ONCE * self.together * shared(self.piece) * width
+            matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * shared(self.piece) * width
             pieces = 16 * width * ROWS * self.workers
             read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
             whole = frames * self.sizes.bands + shared(frames) * (width + self.config.hidden_size)
