@@ -72,6 +72,7 @@ def test_strict_refuses_a_variable_of_no_flag(place: Path) -> None:
     assert Ran("config", "show", EFFLLM_TMP="0.3").code == 0, "where one looks for what is wrong"
 
 
+@pytest.mark.slow
 def test_a_context_may_be_written_in_thousands(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert planned("-c", "1k") == planned("--ctx-size", "1K") == 1024 == token_count("1024")
     assert (token_count("16k"), token_count("16K"), token_count("1m"), token_count(4096)) == (16384, 16384, 1 << 20, 4096)

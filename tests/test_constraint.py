@@ -347,6 +347,7 @@ def test_from_the_command_line_to_the_answer(person, tmp_path):
     assert told.code == 2 and told.err.splitlines()[0] == "effllm: --schema: cannot read nowhere.json: No such file or directory"
 
 
+@pytest.mark.slow
 def test_what_was_typed_holds_against_a_setting(person):
     no = 'root ::= "no"'
 

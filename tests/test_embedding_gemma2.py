@@ -109,6 +109,7 @@ def test_a_person_asks_by_the_prompts_that_the_model_has(tmp_path: Path) -> None
         assert_near(np.array(json.loads(ran.out)["embedding"]), first / np.linalg.norm(first))
 
 
+@pytest.mark.slow
 def test_a_folder_of_few_bits(model: Path, tmp_path: Path) -> None:
     """In which the matrix behind the mean stays as it was stored."""
     person, out = Person(tmp_path, "http://127.0.0.1:9"), tmp_path / "b"

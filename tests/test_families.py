@@ -98,6 +98,7 @@ def test_logits_of_prompts(pair: Pair) -> None:
         assert_close(np.concatenate([logits for _, logits in scored]), expected[:length], partial(oracle, model, ids, torch.float32))
 
 
+@pytest.mark.slow
 def test_greedy_tokens(pair: Pair) -> None:
     """Over the sealing of a page; what single steps have of other prompts is compared below."""
     engine, model, *_ = pair
@@ -124,6 +125,7 @@ def test_logits_of_single_steps(pair: Pair) -> None:
         assert_close(np.stack(steps), expected[length : length + STEPS], lambda ids=ids: oracle(model, ids, torch.float32)[-STEPS:])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["phi3, longrope over half a head", "gemma", "gemma2", "gemma3", "olmo2", "olmo3", "ministral3",
                                   "seed_oss", "smollm3", "granite", "opt", "mixtral", "qwen3_moe, bfloat16", "olmoe", "gpt_oss",
                                   "granitemoe", "granitemoehybrid", "qwen2_moe", "glm4_moe", "dots1, no windows, bfloat16", "starcoder2",

@@ -90,6 +90,7 @@ def logits(engine: Engine) -> np.ndarray:
     return np.concatenate([rows.copy() for _, rows in engine.score(IDS)])
 
 
+@pytest.mark.slow
 def test_a_converted_folder_answers_nearly_the_same(source: Path, engine: Engine, tmp_path: Path) -> None:
     before, errors = logits(engine), []
     for spec in ("8bit", "4bit"):

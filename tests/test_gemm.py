@@ -224,6 +224,7 @@ def check_bytes() -> None:
         pool.close()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not X86 or INSTRUCTION_SET == "avx2" or not runs_here("avx2"), reason="AVX2 is this machine's own set, or none of its")
 def test_what_avx2_multiplies_as_bytes(tmp_path):
     child("import test_gemm; test_gemm.check_bytes()", tmp_path, forced="avx2")

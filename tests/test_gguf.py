@@ -314,6 +314,7 @@ def test_the_tokenizer_of_the_file(tmp_path: Path) -> None:
     assert other.stop_ids >= {4}
 
 
+@pytest.mark.slow
 def test_what_other_commands_say_of_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     """show, plan and eval take it; verify and rm decline in one line."""
     fable_gguf(tmp_path / "m.gguf", "Q4_0")

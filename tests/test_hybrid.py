@@ -108,6 +108,7 @@ def test_what_is_asked_again_reads_the_end_of_the_prompt_alone(engine: Engine) -
         assert np.array_equal(engine._logits, anew(engine, other))
 
 
+@pytest.mark.slow
 def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
     """After truncation to anywhere the next tokens have the bits of a run that never went further, where the cache loses nothing."""
     for back in (0, 40, 64, 200, 330, 399, 403, 404, 405):
@@ -151,6 +152,7 @@ def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 120, right)
 
 
+@pytest.mark.slow
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(parts, "PART_NBYTES", 4096)
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
@@ -189,6 +191,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_layers_of_both_kinds_on_a_card(folder: Path, small: Path) -> None:
     """As many as fit, each with the bytes of its own cache or state; the answer is the CPU's but for rounding."""
     for path in (folder, small):

@@ -43,6 +43,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, store: SessionStor
     assert engine.reused == 0, "there is no way back behind what was saved"
 
 
+@pytest.mark.slow
 def test_prompts_that_take_turns_are_kept_with_their_state(engine: Engine, tmp_path: Path) -> None:
     kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path / "sessions"), "hybrid", 1 << 30))
     other, without_text = IDS[:300][::-1], SimpleNamespace(held=("", []))

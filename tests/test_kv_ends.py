@@ -94,6 +94,7 @@ def profile(engine: Engine) -> Profile:
     return made
 
 
+@pytest.mark.slow
 def test_ends_are_kept_where_answers_are_better_for_it(engine: Engine, profile: Profile) -> None:
     """Fable at 4 bits: 64 newest tokens are too few (5.0e-6 nats a token in this window, beside 2.9e-6), 192 do (2.1e-6). Read page by
     page, where more tokens are exact than in an answer, both seem better than 128."""

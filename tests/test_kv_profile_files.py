@@ -124,6 +124,7 @@ def test_a_plan_suggests_fewer_bits_for_a_model_with_a_profile(folder: Path) -> 
     assert json.loads(environment.stdout.getvalue())["kv"] == "8bit"
 
 
+@pytest.mark.slow
 def test_what_8_bit_activations_round_is_not_blamed_on_the_cache(tmp_path: Path) -> None:
     """Low-bit weights round another way whatever changes: checks that ran with them saw 2% of changed tokens at 8 bits, refused 2 bits with
     a number that was not the cache's, and left `--kv auto` at 16."""

@@ -181,6 +181,7 @@ def test_packed_pages_cost_little_and_threads_change_no_bit(folder: Path) -> Non
         assert np.abs(found[0][0] - exact).max() < most * np.abs(exact).max(), kv
 
 
+@pytest.mark.slow
 def test_a_profile_weighs_values_by_what_latents_go_through(folder: Path, tmp_path: Path) -> None:
     """Recorded, kept and used; what an error of a value does to the stream is what the recorder says."""
     engine = opened(folder, kv="32bit", chunk=CTX)

@@ -150,6 +150,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return base / "m.gguf"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="what a process holds is read from /proc")
 @pytest.mark.parametrize("more", (2, pytest.param(12, marks=pytest.mark.slow)))
 def test_a_run_keeps_to_its_budget_and_answers_the_same(large: Path, more: int) -> None:

@@ -70,6 +70,7 @@ def test_ctrl_c_in_the_middle_says_how_to_go_on_and_the_next_pull_does(hub: Hub,
     assert "nothing: 28.61 MiB in 4 files are here already" in text(ended(third))
 
 
+@pytest.mark.slow
 def test_bars_of_a_pull_that_quantizes(hub: Hub, person: Person) -> None:
     """Every line that is drawn fits and ends with a whole figure; the small model answers for itself."""
     hub.add(REPO, files=sharded(FABLE))

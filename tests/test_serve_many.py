@@ -252,6 +252,7 @@ def test_a_model_whose_process_is_killed_is_loaded_again(server: Served) -> None
     assert server.ask("POST", "/models/load", {"model": "no-such-model"}).status == 404
 
 
+@pytest.mark.slow
 def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here: dict[str, str]) -> None:
     """One model has a place: who rests makes room, but not before it has answered, and whoever comes is told what it waits for."""
     server.complete(model="fable", max_tokens=2)

@@ -65,6 +65,7 @@ def test_threads_change_no_bit(folder: Path, engine: Engine) -> None:
         other.close()
 
 
+@pytest.mark.slow
 def test_what_it_costs(folder: Path) -> None:
     """Scores of random weights are far apart, so what is rounded shows; less of it with more bits."""
     found = {}
@@ -107,6 +108,7 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
         assert np.array_equal(engine.forward_logits([token]), row)
 
 
+@pytest.mark.slow
 def test_policies_choose_among_pages(folder: Path) -> None:
     engine = opened(folder, kv="4bit+mikv", kv_window=32)
     try:
