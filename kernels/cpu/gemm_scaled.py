@@ -20,7 +20,6 @@ from .amx import PAIR_SPAN, QUAD_NBYTES
 from .gemm_expand import (
     BLOCKS,
     LINEAR,
-    QUADS,
     each_of,
     four_times,
     interleave,
@@ -32,7 +31,7 @@ from .gemm_expand import (
     twice,
     widened,
 )
-from .gemm_tiles import HALVES, ROUND, SIGNED_BYTES, STEP, STRIPE, Loop
+from .gemm_tiles import HALVES, INPUTS, ROUND, SIGNED_BYTES, STEP, STRIPE, Loop
 from .int8_ir import (
     FLOATS,
     I8,
@@ -165,7 +164,7 @@ def _scaled_codebook(bits: int, ahead: int, shift: int = SCALED_SHIFT, step: int
                 for quad, found in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
                     scaled = each_of(lambda a, b: rounded_high(builder, a, b), widened(builder, found, down), multipliers[quad // 4])
                     put(builder, out, quad, piece, scaled, shift, step)
-            loop.end([offset(builder, source, nbytes), offset(builder, scales, ROWS), offset(builder, out, QUADS * step)])
+            loop.end([offset(builder, source, nbytes), offset(builder, scales, ROWS), offset(builder, out, TILE // INPUTS * step)])
             return context.get_dummy_value()
 
         return types.void(*[types.int64] * 7), codegen
