@@ -1,8 +1,8 @@
 """Many columns of low-bit weights (prefill): an int8 product over rows that are expanded once.
 
 `pack_tokens` norms the activations and quantizes them to int8 with a scale per block, as panels that the register tile reads. `multiply`
-takes BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the first-level cache while every panel goes by, and
-makes way for the next. Three ways, one for a whole job:
+takes up to BLOCK_ROWS rows and SPAN inputs at a time: a stripe of them is expanded, stays in the first-level cache while every panel goes
+by, and makes way for the next. Three ways, one for a whole job:
 
     SCALED   weights become int8 of the row's own range; blocks of 128 activations:  y = s * m / 127 * sum_b(x_b * int)
     GROUPED  weights stay what they are; blocks of 32 activations, groups apart:     y = s * sum_g(x_b * (f_g * int [- m_g * sum_g]))

@@ -21,7 +21,7 @@ from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
 
 MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
-SMALLER_MULTIPLES = "leave it out, or take one that is smaller but for its twos and fives"
+SMALLER_MULTIPLES = "leave it out, or take one that is smaller but for zeros at its end"
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
