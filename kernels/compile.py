@@ -142,12 +142,13 @@ def kernel(fastmath: set[str] | bool = False) -> Callable[[Callable[[int, int, i
 
 
 class Jit:
-    """A compiled function of numbers and addresses, called from Python; compiled or loaded on first call."""
+    """A compiled function of numbers and addresses, called from Python, or from kernels by its address; compiled or loaded when that is
+    first asked for."""
 
     def __init__(self, body: Callable, signature: str, fastmath: set[str] | bool) -> None:
         self.body, self.signature, self.fastmath = body, signature, fastmath
         self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
-        self._code = None
+        self._code, self._address = None, 0
         self._plain = [int if kind == "int64" else float for kind in parsed(signature)[1]]
 
     def load(self) -> None:
@@ -156,7 +157,14 @@ class Jit:
             if self._code is None:
                 result, arguments = parsed(self.signature)
                 function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
-                self._code = function(_address(self.body, self.signature, self.fastmath, self.name))
+                self._address = _address(self.body, self.signature, self.fastmath, self.name)
+                self._code = function(self._address)
+
+    @property
+    def address(self) -> int:
+        if self._code is None:
+            self.load()
+        return self._address
 
     @property
     def compiled(self) -> Callable:

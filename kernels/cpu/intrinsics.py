@@ -143,3 +143,17 @@ def call_kernel(typingctx, function, args, worker, counter):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+
+@intrinsic
+def call(typingctx, function, given):
+    """Call a function of numbers that returns none (`compile.jit`) at an address; `given`: a tuple of them, whose types are the function's.
+    What several kernels need, or few models, is compiled by itself and called so."""
+
+    def codegen(context, builder, signature, values):
+        numbers = cgutils.unpack_tuple(builder, values[1])
+        kind = ir.FunctionType(ir.VoidType(), [each.type for each in numbers])
+        builder.call(builder.inttoptr(values[0], kind.as_pointer()), numbers)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, given), codegen

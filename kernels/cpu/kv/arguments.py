@@ -15,8 +15,9 @@ from ..intrinsics import i64_at
 
 # Slots behind those of `attention.py`: packed pages and their stride, where each head's record begins and where its five parts do (int64
 # [KVH, HEAD_SLOTS]: in the page, its bytes, the parts), the bases as float32 (K's inverse and V's transposed inverse [KVH, D, wide D], K's
-# channel scales [KVH, D]), `weights.tables`, and whether each page's partial is to be kept.
-PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, TABLES, BY_PAGE, PACKED_SLOTS = range(ATTEND_SLOTS, ATTEND_SLOTS + 9)
+# channel scales [KVH, D]), `weights.tables`, what attends to a page (`few.py`), and whether each page's partial is to be kept.
+(PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, TABLES, PAGE_OF_FOUR, PAGE_OF_EIGHT, BY_PAGE,
+ PACKED_SLOTS) = range(ATTEND_SLOTS, ATTEND_SLOTS + 11)
 HEAD_SLOTS, PARTS = 7, 2
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from numpy import float32, int64
 
-from ...compile import kernel
+from ...compile import Jit, jit, kernel
 from ...deferred import inlined
 from ...kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
 from ...layout import PAGE
@@ -41,45 +41,64 @@ from ..attention import (
     _visible,
     sealed_rows,
 )
-from ..intrinsics import f32_at, f64_at, i64_at, u8_at
+from ..intrinsics import call, f32_at, f64_at, i64_at, u8_at
 from ..sharing import first_region, take
-from .arguments import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, RECORDS, TABLES, _parts, _record
+from .arguments import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, PAGE_OF_EIGHT, PAGE_OF_FOUR, RECORDS, TABLES, _parts, _record
 from .byte_products import MOST_K, MOST_V
 from .loops import prefetch
 from .merge import BLOCK_PAGES, load_partial, nothing, store_partial
-from .scratch import line, query_places, row_places, tile_rows
-from .sides import LN2, LOG2E, header_bits, load_kv, output_of, read_widths, scores_by_numbers, scores_of
+from .scratch import EIGHT, line, query_places, row_places, tile_rows
+from .sides import LN2, LOG2E, header_bits, load_kv, read_widths, scores_by_numbers, sides_of
 
 MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
 
 
+def _page_of(tile: int) -> Jit:
+    """Attention to a page for tiles of 4 or 8 rows."""
+    scores_of, output_of = sides_of(tile)
+
+    def body(args, entry_at, following_at, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
+        a, entry, following = i64_at(args), i64_at(entry_at), i64_at(following_at)
+        depth = a[HEAD_DIM]
+        _, _, _, _, at_steps, at_widths, behind = row_places(padded, depth)
+        scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
+        record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
+        ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
+        most_k, most_v = read_widths(record, widths, depth // CHANNELS)
+        if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+            few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
+            scores_of(record, parts, depth, rows, padded, queries, scores, widths, more, tables, few, ahead, half)
+        else:
+            prefetch(ahead, half)
+            scores_by_numbers(record, parts, depth, rows, padded, queries, scores, begin_of + at_steps, more, tables, scale,
+                              a[CHANNEL_SCALE] + 4 * kv * depth)
+        begin, s = _begin(entry[FIRST], entry[COUNT], position, a[WINDOW]), f32_at(scores)
+        if softcap != ZERO:
+            for t in range(rows * PAGE):
+                s[t] = _cap(s[t] * LN2, softcap) * LOG2E
+        if begin > 0:
+            for r in range(rows):
+                for t in range(begin):
+                    s[r * PAGE + t] = MINUS_INF
+        few = most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+        output_of(record, parts, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead + half, nbytes - half)
+
+    body.__name__ = {4: "page_of_four", 8: "page_of_eight"}[tile]
+    return jit(f"void({', '.join(['int64'] * 11)}, float32, float32)", {"contract"})(body)
+
+
+page_of_four = _page_of(4)
+page_of_eight = _page_of(8) if EIGHT else page_of_four
+
+
 @inlined()
-def attend_page(a, entry, following, kv, position, rows, padded, depth, queries, begin_of, output, m, scale, softcap):
+def attend_page(args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
     """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, for the queries that `load_kv` left at
-    `queries`; `begin_of`: where `row_places` are. The page of the entry `following` is asked for meanwhile, one half beside each side's
-    products: all of it beside K's would take longer than they do."""
-    _, _, _, _, at_steps, at_widths, behind = row_places(padded, depth)
-    scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
-    record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
-    ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
-    most_k, most_v = read_widths(record, widths, depth // CHANNELS)
-    if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
-        few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
-        scores_of(record, parts, depth, rows, padded, queries, scores, widths, more, tables, few, ahead, half)
-    else:
-        prefetch(ahead, half)
-        scores_by_numbers(record, parts, depth, rows, padded, queries, scores, begin_of + at_steps, more, tables, scale,
-                           a[CHANNEL_SCALE] + 4 * kv * depth)
-    begin, s = _begin(entry[FIRST], entry[COUNT], position, a[WINDOW]), f32_at(scores)
-    if softcap != ZERO:
-        for t in range(rows * PAGE):
-            s[t] = _cap(s[t] * LN2, softcap) * LOG2E
-    if begin > 0:
-        for r in range(rows):
-            for t in range(begin):
-                s[r * PAGE + t] = MINUS_INF
-    few = most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
-    output_of(record, parts, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead + half, nbytes - half)
+    `queries`; `begin_of`: where `row_places` are. `entry` and `following` are addresses of rows of the table. The page of the row
+    `following` is asked for meanwhile, one half beside each side's products: all of it beside K's would take longer than they do."""
+    a = i64_at(args)
+    page = a[PAGE_OF_EIGHT] if tile_rows(rows) == 8 else a[PAGE_OF_FOUR]
+    call(page, (args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap))
 
 
 @kernel({"contract"})
@@ -125,8 +144,9 @@ def attend_packed(args, worker, counter):
             if not entry[SEALED] or entry[SEALED] == SKIPPED:
                 continue
             if _visible(entry[FIRST], entry[COUNT], position, 1, a[WINDOW]):
-                following = i64_at(a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1))
-                attend_page(a, entry, following, kv, position, rows, padded, depth, scratch, rest, output, m, scale, softcap)
+                following = a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1)
+                attend_page(args, a[TABLE] + 8 * COLUMNS * row, following, kv, position, rows, padded, scratch, rest, output, m, scale,
+                            softcap)
             if a[BY_PAGE]:
                 own = a[PARTIALS] + 4 * ((kv * a[BLOCKS] + row) * tokens + t) * rows * (depth + 2)
                 store_partial(own, output, m, rows, padded, depth)

@@ -76,14 +76,16 @@ def _as_it_lies(record, group, padded, groups, widths):
 
 
 @inlined()
-def _token_by_token(a, block, kv, first, here, group, padded, depth, queries, rest, outputs, stats, scale, softcap):
+def _token_by_token(args, block, kv, first, here, group, padded, queries, rest, outputs, stats, scale, softcap):
     """Merge a packed page into the outputs float32 [here * group, D] and the (m, l) behind one another at `stats`. The next block, where it
     is packed, is asked for beside the first token."""
+    a = i64_at(args)
+    depth = a[HEAD_DIM]
     _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
     m, query_nbytes = rest + at_m, query_places(padded, depth)[6]
-    entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
-    after = i64_at(a[TABLE] + 8 * COLUMNS * min(block + 1, a[TO] - 1))
-    following = after if after[SEALED] == entry[SEALED] else entry
+    entry_at, after_at = a[TABLE] + 8 * COLUMNS * block, a[TABLE] + 8 * COLUMNS * min(block + 1, a[TO] - 1)
+    entry = i64_at(entry_at)
+    following = after_at if i64_at(after_at)[SEALED] == entry[SEALED] else entry_at
     for t in range(here):
         if not _visible(entry[FIRST], entry[COUNT], first + t, 1, a[WINDOW]):
             continue
@@ -97,8 +99,8 @@ def _token_by_token(a, block, kv, first, here, group, padded, depth, queries, re
             source, target = f32_at(own), f32_at(output)
             for i in range(padded * depth):
                 target[i] = source[i] if i < group * depth else ZERO
-        attend_page(a, entry, following, kv, first + t, group, padded, depth, queries + t * query_nbytes, rest, output, m, scale, softcap)
-        following = entry
+        attend_page(args, entry_at, following, kv, first + t, group, padded, queries + t * query_nbytes, rest, output, m, scale, softcap)
+        following = entry_at
         for r in range(group):
             pairs[2 * r], pairs[2 * r + 1] = halves[r], halves[padded + r]
         if padded != group:
@@ -193,7 +195,7 @@ def attend_packed_many(args, worker, counter):
                     for t in range(0 if loaded else here):
                         load_kv(a, kv, begin_token + t, own_queries + t * query_nbytes, group, own_rows, depth, scale)
                     loaded = True
-                    _token_by_token(a, block, kv, position, here, group, own_rows, depth, own_queries, rest, packed, packed_stats, scale,
+                    _token_by_token(args, block, kv, position, here, group, own_rows, own_queries, rest, packed, packed_stats, scale,
                                     softcap)
                     continue
                 if _open_page(a, record, kv, opened, steps, scale, keys, values, broad):

@@ -13,7 +13,7 @@ from ..inner_loops import TILE_COLUMNS
 from ..ops import CpuOps, address
 from ..pages import LayerPages
 from . import arguments
-from .few import attend_packed
+from .few import attend_packed, page_of_eight, page_of_four
 from .many import attend_packed_many
 from .merge import merge_packed
 from .weights import tables
@@ -60,7 +60,8 @@ class PackedPages(LayerPages):
         self._heads = np.array([(at, record.record_nbytes, *record.offsets)
                                 for at, record in zip(packed.head_offsets, packed.records, strict=False)], np.int64)
         block[arguments.PACKED : arguments.TURN] = address(sealed), packed.layer_page_nbytes, address(self._heads)
-        block[arguments.TURN : arguments.BY_PAGE] = [address(each) for each in self._bases]
+        block[arguments.TURN : arguments.PAGE_OF_FOUR] = [address(each) for each in self._bases]
+        block[arguments.PAGE_OF_FOUR : arguments.BY_PAGE] = page_of_four.address, page_of_eight.address
         self._attend, self._attend_at = block, address(block)
 
     def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:

@@ -6,6 +6,8 @@ Scales go to the other factor, which codes of few bits meet as bytes (`byte_prod
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from numpy import float32, int16, uint32
 
 from ...deferred import inlined
@@ -54,7 +56,7 @@ from .digit_products import (
 )
 from .loops import GROUP_NBYTES, SPAN, dot_keys, round_row, row_factor
 from .record import SPANS, _width, open_keys
-from .scratch import EIGHT, SUMMED_GROUPS, key_places, query_places, row_places, tile_rows, value_places
+from .scratch import SUMMED_GROUPS, key_places, query_places, row_places, tile_rows, value_places
 from .weights import FULL, fold_sums, lowest_steps, value_scales, weigh_4, weigh_8
 
 LOG2E, LN2 = float32(1.4426950408889634), float32(0.6931471805599453)
@@ -154,20 +156,6 @@ def finer_scales(widths, groups, scales):
 
 
 @inlined()
-def scale_rests(widths, groups, tile, queries, scales, scaled, low, words):
-    """Behind a tile's scaled queries what meets the bits that groups have beyond 8."""
-    part = groups
-    for group in range(groups):
-        if widths[group] > 8:
-            own, scale, at, place = queries + 32 * tile * group, scales + 32 * part, 16 * tile * part, words + 32 * tile * part
-            if EIGHT and tile == 8:
-                scale_coarse_8(own, scale, scaled + at, low + at, place, 4)
-            else:
-                scale_coarse_4(own, scale, scaled + at, low + at, place, 4)
-            part += 1
-
-
-@inlined()
 def coarser_scales(scales, bound, depth):
     """Makes 16-bit scales of the K of a wide head so small that sums over all its channels are no larger than those of SUMMED_GROUPS;
     returns what they count in."""
@@ -178,156 +166,143 @@ def coarser_scales(scales, bound, depth):
 
 
 @inlined()
-def further_zeros(tile, high, low, zeros, factors, steps, bound, terms, room, groups, parts):
-    """What the groups of a wide head behind the first SUMMED_GROUPS add to the terms of both digits: of more than these the sums would not
-    stay below 2^31. `room`: float32 [2, 8]."""
-    added = f32_at(room + 4 * tile)
-    for digit in range(2):
-        queries, count, total = low if digit else high, groups if digit else parts, f32_at(terms + 64 * digit + 4 * tile)
-        for first in range(SUMMED_GROUPS, count, SUMMED_GROUPS):
-            own, at_zeros, at_factors = queries + 16 * tile * first, zeros + CHANNELS * first, factors + 8 * first
-            if EIGHT and tile == 8:
-                zeros_8(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
-            else:
-                zeros_4(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
-            for r in range(tile):
-                total[r] += added[r]
-
-
-@inlined()
-def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
-    """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
-    _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
-    tile, groups, quads, own = tile_rows(rows), depth // CHANNELS, depth // 4, u8_at(widths)
-    parts, tops = groups, scratch + at_tops
-    for group in range(groups):
-        parts += 1 if own[group] > 8 else 0
-    wide = CHANNELS * parts
-    at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors, at_bits, at_starts = key_places(wide)
-    bits, starts, bounds = more + at_bits, more + at_starts, f32_at(more + at_bounds)
-    key_parts(own, groups, u8_at(bits), i32_at(starts), i32_at(more + at_factors))
-    if parts > groups:
-        tops = more + at_room + 4 * wide
-        finer_tops(own, groups, scratch + at_tops, tops)
-    at_once = UNITS_AT_ONCE if few else 1
-    rests, share = parts - groups, nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
-    is_wide, summed, summed_parts = not few and groups > SUMMED_GROUPS, groups, parts
-    if is_wide:
-        summed = summed_parts = SUMMED_GROUPS
-    # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
-    for span in range(SPANS):
-        scales = more + at_scales + 2 * wide * span
-        bounds[span] = key_scales(record + at[1] + span * depth, tops, eighths, more + at_room, scales, depth)
-        if is_wide:
-            bounds[span] = coarser_scales(scales, bounds[span], depth)
-        if parts > groups:
-            finer_scales(own, groups, scales)
-    for r in range(0, rows, tile):
-        queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
-        for span in range(SPANS):
-            scales, scaled, terms = more + at_scales + 2 * wide * span, more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
-            low, words, zeros = more + at_low + 8 * wide * span, more + at_words + 16 * wide * span, record + at[2] + span * depth
-            if parts > groups:
-                scale_rests(own, groups, tile, queries, scales, scaled, low, words)
-            if EIGHT and tile == 8:
-                if few:
-                    scale_8(queries, scales, scaled, quads)
-                else:
-                    scale_digits_8(queries, scales, scaled, low, words, quads)
-                    zeros_8(low, zeros, more + at_factors, steps, bounds[span], terms + 64, summed)
-                zeros_8(scaled, zeros, more + at_factors, steps, bounds[span], terms, summed_parts)
-            else:
-                if few:
-                    scale_4(queries, scales, scaled, quads)
-                else:
-                    scale_digits_4(queries, scales, scaled, low, words, quads)
-                    zeros_4(low, zeros, more + at_factors, steps, bounds[span], terms + 64, summed)
-                zeros_4(scaled, zeros, more + at_factors, steps, bounds[span], terms, summed_parts)
-            if is_wide:
-                further_zeros(tile, scaled, low, zeros, more + at_factors, steps, bounds[span], terms, more + at_room, groups, parts)
-        for unit in range(0, SPANS * (SPAN // UNIT), at_once):
-            span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
-            scaled, terms = more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
-            high, low = scaled if DIGITS else more + at_words + 16 * wide * span, more + at_low + 8 * wide * span
-            if EIGHT and tile == 8:
-                if few:
-                    dot_units_8(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
-                else:
-                    dot_unit_digits_8(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, groups, rests, place, share)
-            elif few:
-                dot_units_4(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
-            else:
-                dot_unit_digits_4(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, groups, rests, place, share)
-
-
-@inlined()
-def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead, nbytes):
-    """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: by
-    bytes. `nbytes` from `ahead` on are asked for meanwhile."""
-    at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(depth)
-    at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
-    sums, factors = begin_of + at_sums, begin_of + at_factors
-    tile, groups, bits = tile_rows(rows), depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
-    lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
-    for group in range(groups):
-        up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[min(bits[group], 8)]
-        value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
-                     more + at_zeros + PAGE * group)
-    # low digits behind all high ones
-    item, lower = 1 if few else ITEM, PAGE * padded * groups
-    if not few:
-        rises(more + at_lowest, tables, more + at_rise)
-    for r in range(0, rows, tile):
-        weights, tops = more + at_weights + PAGE * item * r, sums + 4 * r
-        own, stride, totals, low = scores + 4 * PAGE * r, PAGE * item * padded, tops + 4 * padded, weights + lower
-        if EIGHT and tile == 8:
-            if few:
-                weigh_8(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
-            else:
-                weigh_digits_8(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
-        elif few:
-            weigh_4(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
-        else:
-            weigh_digits_4(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
-    fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
-    share = nbytes // (SPANS * groups) + 1
-    source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
-    for group in range(groups):
-        width, zeros = bits[group], more + at_zeros + PAGE * group
-        for r in range(0, rows, tile):
-            weights, out = more + at_weights + PAGE * item * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
-            keep, take = factors + 4 * r, factors + 4 * (padded + r)
-            if few:
-                step = largest * _VALUE_STEPS[width]
-                if EIGHT and tile == 8:
-                    dot_values_8(source, width, zeros, weights, step, out, 4 * depth, keep, take, ahead, share)
-                else:
-                    dot_values_4(source, width, zeros, weights, step, out, 4 * depth, keep, take, ahead, share)
-            else:
-                first, low = min(width, 8), weights + lower
-                step, multiple = largest * _DIGIT_STEPS[first] * float32(1 << (width - first)), _MULTIPLES[first]
-                if EIGHT and tile == 8:
-                    dot_value_digits_8(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
-                else:
-                    dot_value_digits_4(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
-                if width > 8:
-                    if EIGHT and tile == 8:
-                        dot_rests_8(source + GROUP_NBYTES, weights, largest * _REST_STEP, out, 4 * depth, take)
-                    else:
-                        dot_rests_4(source + GROUP_NBYTES, weights, largest * _REST_STEP, out, 4 * depth, take)
-        source, ahead = source + 2 * PAGE * width, ahead + SPANS * share
-
-
-@inlined()
 def quarter_power(exponent, tables):
     """2^(exponent / 4); 0 below 2^-126."""
     octave = max(-127, exponent >> 2) + 127
     return f32_at(tables)[2 * (exponent & 3)] * bits_to_f32(uint32(octave << 23))
 
 
+def sides_of(tile: int) -> tuple[Callable, Callable]:
+    """`scores_of` and `output_of` for tiles of 4 or 8 rows."""
+    scale, zeros_of, dot_units, weigh, dot_values = {
+        4: (scale_4, zeros_4, dot_units_4, weigh_4, dot_values_4), 8: (scale_8, zeros_8, dot_units_8, weigh_8, dot_values_8)}[tile]
+    scale_digits, scale_coarse, dot_unit_digits, weigh_digits, dot_value_digits, dot_rests = {
+        4: (scale_digits_4, scale_coarse_4, dot_unit_digits_4, weigh_digits_4, dot_value_digits_4, dot_rests_4),
+        8: (scale_digits_8, scale_coarse_8, dot_unit_digits_8, weigh_digits_8, dot_value_digits_8, dot_rests_8)}[tile]
+
+    @inlined()
+    def scale_rests(widths, groups, queries, scales, scaled, low, words):
+        """Behind a tile's scaled queries what meets the bits that groups have beyond 8."""
+        part = groups
+        for group in range(groups):
+            if widths[group] > 8:
+                own, scale, at, place = queries + 32 * tile * group, scales + 32 * part, 16 * tile * part, words + 32 * tile * part
+                scale_coarse(own, scale, scaled + at, low + at, place, 4)
+                part += 1
+
+    @inlined()
+    def further_zeros(high, low, zeros, factors, steps, bound, terms, room, groups, parts):
+        """What the groups of a wide head behind the first SUMMED_GROUPS add to the terms of both digits: of more than these the sums would
+        not stay below 2^31. `room`: float32 [2, 8]."""
+        added = f32_at(room + 4 * tile)
+        for digit in range(2):
+            queries, count, total = low if digit else high, groups if digit else parts, f32_at(terms + 64 * digit + 4 * tile)
+            for first in range(SUMMED_GROUPS, count, SUMMED_GROUPS):
+                own, at_zeros, at_factors = queries + 16 * tile * first, zeros + CHANNELS * first, factors + 8 * first
+                zeros_of(own, at_zeros, at_factors, steps, bound, room, min(SUMMED_GROUPS, count - first))
+                for r in range(tile):
+                    total[r] += added[r]
+
+    @inlined()
+    def scores_of(record, at, depth, rows, padded, scratch, scores, widths, more, eighths, few, ahead, nbytes):
+        """Scores in units of log 2; `few`: by bytes. `nbytes` from `ahead` on are asked for meanwhile."""
+        _, at_queries, at_steps, at_tops, _, _, _ = query_places(padded, depth)
+        groups, quads, own = depth // CHANNELS, depth // 4, u8_at(widths)
+        parts, tops = groups, scratch + at_tops
+        for group in range(groups):
+            parts += 1 if own[group] > 8 else 0
+        wide = CHANNELS * parts
+        at_scales, at_bounds, at_scaled, at_low, at_words, at_terms, at_room, at_factors, at_bits, at_starts = key_places(wide)
+        bits, starts, bounds = more + at_bits, more + at_starts, f32_at(more + at_bounds)
+        key_parts(own, groups, u8_at(bits), i32_at(starts), i32_at(more + at_factors))
+        if parts > groups:
+            tops = more + at_room + 4 * wide
+            finer_tops(own, groups, scratch + at_tops, tops)
+        at_once = UNITS_AT_ONCE if few else 1
+        rests, share = parts - groups, nbytes // (SPANS * (SPAN // UNIT // at_once) * groups) + 1
+        is_wide, summed, summed_parts = not few and groups > SUMMED_GROUPS, groups, parts
+        if is_wide:
+            summed = summed_parts = SUMMED_GROUPS
+        # One kind of work after the other for all spans: each waits for the one before, and spans do not wait for one another.
+        for span in range(SPANS):
+            scales = more + at_scales + 2 * wide * span
+            bounds[span] = key_scales(record + at[1] + span * depth, tops, eighths, more + at_room, scales, depth)
+            if is_wide:
+                bounds[span] = coarser_scales(scales, bounds[span], depth)
+            if parts > groups:
+                finer_scales(own, groups, scales)
+        for r in range(0, rows, tile):
+            queries, steps, out = scratch + at_queries + 2 * r * depth, scratch + at_steps + 4 * r, scores + 4 * PAGE * r
+            for span in range(SPANS):
+                scales, scaled, terms = more + at_scales + 2 * wide * span, more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
+                low, words, zeros = more + at_low + 8 * wide * span, more + at_words + 16 * wide * span, record + at[2] + span * depth
+                if parts > groups:
+                    scale_rests(own, groups, queries, scales, scaled, low, words)
+                if few:
+                    scale(queries, scales, scaled, quads)
+                else:
+                    scale_digits(queries, scales, scaled, low, words, quads)
+                    zeros_of(low, zeros, more + at_factors, steps, bounds[span], terms + 64, summed)
+                zeros_of(scaled, zeros, more + at_factors, steps, bounds[span], terms, summed_parts)
+                if is_wide:
+                    further_zeros(scaled, low, zeros, more + at_factors, steps, bounds[span], terms, more + at_room, groups, parts)
+            for unit in range(0, SPANS * (SPAN // UNIT), at_once):
+                span, place = unit // (SPAN // UNIT), ahead + share * groups * (unit // at_once)
+                scaled, terms = more + at_scaled + 8 * wide * span, more + at_terms + 128 * span
+                high, low = scaled if DIGITS else more + at_words + 16 * wide * span, more + at_low + 8 * wide * span
+                if few:
+                    dot_units(record + at[0], widths, scaled, terms, unit, out, groups, place, share)
+                else:
+                    dot_unit_digits(record + at[0], bits, starts, high, low, terms, terms + 64, unit, out, groups, rests, place, share)
+
+    @inlined()
+    def output_of(record, at, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead, nbytes):
+        """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, from scores in units of log 2; `few`: by
+        bytes. `nbytes` from `ahead` on are asked for meanwhile."""
+        at_lowest, at_low, at_up, at_rise, at_fractions, at_zeros, at_weights = value_places(depth)
+        at_sums, _, _, at_factors, _, at_widths, _ = row_places(padded, depth)
+        sums, factors = begin_of + at_sums, begin_of + at_factors
+        groups, bits = depth // CHANNELS, u8_at(begin_of + at_widths + MOST_GROUPS)
+        lowest_steps(record + at[4], groups, more + at_lowest, more + at_low, more + at_up)
+        for group in range(groups):
+            up, less = _VALUE_ZEROS[bits[group]] if few else _DIGIT_ZEROS[min(bits[group], 8)]
+            value_scales(record + at[4] + PAGE * group, more + at_lowest, up, less, more + at_fractions + 2 * PAGE * group,
+                         more + at_zeros + PAGE * group)
+        # low digits behind all high ones
+        item, lower = 1 if few else ITEM, PAGE * padded * groups
+        if not few:
+            rises(more + at_lowest, tables, more + at_rise)
+        for r in range(0, rows, tile):
+            weights, tops = more + at_weights + PAGE * item * r, sums + 4 * r
+            own, stride, totals, low = scores + 4 * PAGE * r, PAGE * item * padded, tops + 4 * padded, weights + lower
+            if few:
+                weigh(own, more + at_low, more + at_up, more + at_fractions, tables, weights, stride, groups, tops, totals)
+            else:
+                weigh_digits(own, more + at_low, more + at_rise, more + at_fractions, weights, low, stride, groups, tops, totals)
+        fold_sums(m, m + 4 * padded, sums, sums + 4 * padded, factors, padded)
+        share = nbytes // (SPANS * groups) + 1
+        source, largest = record + at[3], quarter_power(i16_at(record + TAIL_OFFSET)[0], tables)
+        for group in range(groups):
+            width, zeros = bits[group], more + at_zeros + PAGE * group
+            for r in range(0, rows, tile):
+                weights, out = more + at_weights + PAGE * item * (group * padded + r), output + 4 * (r * depth + CHANNELS * group)
+                keep, take = factors + 4 * r, factors + 4 * (padded + r)
+                if few:
+                    dot_values(source, width, zeros, weights, largest * _VALUE_STEPS[width], out, 4 * depth, keep, take, ahead, share)
+                else:
+                    first, low = min(width, 8), weights + lower
+                    step, multiple = largest * _DIGIT_STEPS[first] * float32(1 << (width - first)), _MULTIPLES[first]
+                    dot_value_digits(source, first, multiple, zeros, weights, low, step, out, 4 * depth, keep, take, ahead, share)
+                    if width > 8:
+                        dot_rests(source + GROUP_NBYTES, weights, largest * _REST_STEP, out, 4 * depth, take)
+            source, ahead = source + 2 * PAGE * width, ahead + SPANS * share
+
+    return scores_of, output_of
+
+
 @inlined()
 def scores_by_numbers(record, at, depth, rows, padded, scratch, scores, steps, opened, tables, scale, channel_scale):
-    """`scores_of` for keys whose channels were kept apart: opened to 16-bit numbers, times queries that were not turned."""
+    """Scores for keys whose channels were kept apart: opened to 16-bit numbers, times queries that were not turned."""
     _, _, _, _, at_numbers, at_counts, _ = query_places(padded, depth)
     open_keys(record, at, depth, opened, tables, scale * LOG2E, channel_scale, steps)
     step, counts = f32_at(steps), f32_at(scratch + at_counts)
