@@ -15,6 +15,7 @@ from statistics import median
 import numpy as np
 
 from effllm.kernels.cpu import linear, packed
+from effllm.kernels.cpu.packed_formats import table_at
 from effllm.kernels.cpu.packed_matrix import FIELDS, kind_of
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.tiles import SCHEMES, TILE
@@ -48,7 +49,8 @@ class Stream:
             codes, scales, zeros, row_scales, tables = (copy.ctypes.data + place if place >= 0 else 0 for place in (
                 at.codes, at.scales, at.zeros, at.row_scales, at.tables))
             block[linear.FIRST :] = [codes, kind_of(spec.bits, SCHEMES[spec.scheme]), rows, 0, out.ctypes.data, rows, at.depth // TILE,
-                                     (spec.group // TILE).bit_length() - 1, scales, zeros, row_scales, tables, 0, 0]
+                                     (spec.group // TILE).bit_length() - 1, scales, zeros, row_scales, tables, 0, 0,
+                                     table_at(kind_of(spec.bits, SCHEMES[spec.scheme]), (spec.group // TILE).bit_length() - 1)]
         self._jobs = np.array([(packed.packed_columns.address, block.ctypes.data, 1) for block in blocks], np.int64)
         self._kept = memory, x, out, scratch, blocks
 

@@ -196,7 +196,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     from ..runtime.convert import Converted
     from ..runtime.planning.compiled import compiled
     from ..runtime.planning.forecast import demand_plan
-    from ..runtime.planning.needed_kernels import Needs, folder_needs, kernel_kinds
+    from ..runtime.planning.needed_kernels import on_load_kinds
     from ..runtime.pull.disk import speaking
 
     held = None
@@ -212,7 +212,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     demand_plan(ref.folder, bits, options)
     del held
     # what the run needs too: all at once, on every core
-    list(follow(compiled(kernel_kinds(folder_needs(ref.folder) | Needs(low_bit=True), options)), screen, type(None)))
+    list(follow(compiled(on_load_kinds(ref.folder, options)), screen, type(None)))
     if weights.keep:
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)

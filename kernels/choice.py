@@ -106,6 +106,7 @@ class Trial:
     def __init__(self, pool: ThreadPool, bits: int, group: int, rows: int, depth: int, nbytes: int = WORKING_SET,
                  scheme: str = "symmetric", kernels: Sequence[str] = ("dot", "lut")) -> None:
         from .cpu import linear, lut, packed
+        from .cpu.packed_formats import table_at
         from .cpu.packed_matrix import FIELDS, kind_of
 
         self.pool, self.shape = pool, (rows, depth)
@@ -130,7 +131,8 @@ class Trial:
             block[: linear.FIRST] = head
             zeros = base + at.zeros if at.zeros >= 0 else 0
             block[linear.FIRST :] = [base, kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
-                                     (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0]
+                                     (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0,
+                                     table_at(kind_of(bits, SCHEMES[scheme]), (group // TILE).bit_length() - 1)]
         code = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
         self.jobs = {name: self._jobs(code[name]) for name in kernels}
 

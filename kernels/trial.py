@@ -18,7 +18,7 @@ from .choice import Trial
 from .compile import cache_folder
 from .cpu.roof import read_bandwidth
 from .threads import ThreadPool
-from .warm import LOW_BIT
+from .warm import LOW_BIT, RAW
 
 FORCING = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
 STAMP = "tried"
@@ -32,7 +32,7 @@ def forced(env: Mapping[str, str] = os.environ) -> str:
 def runs(kinds: Sequence[str]) -> bool:
     """Do kernels of these kinds (`warm.KINDS`) run here? Remembered when they do."""
     folder = cache_folder()
-    stamp = None if folder is None else folder / f"{STAMP}-{'-'.join(sorted(kinds))}"
+    stamp = None if folder is None else folder / f"{STAMP}-{LOW_BIT if LOW_BIT in kinds else RAW}"
     if stamp is not None and stamp.exists():
         return True
     child = subprocess.run([sys.executable, "-P", "-m", f"{__package__}.trial", *kinds], stdin=subprocess.DEVNULL, capture_output=True,

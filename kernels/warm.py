@@ -7,6 +7,7 @@ quantizing needs is compiled when that begins. Run as `python -m effllm.kernels.
 
 from __future__ import annotations
 
+import gc
 import os
 import select
 import subprocess
@@ -15,22 +16,26 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .compile import Jit, Kernel, cache_folder, complete
+from .tiles import FORMATS
 
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
+INDEX_NBYTES = 2  # in the pipe, of a function
+GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
 
 
 KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "experts", "floats", "adapters", "rounding")
 RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, EXPERTS, FLOATS, ADAPTERS, ROUNDING = KINDS
+ALL = (*KINDS, *FORMATS)
 
 
-def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
+def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
     """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it, EXACT
     their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them, BUNDLED the MLP
     over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other tools in order, or
     widens them, MIXERS what layers have in the place of attention over keys and values, EXPERTS who visits which expert, FLOATS products
-    with floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read. Those first that take longest
-    to compile."""
+    with floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read, one of `tiles.FORMATS` what
+    multiplies weights of that format. Those first that take longest to compile."""
     from . import threads
     from .cpu import (
         attention,
@@ -63,6 +68,7 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
         mamba2_loops,
         ngram_loops,
         packed,
+        packed_formats,
         packed_rows,
         pool_loops,
         quantise,
@@ -94,22 +100,23 @@ def compiled_functions(kinds: Sequence[str] = KINDS) -> list[Kernel | Jit]:
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
     found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]
+    found += [each for kind in kinds if kind in FORMATS for each in packed_formats.functions_of(kind)]
     return list(dict.fromkeys(found))
 
 
-def is_cold(kinds: Sequence[str] = KINDS) -> bool:
+def is_cold(kinds: Sequence[str] = ALL) -> bool:
     """Would a run that needs these kinds have to compile, with a cache folder to compile into?"""
     folder = cache_folder()
     return folder is not None and any(not complete(folder, kind).exists() for kind in kinds)
 
 
-def load_all(kinds: Sequence[str] = KINDS) -> None:
+def load_all(kinds: Sequence[str] = ALL) -> None:
     """Take every function from the cache (or compile it): after this the memory of the process holds all machine code it will ever have."""
     for _ in load_each(kinds):
         continue
 
 
-def load_each(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
+def load_each(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
     """`load_all`; yields (functions done, functions in total), to be told where there is no folder that keeps them."""
     functions = compiled_functions(kinds)
     for done, function in enumerate(functions, 1):
@@ -117,7 +124,7 @@ def load_each(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
         yield done, len(functions)
 
 
-def warm(kinds: Sequence[str] = KINDS) -> Iterator[tuple[int, int]]:
+def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
     """Compile these kinds in a child; yields (functions done, functions in total), every TICK_S also where no more are done: the first may
     take many seconds, in which a person is to see that something happens. A child that fails costs time, nothing else: what it did not
     compile is compiled when it is first called."""
@@ -152,7 +159,7 @@ def main() -> None:
     if folder is None:
         return
     with _locked(folder):
-        kinds = sys.argv[1:] or KINDS
+        kinds = sys.argv[1:] or ALL
         _compile(compiled_functions(kinds), min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
         for kind in kinds:
             complete(folder, kind).touch()
@@ -160,8 +167,9 @@ def main() -> None:
 
 def _compile(functions: list[Kernel | Jit], processes: int) -> None:
     """Compile all in this process and forked copies of it. Raises RuntimeError when a copy fails."""
+    gc.set_threshold(GARBAGE)
     take, give = os.pipe()
-    os.write(give, bytes(range(len(functions))))
+    os.write(give, b"".join(index.to_bytes(INDEX_NBYTES, "little") for index in range(len(functions))))
     os.close(give)
     sys.stdout.flush()
     helpers = []
@@ -178,9 +186,10 @@ def _compile(functions: list[Kernel | Jit], processes: int) -> None:
 
 
 def _take(functions: list[Kernel | Jit], take: int) -> None:
-    while index := os.read(take, 1):
-        functions[index[0]].load()
-        os.write(1, f"{functions[index[0]].name} {len(functions)}\n".encode())  # one write: lines of two processes never mix
+    while found := os.read(take, INDEX_NBYTES):
+        function = functions[int.from_bytes(found, "little")]
+        function.load()
+        os.write(1, f"{function.name} {len(functions)}\n".encode())  # one write: lines of two processes never mix
 
 
 if __name__ == "__main__":

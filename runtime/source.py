@@ -6,6 +6,7 @@ import os
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
@@ -18,6 +19,9 @@ from .stores.container import FILE, Container, made_here, read_container
 from .stores.double_store import DoubleStore, has_doubles
 from .stores.stored_names import cut_groups, give_names, give_text_names
 from .weights.tied_head import leave_out_copied_parts, leave_out_copy, outer_rules
+
+if TYPE_CHECKING:
+    from ..quant.spec import QuantSpec
 
 # Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
 BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`expert_rows.py`)
@@ -210,13 +214,18 @@ def is_low_bit(path: Path, low_bit: bool = True) -> bool:
     """Whether `open_weights` will find low-bit weights, whatever else may be wrong with the model."""
     if not is_gguf(path):
         return os.path.exists(path / FILE) or (low_bit and _imports_codes(path))
+    return low_bit and bool(kept_specs(path))
+
+
+def kept_specs(path: Path) -> set[QuantSpec]:
+    """The formats of a GGUF file whose codes kernels multiply, whatever else may be wrong with it."""
     from ..quant.imports.gguf import KEPT
     from .gguf.store import read_header
 
     try:
-        return low_bit and any(tensor.type in KEPT for tensor in read_header(path).tensors.values())
+        return {KEPT[tensor.type] for tensor in read_header(path).tensors.values() if tensor.type in KEPT}
     except EffllmError:
-        return False
+        return set()
 
 
 def is_rounded(path: Path) -> bool:

@@ -15,7 +15,7 @@ from ..layout import NORMS, ONE_SCALE, activation_number, is_activation
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import address
-from . import floats, gemm, gemm_amx, linear, lut, lut_order, packed, packed_matrix, packed_rows
+from . import floats, gemm, gemm_amx, linear, lut, lut_order, packed, packed_formats, packed_matrix, packed_rows
 from .amx import AMX
 from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
@@ -48,6 +48,12 @@ def kind_of(weight: Weight) -> int:
     if weight.spec.scheme == "float":
         return FLOATS
     return RAW if weight.spec.is_raw else LOOKED_UP if weight.looked_up else DOT
+
+
+def loops_at(weight: Weight) -> int:
+    """The last of a matrix's fields in `packed_matrix.py`: where its format's loops are listed, which floats have none of."""
+    (_, kind, _), (_, shift, *_) = weight.low_bit_fields
+    return 0 if kind_of(weight) == FLOATS else packed_formats.table_at(kind, shift)
 
 
 def declines(call: Call) -> str:
@@ -99,7 +105,7 @@ def fill_few(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Li
     for i, each in enumerate(linears):
         out = outs[min(i, len(outs) - 1)]
         before, after = each.weight.low_bit_fields
-        block += [*before, address(each.bias), ops.at(out), out.strides[0] // 4, *after]
+        block += [*before, address(each.bias), ops.at(out), out.strides[0] // 4, *after, loops_at(each.weight)]
     ops.args[: len(block)] = block
     if norm is not None:
         ops.reals[linear.EPS] = norm.eps
@@ -200,6 +206,6 @@ def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     """Rows of a low-bit embedding table -> float32 [T, K] at `out`."""
     before, after = table.low_bit_fields
     factor = int(np.float32(scale).view(np.uint32))
-    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after]
+    block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after, 0]
     ops.args[: len(block)] = block
     ops.run(packed_rows.embed_rows, ops.where, len(ids) > 1, ops.args)

@@ -365,4 +365,4 @@ def fields(each: Linear) -> list[int]:
     if each.weight.spec.is_raw:
         return [*each.fields, 0, each.weight.shape[0]]
     before, after = each.weight.low_bit_fields
-    return [*before, address(each.bias), 0, each.weight.shape[0], *after]
+    return [*before, address(each.bias), 0, each.weight.shape[0], *after, low_bit.loops_at(each.weight)]

@@ -15,7 +15,7 @@ from ..deferred import inlined
 from ..layout import ONE_SCALE
 from ..tiles import ROWS, TILE
 from .arithmetic import gate_values, normalise
-from .intrinsics import bits_to_f32, f32_at, f64_at, i64_at, u16_at, u32_at
+from .intrinsics import bits_to_f32, call, f32_at, f64_at, i64_at, u16_at, u32_at
 from .kv.loops import prefetch
 from .linear import (
     ACT,
@@ -35,7 +35,7 @@ from .linear import (
     TOKENS,
     X,
 )
-from .packed_formats import columns_of, expand_of, pairs_of, single_of
+from .packed_formats import COLUMNS, EXPAND, PAIRS, SINGLE
 from .packed_inputs import (
     PAD,
     RECORD,
@@ -54,7 +54,7 @@ from .packed_matrix import (
     BOOK,
     FIELDS,
     HALF,
-    KIND,
+    LOOPS,
     OUT,
     OUT_STRIDE,
     ROW_COUNT,
@@ -120,12 +120,13 @@ def multiply_stretch(a, m, block, tokens, scratch, records, begin, end, ahead, a
         apart[0], apart[1], apart[3] = STRETCH * 512, small if second else 0, ahead_apart
         apart[2] = zeros_of(a, m, block + 1, scratch + ZERO_AT)[0] - zeros if second else 0
     column = (a[DEPTH] + PAD - 1) // PAD * PAD // TILE * RECORD
+    loop = i64_at(a[m + LOOPS])[COLUMNS]
     share = tile_nbytes_of(a, m) // turns(tokens)  # every turn asks for its part of the next stretch
     t = int64(0)
     while t < tokens:
         count = abreast(tokens - t)
-        columns_of(a[m + KIND], count, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT],
-                   zero_shift, sums + 4 * ROWS * t, ahead, share, scratch + APART_AT)
+        call(loop, (count, scratch + QUADS_AT, a[m + TABLES], scales, zeros, records + t * column, begin, end, a[m + SHIFT], zero_shift,
+                    sums + 4 * ROWS * t, ahead, share, scratch + APART_AT))
         ahead += share * STRETCH
         t += count
 
@@ -151,7 +152,8 @@ def _pair_sums(a, m, block, together, tokens, scratch, records, sums, following)
         table[3 * PAIR + r] = following + r * a[m + TILES] * tile_nbytes_of(a, m)
         table[4 * PAIR + r] = table[PAIR + r] + PAIR * small
     clear_sums(tokens, sums)
-    pairs_of(a[m + KIND], tokens, together, scratch + TABLE_AT, a[m + TABLES], records, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+    call(i64_at(a[m + LOOPS])[PAIRS],
+         (tokens, together, scratch + TABLE_AT, a[m + TABLES], records, a[m + TILES], a[m + SHIFT], zero_shift, sums))
 
 
 @inlined()
@@ -162,14 +164,14 @@ def _block_sums(a, m, block, together, tokens, scratch, records, sums, following
     if IN_PAIRS and way_of(a, m) != HALF:
         _pair_sums(a, m, block, together, tokens, scratch, records, sums, following)
         return
-    kind, tiles, tile = a[m + KIND], a[m + TILES], tile_nbytes_of(a, m)
+    expand, tiles, tile = i64_at(a[m + LOOPS])[EXPAND], a[m + TILES], tile_nbytes_of(a, m)
     codes, last = codes_at(a, m, block), (a[m + ROW_COUNT] + ROWS - 1) // ROWS - 1
     clear_sums(tokens, sums)
     for begin in range(0, tiles, STRETCH):
         end = min(begin + STRETCH, tiles)
         for r in range(AT_ONCE):
             own = codes + min(r, last - block) * tiles * tile
-            expand_of(kind, own + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT + r * STRETCH * 512)
+            call(expand, (own + begin * tile, a[m + TABLES], end - begin, scratch + QUADS_AT + r * STRETCH * 512))
         multiply_stretch(a, m, block, tokens, scratch, records, begin, end, following + begin * tile, tiles * tile, sums)
 
 
@@ -217,7 +219,8 @@ def _stream_sums(a, m, block, run, blocks, scratch, sums, following):
         table[i], table[STREAMS + i] = codes_at(a, m, at), a[m + SCALES] + at * small
         table[2 * STREAMS + i], zero_shift = zeros_of(a, m, at, scratch + ZERO_AT)
         table[3 * STREAMS + i] = following + i * run * tile if following != 0 else table[i] + tile
-    single_of(a[m + KIND], scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums)
+    call(i64_at(a[m + LOOPS])[SINGLE],
+         (scratch + TABLE_AT, a[m + TABLES], scratch + X_AT, a[m + TILES], a[m + SHIFT], zero_shift, sums))
 
 
 @inlined()

@@ -1,11 +1,15 @@
-"""The loops of `packed_loops.py` for every format, and which of them a format's number (`kind`) means."""
+"""The loops of `packed.py` for every format. Each is compiled by itself, so that only a model's own are; kernels call them by address."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
 
-from ..deferred import inlined
-from ..tiles import BLOCK, CODEBOOK, MINIMUM, MXFP, NIBBLE, NVFP, OFFSET, SCHEME_MASK, SCHEME_SHIFT, SIGNED, SUPER, TABLE
+import numpy as np
+
+from ..compile import Jit, jit
+from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from . import packed_factors as ways
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
@@ -16,82 +20,28 @@ from .packed_turns import IN_TURN
 from .packed_turns import columns as columns_in_turn
 
 columns = columns_in_turn if IN_TURN else columns_of_pairs if IN_PAIRS else columns_abreast
+# How a scheme's sums are scaled, and how its codes are expanded; the others in both as PLAIN.
+WAYS = {"codebook": ways.CODEBOOK, "super": ways.SUPER, "nibble": ways.NIBBLE, "minimum": ways.MINIMA, "nvfp": ways.SMALL,
+        "signed": ways.SIGNED, "table": ways.TABLE, "mxfp": ways.EXPONENTS, "block": ways.BLOCKS, "offset": ways.BLOCKS}
+EXPANDED = {"codebook": ways.CODEBOOK, "table": ways.TABLE, "mxfp": ways.EXPONENTS, "nvfp": ways.EXPONENTS}
+# The largest byte that several columns are multiplied by.
+MOST = {ways.CODEBOOK: 127, ways.SUPER: 31, ways.SIGNED: 63, ways.EXPONENTS: 127, ways.SMALL: 127, ways.NIBBLE: 3}
+# Slots of a format's table: addresses of the loop of one column, of that for pairs of row blocks (0 where there is none), of what expands
+# codes for several columns, and of their loop.
+SINGLE, PAIRS, EXPAND, COLUMNS = range(4)
+_TABLES: list[np.ndarray] = []  # whose addresses kernels hold
 
 
+class Loops(NamedTuple):
+    """In the order of a format's table."""
 
-def _of_a_format(loop: Callable) -> Callable:
-    """`loop(bits, way)` of every format, and which of them a `kind` means: a function of that and what the loops are given."""
-    book4, book3, book2 = (loop(bits, ways.CODEBOOK) for bits in (4, 3, 2))
-    plain8, plain6, plain5, plain4, plain3, plain2 = (loop(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-    block8, block5, block4 = (loop(bits, ways.BLOCKS) for bits in (8, 5, 4))
-    super5, super4 = (loop(bits, ways.SUPER) for bits in (5, 4))
-    minima8, minima6, minima5, minima4, minima3, minima2 = (loop(bits, ways.MINIMA) for bits in (8, 6, 5, 4, 3, 2))
-    nibble2, small4 = loop(2, ways.NIBBLE), loop(4, ways.SMALL)
-    table4, table3 = loop(4, ways.TABLE), loop(3, ways.TABLE)
-    signed6, exponent4 = loop(6, ways.SIGNED), loop(4, ways.EXPONENTS)
+    single: Jit
+    pairs: Jit | None
+    expand: Jit
+    columns: Jit
 
-    @inlined()
-    def run(kind, *given):
-        bits, scheme = kind >> SCHEME_SHIFT, kind & SCHEME_MASK
-        if scheme == SUPER:
-            if bits == 4:
-                super4(*given)
-            else:
-                super5(*given)
-        elif scheme == NIBBLE:
-            nibble2(*given)
-        elif scheme == MINIMUM:
-            if bits == 4:
-                minima4(*given)
-            elif bits == 8:
-                minima8(*given)
-            elif bits == 5:
-                minima5(*given)
-            elif bits == 6:
-                minima6(*given)
-            elif bits == 3:
-                minima3(*given)
-            else:
-                minima2(*given)
-        elif scheme == NVFP:
-            small4(*given)
-        elif scheme == SIGNED:
-            signed6(*given)
-        elif scheme == TABLE:
-            if bits == 4:
-                table4(*given)
-            else:
-                table3(*given)
-        elif scheme == MXFP:
-            exponent4(*given)
-        elif scheme == BLOCK or scheme == OFFSET:
-            if bits == 4:
-                block4(*given)
-            elif bits == 5:
-                block5(*given)
-            else:
-                block8(*given)
-        elif scheme == CODEBOOK:
-            if bits == 4:
-                book4(*given)
-            elif bits == 3:
-                book3(*given)
-            else:
-                book2(*given)
-        elif bits == 8:
-            plain8(*given)
-        elif bits == 6:
-            plain6(*given)
-        elif bits == 5:
-            plain5(*given)
-        elif bits == 4:
-            plain4(*given)
-        elif bits == 3:
-            plain3(*given)
-        else:
-            plain2(*given)
-
-    return run
+    def functions(self) -> list[Jit]:
+        return [each for each in self if each is not None]
 
 
 def single_for(bits: int, way: str) -> Callable:
@@ -99,91 +49,75 @@ def single_for(bits: int, way: str) -> Callable:
     return single_book(bits) if IN_TURN and way == ways.CODEBOOK else single(bits, way)
 
 
-single_of, pairs_of = _of_a_format(single_for), _of_a_format(pairs)
-_expand_exponent4, _expand_table4, _expand_table3 = expand(4, ways.EXPONENTS), expand(4, ways.TABLE), expand(3, ways.TABLE)
-_expand_book4, _expand_book3, _expand_book2 = (expand(bits, ways.CODEBOOK) for bits in (4, 3, 2))
-_expand8, _expand6, _expand5, _expand4, _expand3, _expand2 = (expand(bits, ways.PLAIN) for bits in (8, 6, 5, 4, 3, 2))
-_many_book, _many_super = columns(ways.CODEBOOK, 127), columns(ways.SUPER, 31)
-_many_signed, _many_exponents = columns(ways.SIGNED, 63), columns(ways.EXPONENTS, 127)
-_many_table, _many_nibble = columns(ways.TABLE, 255), columns(ways.NIBBLE, 3)
-_many_minima, _many_small = columns(ways.MINIMA, 255), columns(ways.SMALL, 127)
-_many_plain, _many_blocks, _many_halves = (columns(way, 255) for way in (ways.PLAIN, ways.BLOCKS, ways.HALVES))
-if IN_TURN:  # with small codes, several quads of which are summed in 16 bits
-    _plain_of_six, _plain_of_five, _blocks_of_five = columns(ways.PLAIN, 63), columns(ways.PLAIN, 31), columns(ways.BLOCKS, 31)
-    _halves_of_six, _minima_of_six, _minima_of_five = columns(ways.HALVES, 63), columns(ways.MINIMA, 63), columns(ways.MINIMA, 31)
-else:
-    _plain_of_six = _plain_of_five = _many_plain
-    _blocks_of_five, _halves_of_six, _minima_of_six, _minima_of_five = _many_blocks, _many_halves, _many_minima, _many_minima
+@cache
+def _single(bits: int, way: str) -> Jit:
+    loop = single_for(bits, way)
+
+    def body(table, tables, x, tiles, shift, zero_shift, sums):
+        loop(table, tables, x, tiles, shift, zero_shift, sums)
+
+    return _named(body, f"single_{way}_{bits}", 7)
 
 
-@inlined()
-def expand_of(kind, codes, tables, tiles, out):
-    bits = kind >> SCHEME_SHIFT
-    if kind & SCHEME_MASK == CODEBOOK:
-        if bits == 4:
-            _expand_book4(codes, tables, tiles, out)
-        elif bits == 3:
-            _expand_book3(codes, tables, tiles, out)
-        else:
-            _expand_book2(codes, tables, tiles, out)
-    elif kind & SCHEME_MASK == MXFP or kind & SCHEME_MASK == NVFP:
-        _expand_exponent4(codes, tables, tiles, out)
-    elif kind & SCHEME_MASK == TABLE:
-        if bits == 4:
-            _expand_table4(codes, tables, tiles, out)
-        else:
-            _expand_table3(codes, tables, tiles, out)
-    elif bits == 8:
-        _expand8(codes, tables, tiles, out)
-    elif bits == 6:
-        _expand6(codes, tables, tiles, out)
-    elif bits == 5:
-        _expand5(codes, tables, tiles, out)
-    elif bits == 4:
-        _expand4(codes, tables, tiles, out)
-    elif bits == 3:
-        _expand3(codes, tables, tiles, out)
-    else:
-        _expand2(codes, tables, tiles, out)
+@cache
+def _pairs(bits: int, way: str) -> Jit:
+    loop = pairs(bits, way)
+
+    def body(count, together, table, tables, x, tiles, shift, zero_shift, sums):
+        loop(count, together, table, tables, x, tiles, shift, zero_shift, sums)
+
+    return _named(body, f"pairs_{way}_{bits}", 9)
 
 
-@inlined()
-def columns_of(kind, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
-    scheme, bits = kind & SCHEME_MASK, kind >> SCHEME_SHIFT if IN_TURN else 8
-    if scheme == SUPER:
-        _many_super(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == SIGNED:
-        _many_signed(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == MXFP:
-        _many_exponents(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == NIBBLE:
-        _many_nibble(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == MINIMUM:
-        if bits <= 5:
-            _minima_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-        elif bits <= 6:
-            _minima_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-        else:
-            _many_minima(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == NVFP:
-        _many_small(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == TABLE:
-        _many_table(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == CODEBOOK:
-        _many_book(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif scheme == BLOCK or scheme == OFFSET:
-        if bits <= 5:
-            _blocks_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-        else:
-            _many_blocks(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif shift < 0:
-        if bits <= 6:
-            _halves_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-        else:
-            _many_halves(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif bits <= 5:
-        _plain_of_five(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    elif bits <= 6:
-        _plain_of_six(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
-    else:
-        _many_plain(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+@cache
+def _expand(bits: int, way: str) -> Jit:
+    loop = expand(bits, way)
+
+    def body(codes, tables, tiles, out):
+        loop(codes, tables, tiles, out)
+
+    return _named(body, f"expand_{way}_{bits}", 4)
+
+
+@cache
+def _columns(way: str, most: int) -> Jit:
+    loop = columns(way, most)
+
+    def body(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+        loop(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart)
+
+    return _named(body, f"columns_{way}_{most}", 14)
+
+
+def _named(body: Callable, name: str, arguments: int) -> Jit:
+    body.__name__ = name
+    return jit(f"void({', '.join(['int64'] * arguments)})")(body)
+
+
+def loops_of(scheme: str, bits: int, halves: bool) -> Loops:
+    """The loops of a format; `halves`: of which every half of a tile has a scale of its own."""
+    way = WAYS.get(scheme, ways.PLAIN)
+    several = ways.HALVES if halves and way == ways.PLAIN else way
+    most = MOST.get(several, 255)
+    if IN_TURN and several in (ways.PLAIN, ways.HALVES, ways.MINIMA, ways.BLOCKS) and bits <= 6:
+        # with small codes, several quads of which are summed in 16 bits
+        most = 63 if bits == 6 or several == ways.HALVES else 31
+    return Loops(_single(bits, way), _pairs(bits, way) if IN_PAIRS else None, _expand(bits, EXPANDED.get(scheme, ways.PLAIN)),
+                 _columns(several, most))
+
+
+def functions_of(form: str) -> list[Jit]:
+    """What is compiled for one of `tiles.FORMATS`."""
+    scheme, _, bits = form.rpartition("-")
+    halves = [False, True] if scheme not in WAYS else [False]
+    return list(dict.fromkeys(each for half in halves for each in loops_of(scheme, int(bits), half).functions()))
+
+
+@cache
+def table_at(kind: int, shift: int) -> int:
+    """Where the table of a format lies, with which `packed_matrix.LOOPS` begins; `kind` and `shift` as in a matrix's fields. Loops that are
+    not compiled yet are."""
+    scheme = next(name for name, number in SCHEMES.items() if number == kind & SCHEME_MASK)
+    found = loops_of(scheme, kind >> SCHEME_SHIFT, shift < 0)
+    _TABLES.append(np.array([0 if each is None else each.address for each in found], np.int64))
+    return _TABLES[-1].ctypes.data

@@ -31,8 +31,9 @@ from .intrinsics import f32_at, u8_at
 from .packed_vectors import scale_rows
 
 # Per matrix, from slot FIRST on. KIND is `kind_of` the format; addresses, 0 for what a format lacks; a group is 32 << SHIFT inputs, with
-# SHIFT -1 half a tile.
-WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, FIELDS = range(15)
+# SHIFT -1 half a tile; LOOPS: where the table of the format's loops lies (`packed_formats.py`).
+(WEIGHT, KIND, ROW_COUNT, BIAS, OUT, OUT_STRIDE, TILES, SHIFT, SCALES, ZEROS, ROW_SCALES, TABLES, SPARSE, SPARSE_COUNT, LOOPS,
+ FIELDS) = range(16)
 # Sums are scaled by whole tiles, as a codebook's, by halves of tiles, the same where a loop of one column does it.
 WHOLE, BOOK, HALF, HALF_ALONE = range(4)
 

@@ -2,32 +2,36 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import EffllmError
 from ...kernels import warm
+from ...kernels.tiles import FORMATS
 from ...offload.checkpoint import TensorStore
 from ...offload.header import is_gguf
 from ...quant.kv import codec
 from ..config import ModelConfig, read_config
 from ..kv.kv_setting import AUTO
-from ..source import is_low_bit, quantization_of
+from ..source import is_low_bit, kept_specs, quantization_of
 from ..sparse.bundles import is_bundled
 from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
 from ..stores.import_config import are_floats
 
 if TYPE_CHECKING:
+    from ...quant.spec import QuantSpec
     from ..prepare import EngineOptions
 
 
 @dataclass(frozen=True)
 class Needs:
     """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
-    read, floats of eight bits, layers with something else in the place of attention over keys and values, and experts."""
+    read, floats of eight bits, layers with something else in the place of attention over keys and values, and experts; of low-bit weights
+    the formats (`tiles.FORMATS`), none where they are not known."""
 
     low_bit: bool = False
     bundled: bool = False
@@ -35,9 +39,10 @@ class Needs:
     mixers: bool = False
     floats: bool = False
     experts: bool = False
+    formats: frozenset[str] = frozenset()
 
     def __or__(self, other: Needs) -> Needs:
-        return Needs(*(getattr(self, each.name) or getattr(other, each.name) for each in fields(self)))
+        return Needs(*(getattr(self, each.name) | getattr(other, each.name) for each in fields(self)))
 
 
 def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
@@ -47,7 +52,9 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
               warm.BUNDLED: needs.bundled, warm.SPARSE: options.kv_read == "sparse", warm.FOREIGN: needs.foreign,
               warm.MIXERS: needs.mixers, warm.EXPERTS: needs.experts, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora),
               warm.ROUNDING: needs.low_bit and options.draft is not None and draft_in(Path(options.draft)) is not None}
-    return tuple(kind for kind, is_needed in needed.items() if is_needed)
+    known = needs.formats and not needed[warm.ROUNDING]
+    formats = () if not needs.low_bit else sorted(needs.formats) if known else FORMATS
+    return (*(kind for kind, is_needed in needed.items() if is_needed), *formats)
 
 
 def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
@@ -56,10 +63,16 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     return kernel_kinds(needs if options.draft is None else needs | folder_needs(Path(options.draft)), options)
 
 
+def on_load_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
+    """The same for a folder that is quantized before it runs, to whatever formats that gives."""
+    return kernel_kinds(replace(folder_needs(folder), low_bit=True, formats=frozenset()), options)
+
+
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
     """The kinds of kernels that a run of these weights needs."""
     low_bit = container is not None and container.is_low_bit
-    stored = Needs(low_bit, is_bundled(container), store.puts_in_order, floats=has_floats(container))
+    formats = frozenset() if container is None else _formats(stored.spec for stored in container.tensors.values())
+    stored = Needs(low_bit, is_bundled(container), store.puts_in_order, floats=has_floats(container), formats=formats)
     return kernel_kinds(stored | layer_needs(config), options)
 
 
@@ -72,6 +85,11 @@ def calibration_kinds(config: ModelConfig) -> tuple[str, ...]:
 def has_floats(container: Container | None) -> bool:
     """Are floats of eight bits among the weights?"""
     return container is not None and any(stored.spec.scheme == "float" for stored in container.tensors.values())
+
+
+def _formats(specs: Iterable[QuantSpec]) -> frozenset[str]:
+    """The kinds of kernels that multiply weights of these formats."""
+    return frozenset(FORMATS) & {f"{spec.scheme}-{spec.bits}" for spec in specs}
 
 
 def layer_needs(config: ModelConfig) -> Needs:
@@ -88,10 +106,13 @@ def has_mixers(config: ModelConfig) -> bool:
 def folder_needs(folder: Path) -> Needs:
     """Of a model in a folder or a GGUF file; where its files are damaged, less."""
     low_bit, bundled, foreign, floats, layers = is_low_bit(folder), False, False, False, Needs()
+    formats = frozenset(FORMATS)
     with suppress(EffllmError):  # said when the folder is opened
         container = None if is_gguf(folder) else read_container(folder)
         low_bit, bundled = low_bit and (container is None or container.is_low_bit), is_bundled(container)
+        if container is not None or is_gguf(folder):
+            formats = _formats(kept_specs(folder) if container is None else (each.spec for each in container.tensors.values()))
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
         floats = low_bit and foreign and not is_gguf(folder) and are_floats(quantization_of(folder) or {})
         layers = layer_needs(read_config(folder))
-    return Needs(low_bit, bundled, foreign, floats=floats) | layers
+    return Needs(low_bit, bundled, foreign, floats=floats, formats=formats if low_bit else frozenset()) | layers
