@@ -42,7 +42,7 @@ SCHEMES = {"codebook": CODEBOOK, "affine": AFFINE, "symmetric": SYMMETRIC, "tern
 # Formats whose products are compiled by themselves (`cpu/packed_formats.py`), as kinds of kernels (`warm.py`).
 FORMATS = tuple(f"{scheme}-{bits}" for scheme, widths in {
     "codebook": (4, 3, 2), "affine": (8, 6, 5, 4, 3, 2), "symmetric": (8, 6, 5, 4, 3, 2), "ternary": (2,), "block": (8, 5, 4),
-    "offset": (8, 5, 4), "super": (5, 4), "nibble": (2,), "minimum": (8, 6, 5, 4, 3, 2), "nvfp": (4,), "signed": (6,), "table": (4, 3),
+    "offset": (8, 4), "super": (5, 4), "nibble": (2,), "minimum": (8, 6, 5, 4, 3, 2), "nvfp": (4,), "signed": (6,), "table": (4, 3),
     "mxfp": (4,)}.items() for bits in widths)
 IN_SUPERS = ("super", "nibble", "signed", "table")  # whose scales are records of super-blocks
 SCHEME_SHIFT, SCHEME_MASK = 4, 15  # a kernel gets bits << SCHEME_SHIFT | scheme

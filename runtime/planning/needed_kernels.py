@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 class Needs:
     """What a model has: low-bit weights, neurons that lie one by one, weights of other tools that are put in order or widened as they are
     read, floats of eight bits, layers with something else in the place of attention over keys and values, and experts; of low-bit weights
-    the formats (`tiles.FORMATS`), none where they are not known."""
+    the formats, none where they are not known."""
 
     low_bit: bool = False
     bundled: bool = False
@@ -53,7 +53,7 @@ def kernel_kinds(needs: Needs, options: EngineOptions) -> tuple[str, ...]:
               warm.MIXERS: needs.mixers, warm.EXPERTS: needs.experts, warm.FLOATS: needs.floats, warm.ADAPTERS: bool(options.lora),
               warm.ROUNDING: needs.low_bit and options.draft is not None and draft_in(Path(options.draft)) is not None}
     known = needs.formats and not needed[warm.ROUNDING]
-    formats = () if not needs.low_bit else sorted(needs.formats) if known else FORMATS
+    formats = () if not needs.low_bit else sorted(needs.formats & set(FORMATS)) if known else FORMATS
     return (*(kind for kind, is_needed in needed.items() if is_needed), *formats)
 
 
@@ -88,8 +88,8 @@ def has_floats(container: Container | None) -> bool:
 
 
 def _formats(specs: Iterable[QuantSpec]) -> frozenset[str]:
-    """The kinds of kernels that multiply weights of these formats."""
-    return frozenset(FORMATS) & {f"{spec.scheme}-{spec.bits}" for spec in specs}
+    """By the names of `tiles.FORMATS`, which are those that have kernels of their own."""
+    return frozenset(f"{spec.scheme}-{spec.bits}" for spec in specs)
 
 
 def layer_needs(config: ModelConfig) -> Needs:

@@ -1,0 +1,67 @@
+"""Which kernels a run compiles: of low-bit formats those of its own model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from conversions import FABLE, odd_model, options, run
+from gguf_samples import write_model
+from low_bit_samples import FORMATS as SAMPLES
+
+from effllm.kernels import warm
+from effllm.kernels.cpu import packed_formats
+from effllm.kernels.tiles import FORMATS, SCHEMES
+from effllm.quant.imports.gguf import KEPT
+from effllm.quant.spec import QuantSpec
+from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds, kinds_of, on_load_kinds
+from effllm.runtime.prepare import EngineOptions, prepare
+
+
+def formats_in(kinds: tuple[str, ...]) -> set[str]:
+    return set(kinds) & set(FORMATS)
+
+
+def kinds_when_open(folder: Path) -> tuple[str, ...]:
+    prepared = prepare(folder, EngineOptions(device="cpu"))
+    prepared.store.close()
+    return kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
+
+
+@pytest.mark.parametrize("spec", ["4bit", "affine3:64", "symmetric8:32", "2bit"])
+def test_a_folder_needs_its_own_formats(tmp_path: Path, spec: str) -> None:
+    run(odd_model(tmp_path / "odd"), tmp_path / "out", options(spec))
+    parsed = QuantSpec.parse(spec)
+    kinds = folder_kinds(tmp_path / "out", EngineOptions())
+    assert f"{parsed.scheme}-{parsed.bits}" in kinds and len(formats_in(kinds)) <= 2, "embeddings may have more bits"
+    assert set(kinds) == set(kinds_when_open(tmp_path / "out"))
+
+
+@pytest.mark.parametrize(("kind", "needed"), [("Q4_0", {"block-4"}), ("Q8_0", {"block-8"}), ("F16", set())])
+def test_a_gguf_file_needs_those_of_its_types(tmp_path: Path, kind: str, needed: set[str]) -> None:
+    path = tmp_path / "model.gguf"
+    write_model(FABLE, path, kind)
+    kinds = folder_kinds(path, EngineOptions())
+    assert formats_in(kinds) == needed and set(kinds) == set(kinds_when_open(path))
+
+
+def test_where_formats_are_not_known_all_are_compiled() -> None:
+    assert formats_in(kernel_kinds(Needs(low_bit=True), EngineOptions())) == set(FORMATS)
+    assert formats_in(on_load_kinds(FABLE, EngineOptions())) == set(FORMATS)
+    assert not formats_in(folder_kinds(FABLE, EngineOptions()))
+
+
+def test_weights_of_one_format_are_multiplied_by_few_functions() -> None:
+    own = set(warm.compiled_functions(["low-bit", "codebook-4"])) - set(warm.compiled_functions(["low-bit"]))
+    assert 3 <= len(own) <= 5 and len(warm.compiled_functions(FORMATS)) > 60
+
+
+def test_every_format_has_loops_and_a_kind() -> None:
+    """One that is in no kind would be compiled in the middle of a prompt, in a process whose plan does not know of it."""
+    specs = {QuantSpec.parse(text) for text in SAMPLES} | set(KEPT.values())
+    named = {f"{spec.scheme}-{spec.bits}" for spec in specs if spec.scheme != "float"}
+    assert named == set(FORMATS)
+    listed = {function.name for function in warm.compiled_functions(FORMATS)}
+    for spec in specs:
+        if spec.scheme in SCHEMES and spec.scheme != "float":
+            assert {each.name for each in packed_formats.loops_of(spec.scheme, spec.bits, spec.group < 32).functions()} <= listed
