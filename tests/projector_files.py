@@ -12,9 +12,13 @@ import numpy as np
 import torch
 from command_line import typed
 from gguf_samples import interleaved, write_model
+from retold_models import RETOLD
 from safetensors.torch import load_file, save_file
-from sight_cases import CASES
-from sight_models import Lfm2Ready, words_of
+from sight_cases import CASES, ROPE
+from sight_models import FIRST, KimiReady, Lfm2Ready, Llama4Ready, seeing, words_of
+from transformers import PreTrainedModel
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import _tokenizer
@@ -22,18 +26,44 @@ from effllm.runtime.gguf.export import _tokenizer
 # Family -> the architecture of its text part's file, and the type of its projector.
 PAIRS = {"gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
-         "lfm2_vl": ("lfm2", "lfm2"), "lighton_ocr": ("qwen3", "lightonocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
+         "glm4v": ("glm4", "glm4v"), "glm4v_moe": ("glm4moe", "glm4v"), "glm_ocr": ("glm4", "glm4v"), "kimi_k25": ("deepseek2", "kimik25"),
+         "llama4": ("llama4", "llama4"), "minicpmv4_6": ("qwen35", "minicpmv4_6"), "lfm2_vl": ("lfm2", "lfm2"),
+         "lighton_ocr": ("qwen3", "lightonocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
          "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
 OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
-OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline")
+OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "mm_projector.",
+            "merger.")
 INTERNVL = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
 EARLY = {"vision_tower.": "v.", "encoder.layers": "blk", "embeddings.": "", "embedding": "embd", "self_attn.": "attn_", "_proj": "",
          "layer_norm": "ln", "mlp.fc1": "ffn_down", "mlp.fc2": "ffn_up", "layrnorm": "ln", "post_layernorm": "post_ln"}
 LLAVA = {"linear_1": "0", "linear_2": "2"}
-# What a file of LFM2 does not state is as in published folders.
-SEEN_BY = {**CASES, "lfm2_vl": (*CASES["lfm2_vl"][:-1], Lfm2Ready(tile_size=512, max_tiles=10, min_image_tokens=64, max_image_tokens=256))}
-EXPORTED = ("lfm2",)  # whose text parts an export writes
+IN_MINICPM = {"layer_norm1": "ln1", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
+              "self_attn.out_proj": "attn_out", "pre_norm": "ds_ln", "linear_1": "ds_ffn_up", "linear_2": "ds_ffn_down"}
+BEHIND_MINICPM = {"pre_norm": "mm.input_norm", "linear_1": "mm.up", "linear_2": "mm.down"}
+# What files do not state is as in published folders.
+GLM = Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 12_544, "longest_edge": 9_633_792})
+LLAMA4 = ({"model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_experts": 2, "interleave_moe_layer_step": 2},
+          {"hidden_size": 48, "intermediate_size": 192, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 32, "patch_size": 8,
+           "projector_input_dim": 56, "projector_output_dim": 56, "vision_output_dim": 56},
+          ["<|patch|>", "<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>"],
+          {"image_token_index": FIRST}, Llama4Ready())
+MIXED = {"model_type": "glm4v_moe_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},
+         "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
+SEEN_BY = {**CASES, **{family: (*CASES[family][:-1], GLM) for family in ("glm4v", "glm_ocr")},
+           "glm4v_moe": (MIXED, *CASES["glm4v"][1:-1], GLM),
+           "kimi_k25": (*CASES["kimi_k25"][:-1], KimiReady(patch_size=8, max_patches=120, size={"max_height": 512, "max_width": 512})),
+           "llama4": LLAMA4, "minicpmv4_6": (*CASES["minicpmv4_6"][:-1], MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8)),
+           "lfm2_vl": (*CASES["lfm2_vl"][:-1], Lfm2Ready(tile_size=512, max_tiles=10, min_image_tokens=64, max_image_tokens=256))}
+EXPORTED = ("deepseek2", "glm4", "glm4moe", "lfm2", "llama4", "qwen35")  # whose text parts an export writes
 HALF = [0.5] * 3
+
+
+def seeing_as_published(folder: Path, family: str, **tower: object) -> PreTrainedModel:
+    """The model of a family of PAIRS, written to `folder` with the names of published ones."""
+    model = seeing(folder, family, SEEN_BY[family], **tower)
+    if family in RETOLD:
+        RETOLD[family](folder)
+    return model
 
 
 def write_pair(folder: Path, out: Path, kind: str = "F32", name: str = "mmproj-model-f16.gguf", **keys: object) -> tuple[Path, Path]:
@@ -119,7 +149,8 @@ def _shape(vision: Mapping[str, object], config: Mapping[str, object]) -> dict[s
         return value[0] if isinstance(value, list) else value
 
     patch, width = of("patch_size"), of("embed_dim", "hidden_size")  # the second is the text part's where both are there
-    side = of("image_size") if "image_size" in vision else int(vision.get("num_position_embeddings", 1600) ** 0.5) * patch
+    places = int(vision.get("num_position_embeddings", 1600) ** 0.5)
+    side = of("image_size") if "image_size" in vision else 256 if "num_patches" in vision else places * patch
     return {"vision.image_size": side, "vision.patch_size": patch, "vision.embedding_length": width,
             "vision.feed_forward_length": vision.get("intermediate_size", width * vision.get("mlp_ratio", 0)),
             "vision.block_count": of("num_hidden_layers", "depth"),
@@ -151,6 +182,19 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
         return {**curve, "vision.projector.scale_factor": across // int(config["mm_tokens_per_image"] ** 0.5)}
     if projector == "lfm2":
         return {**curve, "vision.projector.scale_factor": 2}
+    if projector == "glm4v":
+        return {**curve, "vision.attention.layer_norm_epsilon": vision["rms_norm_eps"]}
+    if projector == "llama4":
+        merge = int(1 / vision["pixel_shuffle_ratio"])
+        return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": merge}
+    if projector == "kimik25":
+        patch = vision["patch_size"] ** 2
+        return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": vision["merge_kernel_size"][0],
+                "vision.image_size": vision["pos_emb_height"] * vision["patch_size"], "vision.image_min_pixels": 8 * patch,
+                "vision.image_max_pixels": processor["max_patches"] * patch}
+    if projector == "minicpmv4_6":
+        return {**curve, "vision.projector.scale_factor": 4, "vision.wa_layer_indexes": [config["insert_layer_id"]],
+                "vision.image_size": processor["scale_resolution"]}
     points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
     if projector == "qwen2.5vl_merger":
         every = vision["fullatt_block_indexes"][0] + 1
@@ -173,7 +217,8 @@ def _tensors(folder: Path, projector: str, config: Mapping[str, object], blocks:
 
 def _usual(name: str) -> str:
     """As most families call what sees; converters do the same first."""
-    return name.removeprefix("model.").replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
+    own = name.removeprefix("model.").replace("vision_encoder.", "vision_tower.").replace("vision_projection.", "multi_modal_projector.")
+    return own.replace("encoder.patch_embed.", "patch_embed.")
 
 
 def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, object], names: gguf.TensorNameMap,
@@ -200,6 +245,21 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
         if own.endswith("patch_embedding.weight"):
             side = vision["patch_size"]
             values = values.reshape(len(values), side, side, 3).transpose(0, 3, 1, 2)
+    if projector == "llama4":
+        if own.startswith("multi_modal_projector."):
+            yield "mm.model.fc.weight", values
+            return
+        own += ".weight" * own.endswith("positional_embedding_vlm")
+    if projector == "kimik25":
+        own = own.replace("proj.0.", "proj.linear_1.").replace("proj.2.", "proj.linear_2.")
+        values = columns_first(values, vision["num_attention_heads"]) if ".wqkv." in own else values
+    if projector == "minicpmv4_6":
+        stem, _, kind = own.rpartition(".")
+        for before, names_of, begin in (("vision_tower.vit_merger.", IN_MINICPM, "v.vit_merger."), ("merger.mlp.0.", BEHIND_MINICPM, "")):
+            if own.startswith(before):
+                yield f"{begin}{names_of[stem.removeprefix(before)]}.{kind}", values
+                return
+        own = own.replace("vision_tower.", "vision_tower.vision_model.")
     if ".qkv." in own and projector in ("qwen2vl_merger", "qwen2.5vl_merger"):
         for letter, rows in zip("qkv", np.split(values, 3), strict=True):
             yield names.get_name(own.replace("qkv", letter), (".weight", ".bias")), rows
@@ -219,6 +279,13 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
     name = names.get_name(own, (".weight", ".bias"))
     assert name is not None, own
     yield name, values
+
+
+def columns_first(values: np.ndarray, heads: int) -> np.ndarray:
+    """Rows of queries and keys, of which pairs turn by column and by line in turns, with those that turn by column first in each head."""
+    queries, keys, rest = np.split(values, 3)
+    return np.concatenate([*(each.reshape(heads, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (queries, keys)),
+                           rest])
 
 
 def _by_early_converter(own: str, values: np.ndarray, blocks: int) -> Iterator[tuple[str, np.ndarray]]:

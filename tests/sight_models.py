@@ -148,6 +148,18 @@ class Lfm2Ready:
                 "pixel_attention_mask": torch.tensor(np.stack([np.arange(most) < len(each) for each in cut]).astype(np.int32))}
 
 
+class Llama4Ready:
+    """As `Lfm2Ready`, of Llama 4, with tiles of 32 points."""
+
+    def save_pretrained(self, folder: Path) -> None:
+        self.folder = folder
+        (folder / "preprocessor_config.json").write_text(json.dumps({
+            "image_processor_type": "Llama4ImageProcessorFast", "size": {"height": 32, "width": 32}}))
+
+    def __call__(self, picture: np.ndarray, **_: object) -> dict[str, torch.Tensor]:
+        return {"pixel_values": torch.tensor(np.stack(opened(self.folder).values(picture)).transpose(0, 3, 1, 2))}
+
+
 class UnifiedReady:
     """As `Lfm2Ready`, of the Gemma 4 without a tower, with squares of 12 points."""
 

@@ -7,7 +7,7 @@ import gguf
 import numpy as np
 import pytest
 from command_line import typed
-from projector_files import PAIRS, write_pair
+from projector_files import PAIRS, SEEN_BY, seeing_as_published, write_pair
 from sight_cases import CASES
 from sight_models import PICTURES, opened, seeing
 
@@ -17,7 +17,7 @@ from effllm.runtime.images import SIGHTS, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import PICTURES as SEEN
 
-FAMILIES = [family for family in CASES if family in PAIRS and family in TYPES]
+FAMILIES = [family for family in SEEN_BY if family in PAIRS and family in TYPES]
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -25,7 +25,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     """A folder that sees, the two files of it by another writer, and ours."""
     place = tmp_path_factory.mktemp("written")
     folder = place / "folder"
-    seeing(folder, request.param, CASES[request.param])
+    seeing_as_published(folder, request.param)
     model, theirs = write_pair(folder, place / "files")
     ours = place / "mmproj-ours.gguf"
     code, out, err = typed("export", folder, "-o", ours, "--mmproj", "--json")
@@ -36,7 +36,7 @@ def written(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def test_tensors_and_keys_are_those_of_another_writer(written: tuple[Path, Path, Path, Path]) -> None:
     ours, theirs = (gguf.GGUFReader(path) for path in (written[3], written[2]))
-    values = [{each.name.replace("model.image_newline", "v.image_newline"):  # as newer writers call it
+    values = [{each.name.replace("model.image_newline", "v.image_newline").replace("attn_post_norm", "ln2"):  # as others call them
                gguf.quants.dequantize(each.data, each.tensor_type).reshape(each.shape[::-1]) for each in file.tensors}
               for file in (ours, theirs)]
     assert values[0].keys() == values[1].keys()
@@ -58,16 +58,17 @@ def test_what_is_read_from_it_sees_nearly_as_the_folder(written: tuple[Path, Pat
 
 @pytest.mark.peer
 @pytest.mark.slow
-@pytest.mark.parametrize("family", ["idefics3", "gemma3", "qwen3_vl"])
-def test_llamacpp_sees_the_same_in_it(family: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("family", ["idefics3", "gemma3", "glm4v", "glm4v_moe", "kimi_k25", "qwen2_vl", "qwen2_5_vl", "qwen3_vl"])
+def test_llamacpp_sees_the_same_in_a_pair(family: str, tmp_path: Path) -> None:
+    """Also that the text part is of an architecture that the other goes with."""
     peer = pytest.importorskip("llama_cpp")
-    from test_projector_whole import of_llamacpp
+    from test_projector_whole import OTHER, of_llamacpp
 
-    folder = tmp_path / "folder"
-    seeing(folder, family, CASES[family])
+    folder, model = tmp_path / "folder", tmp_path / "model.gguf"
+    seeing_as_published(folder, family, **OTHER.get(family, {}))
     points = PICTURES["square"] if "qwen" in family else np.ascontiguousarray(PICTURES["square"][:32, :32])
-    model, _ = write_pair(folder, tmp_path / "files")
-    assert typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
+    points = np.tile(PICTURES["square"], (5, 5, 1)) if "glm" in family else points
+    assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, model, tmp_path / "mmproj.gguf", points)
     wanted = opened(folder).see(points, Work())
     if wanted.deep is not None:
@@ -126,12 +127,33 @@ def test_an_export_of_the_text_part_says_how_to_have_the_other(tmp_path: Path) -
     assert album_of(model, read_config(model)).sights[SEEN].see(PICTURES["photo"], Work()).rows.shape[1] == 48
 
 
+@pytest.mark.parametrize(("family", "arch"), [("glm4v", "glm4"), ("glm4v_moe", "glm4moe"), ("qwen2_5_vl", "qwen2vl"),
+                                              ("qwen3_vl", "qwen3vl"), ("minicpmv4_6", "qwen35")])
+def test_both_exports_are_a_pair_that_answers_as_the_folder(family: str, arch: str, tmp_path: Path) -> None:
+    """Positions of a picture are those by place, which the text part's file states; and so does a file that is made of that file."""
+    from test_projector_whole import hold_a_picture, in_halves
+
+    folder, model = tmp_path / "folder", tmp_path / "small.gguf"
+    transformer = seeing_as_published(folder, family)
+    assert typed("export", folder, "-o", model)[0] == typed("export", folder, "-o", tmp_path / "mmproj.gguf", "--mmproj")[0] == 0
+    (tmp_path / "again").mkdir()
+    again = tmp_path / "again" / "small.gguf"
+    assert typed("export", model, "-o", again)[0] == 0
+    stated = [{key: field.contents() for key, field in gguf.GGUFReader(path).fields.items() if "rope" in key or "architecture" in key}
+              for path in (model, again)]
+    assert stated[0] == stated[1] and stated[0]["general.architecture"] == arch and f"{arch}.rope.dimension_sections" in stated[0]
+    (tmp_path / "again" / "mmproj.gguf").symlink_to(tmp_path / "mmproj.gguf")
+    in_halves(transformer, ("",))
+    for path in (model, again):
+        hold_a_picture(path, family, transformer)
+
+
 def test_models_and_wishes_without_such_a_file_are_refused_in_a_line(tmp_path: Path) -> None:
     assert set(TYPES) <= set(SIGHTS)
     folder = tmp_path / "folder"
-    seeing(folder, "glm_ocr", CASES["glm_ocr"])
+    seeing(folder, "ovis2", CASES["ovis2"])
     out = tmp_path / "mmproj.gguf"
-    for more, line in (((), "of glm_ocr models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
+    for more, line in (((), "of ovis2 models no mmproj file is written"), (("--type", "Q8_0"), "--mmproj writes a GGUF file of type F16"),
                        (("--format", "compressed-tensors"), "--mmproj writes a GGUF file of type F16")):
         code, _, err = typed("export", folder, "-o", out, "--mmproj", *more)
         assert code == 2 and line in err and len(err.splitlines()) <= 3 and not out.exists()

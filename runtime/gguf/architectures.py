@@ -290,7 +290,7 @@ ARCHITECTURES = {
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
     "ernie4_5": Architecture("ernie4_5"),
-    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, layer_names={
+    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, read=frozenset({sections.KEY}), layer_names={
         "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.

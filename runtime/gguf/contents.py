@@ -35,6 +35,7 @@ from .linear_attention import joined_rows
 from .nextn import mtp_names
 from .qwen4 import table_name
 from .rwkv7 import is_left_out
+from .sections import turned_rows
 from .sources import RAW, TABLE, WHOLE, Source
 from .stateful import DECAYS, GROWTHS
 from .tensor_names import own_names
@@ -206,6 +207,10 @@ class _Reading:
             return
         first = 0
         for name, rows in zip(names, heights, strict=True):
+            if (order := turned_rows(self.file.header, config, name)) is not None:
+                yield name, Source(tensor, (rows, *tensor.shape[1:]), rows=first + order)
+                first += rows
+                continue
             heads = heads_of(name, config) if found.interleaved else 0
             if heads and rows % (2 * heads):
                 damaged(self.path, f"has tensor {shown(tensor.name)} of {rows} rows for {heads} heads")

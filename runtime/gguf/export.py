@@ -54,6 +54,7 @@ from . import (
 from .architecture import Architecture
 from .architectures import BY_FAMILY, file_architecture
 from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
+from .seeing_text import as_seeing, rows_of
 from .settings import licence_metadata, sampling_metadata
 from .sources import separated
 from .tensor_names import file_part
@@ -132,8 +133,9 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         keys = _tokenizer(source, config) if tokenizer is None else tokenizer
         licence = licence or (container and container.licence) or licence_of(source)
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
-        metadata = config_metadata(config, name, kind) | ahead | licence_metadata(source, licence)
+        metadata = as_seeing(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
+        jobs = [job if (rows := rows_of(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
         beside = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
         factors = rotary_tensors(config) | (beside(config) if beside else {})
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]

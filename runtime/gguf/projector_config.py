@@ -35,6 +35,7 @@ TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not 
 # Least and most of a picture.
 QWEN_POINTS = {**dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
                "qwen3vl_merger": (65_536, 16_777_216)}
+GLM_POINTS, KIMI_PATCHES = (112 * 112, 9_633_792), 16_384  # least and most of a film of two frames; most of a picture
 
 
 @dataclass(frozen=True)
@@ -212,6 +213,8 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
         names = ("image_min_pixels", "image_max_pixels")
         least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
         model, own = OWN.get(kind, (MODELS[text], vision["model_type"]))
+        if (model, header.metadata.get(HAS.format(NAMES[SOUNDS]))) == ("qwen3_vl_moe", True):  # no other of these hears
+            model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
 
@@ -290,7 +293,57 @@ def _gemma4_flat(header: GgufHeader, keys: Values, tower: Tower, text: str) -> B
         "pooling_kernel_size": joined}
 
 
+def _glm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """GLM-OCR has no places for patches. Otherwise the file states how wide the FFN behind all layers is; those of layers are as wide as
+    the text part."""
+    ocr, points = "v.position_embd.weight" not in header.tensors, dict(zip(("min_pixels", "max_pixels"), GLM_POINTS, strict=True))
+    model = "glm_ocr" if ocr else "glm4v_moe" if text == "glm4moe" else "glm4v"
+    vision = {QWEN_KEYS.get(name, name): value for name, value in tower.items()}
+    vision |= {"model_type": "glm_ocr_vision" if ocr else f"{model}_vision", "rms_norm_eps": tower["layer_norm_eps"], "hidden_act":
+               _curve(keys, "gelu"), "out_hidden_size": _tensor(header, "mm.down.weight").shape[0], "attention_bias":
+               "v.blk.0.attn_qkv.bias" in header.tensors, "spatial_merge_size": keys.get("spatial_merge_size", 2), "temporal_patch_size":
+               1 + (FRAMES in header.tensors)}
+    return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **points, "resample": BICUBIC}
+
+
+def _llama4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    merge, first, second = keys.get("projector.scale_factor", 2), *(_tensor(header, f"mm.model.mlp.{number}.weight").shape[0]
+                                                                    for number in (1, 2))
+    vision = {"model_type": "llama4_vision_model", **tower, "projector_input_dim": first, "projector_output_dim": second,
+              "vision_output_dim": second, "pixel_shuffle_ratio": 1 / merge if type(merge) is int and merge > 0 else merge}
+    return {"model_type": "llama4", "vision_config": vision}, {"image_processor_type": "Llama4ImageProcessor", "size": _square(tower)}
+
+
+def _kimi(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """A picture has at most so many points that are made into patches."""
+    numbers, places = Keys(keys, f"{header.path}: {CLIP}.vision"), _tensor(header, "v.position_embd.weight").shape
+    merge, patch = numbers.integer("projector.scale_factor", 2, high=16), numbers.integer("patch_size", high=1 << 10)
+    if len(places) != 3:
+        damaged(header.path, f"has tensor v.position_embd.weight of shape {list(places)}, not of lines, columns and numbers")
+    vision = {"model_type": "kimi_k25_vision", **tower, "hidden_act": "gelu_pytorch_tanh", "pos_emb_height": places[0],
+              "pos_emb_width": places[1], "merge_kernel_size": [merge] * 2}
+    most = numbers.integer("image_max_pixels", KIMI_PATCHES * patch**2, high=1 << 40) // patch**2
+    return {"model_type": "kimi_k25", "projection_layer_norm_eps": tower["layer_norm_eps"], "vision_config": vision}, {
+        "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": most, "merge_size": merge, "patch_size": patch}
+
+
+def _minicpm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Its size is that of slices; how many places there are follows from their tensor."""
+    where, count = Keys(keys, f"{header.path}: {CLIP}.vision"), _tensor(header, "v.position_embd.weight").shape[0]
+    patch, layers, merge = where.integer("patch_size", high=1 << 10), keys.get("wa_layer_indexes"), keys.get("projector.scale_factor", 4)
+    if merge not in (2, 4):
+        damaged(header.path, f"states {VISION}projector.scale_factor {shown(merge)}, expected 2 or 4")
+    mode = "4x" if merge == 2 else "16x"
+    vision = {"model_type": "minicpmv4_6_vision", **tower, "image_size": isqrt(count) * patch, "hidden_act":
+              _curve(keys, "gelu_pytorch_tanh")}
+    return ({"model_type": "minicpmv4_6", "downsample_mode": mode, "vision_config": vision,
+             **({"insert_layer_id": layers[0]} if isinstance(layers, list) and layers else {})},
+            {"image_processor_type": "MiniCPMV4_6ImageProcessor", "scale_resolution": tower["image_size"], "patch_size": patch,
+             "downsample_mode": mode, "resample": BICUBIC})
+
+
 BUILDERS: Mapping[str, Callable[..., Built]] = {
+    "glm4v": _glm, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral,
     "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
     "gemma4uv": _gemma4_flat,

@@ -21,8 +21,13 @@ from ...offload.size import format_size
 from ..config import ModelConfig, read_config
 from ..events import Progress
 from ..images import kind_of, sights_of
+from ..images.glm4v import Glm4v
+from ..images.kimi_k25 import KimiK25
+from ..images.llama4 import EPS as LLAMA4_EPS
+from ..images.llama4 import Llama4
 from ..images.llava import Llava
 from ..images.llava_next import LlavaNext
+from ..images.minicpmv4_6 import MiniCpmV
 from ..images.senses import PICTURES, SOUNDS, Sense
 from ..images.tower_sight import TowerSight
 from ..images.tower_weights import is_of_tower, own_name, tower_store
@@ -32,12 +37,13 @@ from . import gemma4_export, hearing_export
 from .export import Exported, check_name, check_target
 from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
 from .projector_pieces import Piece, piece
-from .sources import separated
+from .projector_store import COLOURS, order_of
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3", "idefics3": "idefics3", "internvl": "internvl", "llava": "mlp", "llava_next": "mlp",
-    "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger",
+    "gemma3": "gemma3", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), "glm4v"), "idefics3": "idefics3", "internvl":
+    "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2", "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next":
+    "mlp", "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
     "qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_vl_moe": "qwen3vl_merger",
     "smolvlm": "idefics3"}
 OF_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
@@ -71,13 +77,14 @@ def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Heari
 
 def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
     """The keys of the file of a model of this type."""
-    projector, keys, qwen = TYPES[kind], sight.vision, TYPES[kind].startswith("qwen")
-    side = round(keys.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch if qwen else sight.side
+    projector, keys = TYPES[kind], sight.vision
     activation = str(keys.raw.get("hidden_act"))
-    eps = {"pixtral": 1e-5}.get(projector, 1e-6)
+    eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
     of_tower: Keys = {
-        "image_size": side, "patch_size": sight.patch, "embedding_length": sight.width,
-        "feed_forward_length": keys.integer("intermediate_size"), "block_count": keys.integer("depth") if qwen else layer_count(sight),
+        "image_size": _side(sight, projector), "patch_size": sight.patch, "embedding_length": sight.width,
+        "feed_forward_length": keys.integer("mlp_ratio") * sight.width if projector == "qwen2vl_merger" else keys.integer(
+            "intermediate_size"),
+        "block_count": keys.integer("depth") if projector.startswith(("qwen", "glm")) else layer_count(sight),
         "attention.head_count": sight.heads, "projection_dim": sight.config.hidden_size,
         "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
         "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32), **MORE[projector](sight)}
@@ -86,6 +93,15 @@ def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
     return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
             f"{CLIP}.has_vision_encoder": True, f"{CLIP}.projector_type": projector, f"{CLIP}.{curve}": activation != "quick_gelu", **early,
             **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
+
+
+def _side(sight: TowerSight, projector: str) -> int:
+    """Of pictures, or of the square that has a place for every patch."""
+    if projector == "lfm2":
+        return LFM2_SIDE
+    if projector.startswith("qwen"):
+        return round(sight.vision.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
+    return sight.vision.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
 
 
 def _mlp(sight: Llava) -> Keys:
@@ -124,6 +140,28 @@ def _qwen(sight: TowerSight) -> Keys:
     return {"image_min_pixels": int(sight.least), "image_max_pixels": int(sight.most)}
 
 
+def _glm(sight: Glm4v) -> Keys:
+    return {"attention.layer_norm_epsilon": sight.vision.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
+
+
+def _lfm2(sight: TowerSight) -> Keys:
+    return {"projector.scale_factor": sight.joined}
+
+
+def _llama4(sight: Llama4) -> Keys:
+    return {"attention.layer_norm_epsilon": LLAMA4_EPS, "projector.scale_factor": sight.joined}
+
+
+def _kimi(sight: KimiK25) -> Keys:
+    return {"attention.layer_norm_epsilon": sight.projector_eps, "projector.scale_factor": sight.joined,
+            "image_min_pixels": LEAST_PATCHES * sight.patch**2, "image_max_pixels": sight.most * sight.patch**2}
+
+
+def _minicpm(sight: MiniCpmV) -> Keys:
+    return {"image_size": sight.resolution, "projector.scale_factor": 4 if sight.merges else 2,
+            "wa_layer_indexes": np.array([sight.insert], np.int32)}
+
+
 def _windows(sight: TowerSight) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
     depth = sight.vision.integer("depth")
@@ -141,15 +179,18 @@ def _deep(sight: TowerSight) -> Keys:
 
 
 MORE: Mapping[str, Callable[[TowerSight], Keys]] = {
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "internvl": _internvl, "gemma3": _gemma3, "qwen2.5vl_merger": _windows,
-    "qwen3vl_merger": _deep}
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
+    "glm4v": _glm, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm, "qwen2vl_merger": _qwen,
+    "qwen2.5vl_merger": _windows, "qwen3vl_merger": _deep}
+APART = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys and values each by itself
+LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 
 
 def pieces(sight: TowerSight, store: TensorStore, kind: str) -> list[Piece]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
-        if projector.unused and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
+        if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
             found.append(piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
             found += _of(own_name(stored), info, projector, sight)
@@ -161,7 +202,7 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> 
         for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
             yield piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
         return
-    if projector is PROJECTORS["qwen2.5vl_merger"] and QKV in own:
+    if QKV in own and any(projector is PROJECTORS[name] for name in APART):
         for part, letter in enumerate("qkv"):
             name = _file_name(own.replace(QKV, f".attn.{letter}."), projector, sight)
             yield piece(name, info, lambda values, part=part: np.split(values, 3)[part], (info.shape[0] // 3, *info.shape[1:]))
@@ -172,10 +213,13 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> 
             return
         if found and (stem := found[2].rpartition(".")[0]) in EARLY:
             own = own.replace(stem, EARLY[stem])
-    name = _file_name(own, projector, sight)
-    if projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj")):
-        order = np.argsort(separated(np.arange(info.shape[0]), info.shape[0] // sight.heads))
-        yield piece(name, info, lambda values: values[order])
+    name = _file_name(own.replace("encoder.patch_embed.", "patch_embed."), projector, sight)  # so some of Kimi's are called
+    if name in projector.turned:
+        shape = (info.shape[0], COLOURS, sight.patch, sight.patch)
+        yield piece(name, info, lambda values: np.moveaxis(values.reshape(shape[0], *shape[2:], COLOURS), -1, 1), shape)
+        return
+    if (order := order_of(own, projector, info.shape[0], sight.heads)) is not None:
+        yield piece(name, info, lambda values: values[np.argsort(order)])
         return
     yield piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
 

@@ -26,7 +26,8 @@ class Projector:
     """`layers` goes before the number of a layer, `layer` are parts of names within one and `outer` those of the others, all without their
     kind; `whole` are names with theirs, within layers and outside. `blocks`: what layers are called in the file; `others`: of other groups
     that are counted, as `layers` and `layer`. `joined`: parts of a layer that are one matrix here, the last of which `into` is called.
-    `halves`: rows of q and k are neighbours in the file and halves of a head here. `less`: names from which the one is taken that the file
+    `halves`: rows of q and k are neighbours in the file and halves of a head here; `axes`: those of a head that turn by columns lie before
+    those that turn by lines in the file, and by turns here, two at once. `less`: names from which the one is taken that the file
     added. `soft`: endings of names of which the file has the softplus; `turned`: names whose channels come last here; `planes`: names whose
     last dimension is a plane of each colour in the file and points with all of theirs here; `crossed`: names whose first two dimensions
     change places. `linear`: parts whose
@@ -44,6 +45,7 @@ class Projector:
     joined: tuple[str, ...] = ()
     into: str = ""
     halves: bool = False
+    axes: bool = False
     less: frozenset[str] = frozenset()
     soft: tuple[str, ...] = ()
     turned: frozenset[str] = frozenset()
@@ -73,6 +75,10 @@ def _embeddings(tower: str) -> dict[str, str]:
             AFTER: f"{tower}.post_layernorm"}
 
 
+_SQUARES = {"v.patch_embd": "visual.patch_embed.proj", "v.norm_embd": "visual.post_conv_layernorm", "v.position_embd":
+            "visual.embeddings.position_embedding", AFTER: "visual.post_layernorm", "mm.patch_merger": "visual.downsample", "mm.model.fc":
+            "visual.merger.proj", "mm.post_norm": "visual.merger.post_projection_norm",
+            **{f"mm.{name}": f"visual.merger.{name}_proj" for name in ("gate", "up", "down")}}
 _PIXTRAL = Projector(
     "vision_tower.transformer.layers.",
     {"ln1": "attention_norm", "ln2": "ffn_norm", "attn_q": "attention.q_proj", "attn_k": "attention.k_proj", "attn_v":
@@ -121,6 +127,31 @@ PROJECTORS: Mapping[str, Projector] = {
         {"v.patch_embd": "visual.patch_embed.proj", "v.position_embd": "visual.pos_embed", AFTER: "visual.merger.norm",
          "mm.0": "visual.merger.linear_fc1", "mm.2": "visual.merger.linear_fc2"}, "mm.2.weight", joined=_QKV, into="attn.qkv",
         texts=("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe")),
+    "glm4v": Projector(
+        "visual.blocks.", {**_WINDOWED, **{f"attn_{each}_norm": f"attn.{each}_norm" for each in "qk"}}, _SQUARES, "mm.down.weight",
+        texts=("glm4", "glm4moe")),
+    "llama4": Projector(
+        "vision_model.model.layers.",
+        {"attn_post_norm": "post_attention_layernorm",  # so llama.cpp's converter calls it since Gemma 4
+         "ln1": "input_layernorm", "ln2": "post_attention_layernorm", **_ATTENTION, "attn_out": "self_attn.o_proj", "ffn_up": "mlp.fc1",
+         "ffn_down": "mlp.fc2"},
+        {"v.patch_embd": "vision_model.patch_embedding.linear", "v.pre_ln": "vision_model.layernorm_pre", AFTER:
+         "vision_model.layernorm_post", **{f"mm.model.mlp.{number}": f"vision_model.vision_adapter.mlp.fc{number}" for number in (1, 2)},
+         "mm.model.fc": "multi_modal_projector.linear_1"}, "mm.model.fc.weight",
+        whole={FIRST: "vision_model.class_embedding", "v.position_embd.weight": "vision_model.positional_embedding_vlm"},
+        texts=("llama4",)),
+    "kimik25": Projector(
+        "vision_tower.encoder.blocks.", {"ln1": "norm0", "ln2": "norm1", "attn_qkv": "wqkv", "attn_out": "wo", "ffn_up": "mlp.fc0",
+                                         "ffn_down": "mlp.fc1"},
+        {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb", AFTER:
+         "vision_tower.encoder.final_layernorm", "mm.input_norm": "mm_projector.pre_norm", "mm.1": "mm_projector.proj.0", "mm.2":
+         "mm_projector.proj.2"}, "mm.2.weight", axes=True, texts=("deepseek2",)),
+    "minicpmv4_6": Projector(
+        "vision_tower.encoder.layers.", _SIGLIP,
+        {**_embeddings("vision_tower"), **{f"v.vit_merger.{theirs}": f"vision_tower.vit_merger.{ours}" for theirs, ours in {
+            **_NORMS, **_ATTENTION, "ds_ln": "pre_norm", "ds_ffn_up": "linear_1", "ds_ffn_down": "linear_2"}.items() if theirs != "ln2"},
+         "mm.input_norm": "merger.mlp.0.pre_norm", "mm.up": "merger.mlp.0.linear_1", "mm.down": "merger.mlp.0.linear_2"},
+        "mm.down.weight", texts=("qwen35",)),
     "gemma4v": Projector(
         "vision_tower.encoder.layers.",
         {**_GEMMA4, "ln1": "input_layernorm", "ln2": "pre_feedforward_layernorm", "attn_q_norm": "self_attn.q_norm", "attn_k_norm":

@@ -23,7 +23,7 @@ from ..images.senses import SOUNDS
 from .hearing_names import BEGIN
 from .one_file import seeing_part
 from .projector_config import Described
-from .projector_names import FRAMES, own_name
+from .projector_names import FRAMES, Projector, own_name
 from .sources import RAW, separated
 
 COLOURS = 3
@@ -32,13 +32,13 @@ DAMAGED = "the file is damaged: download it again"
 
 @dataclass(frozen=True)
 class Part:
-    """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `heads`: its rows are
-    neighbours in so many heads (0: they are not). `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
+    """What a tensor is made of: rows of several, one behind the other, or where `frames` channels of two by turns. `order`: where its rows
+    lie in the file, if not in order. `less`: of every value. `soft`: the file has their softplus. `turned`: channels, which
     come second in the file, are last. `planes`, `crossed`: as of `Projector`."""
 
     tensors: tuple[GgufTensor, ...]
     frames: bool = False
-    heads: int = 0
+    order: np.ndarray | None = None
     less: float = 0.0
     soft: bool = False
     turned: bool = False
@@ -94,8 +94,8 @@ class ProjectorStore(TensorStore):
         part = self._parts[info.name]
         values = [self._values(each, info.dtype) for each in part.tensors]
         made = np.stack(values, axis=2) if part.frames else values[0] if len(values) == 1 else np.concatenate(values)
-        if part.heads:
-            made = made[separated(np.arange(len(made)), len(made) // part.heads)]
+        if part.order is not None:
+            made = made[part.order]
         if part.turned:
             made = np.moveaxis(made, 1, -1)
         if part.planes:
@@ -122,6 +122,22 @@ class ProjectorStore(TensorStore):
         if not np.isfinite(wide).all() or dtype == "F16" and np.isinf(made.view(np.float16)).any():
             raise CheckpointError(f"{self.folder} has tensor {shown(tensor.name)} with values beyond what 16 bits hold", DAMAGED)
         return made
+
+
+def order_of(own: str, projector: Projector, count: int, heads: int) -> np.ndarray | None:
+    """Where in a file the `count` rows of a tensor of layers lie, int64 [count]; None where they lie in order. Raises ValueError for rows
+    that so many heads cannot share."""
+    stem = own.rpartition(".")[0]
+    if projector.halves and stem.endswith(("q_proj", "k_proj")):
+        if heads < 1 or count % (2 * heads):
+            raise ValueError(heads)
+        return separated(np.arange(count), count // heads)
+    if projector.axes and stem.endswith("wqkv"):
+        if heads < 1 or count % (3 * 4 * heads):
+            raise ValueError(heads)
+        one = np.arange(count // 3).reshape(heads, 2, -1, 2).swapaxes(1, 2).reshape(-1)
+        return np.concatenate([one, one + len(one), np.arange(2 * len(one), count)])
+    return None
 
 
 def _sharp(soft: np.ndarray) -> np.ndarray:
@@ -152,8 +168,9 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
                 damaged(path, f"has tensor {shown(FRAMES)} of shape {list(second.shape)}, of another than that of the first frame")
             yield own, Part((tensor, second), frames=True)
             continue
-        turned = projector.halves and own.rpartition(".")[0].endswith(("q_proj", "k_proj"))
-        if turned and (said.heads < 1 or tensor.shape[0] % (2 * said.heads)):
+        try:
+            order = order_of(own, projector, tensor.shape[0], said.heads)
+        except ValueError:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[0]} rows for {said.heads} heads")
         if name in projector.turned and len(tensor.shape) != 4:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 4")
@@ -161,7 +178,7 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
             damaged(path, f"has tensor {shown(name)} of {len(tensor.shape)} dimensions, not 3")
         if name in projector.planes and tensor.shape[-1] % COLOURS:
             damaged(path, f"has tensor {shown(name)} of {tensor.shape[-1]} values a row, not as many of each colour")
-        yield own, Part((tensor,), heads=said.heads if turned else 0, less=float(name in projector.less),
+        yield own, Part((tensor,), order=order, less=float(name in projector.less),
                         soft=name.endswith(projector.soft) if projector.soft else False, turned=name in projector.turned,
                         planes=name in projector.planes, crossed=name in projector.crossed)
     for own, found in groupby(sorted(split, key=lambda each: each[:2]), key=lambda each: each[0]):

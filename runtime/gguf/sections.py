@@ -4,15 +4,38 @@ are the same number in a text. A pair of channels in none of their sections woul
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import numpy as np
 
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+
 KEY = "rope.dimension_sections"
 MOST = 1 << 16  # pairs of channels
 # Architectures of such models whose text parts are of families that run -> whether sections take turns.
-IN_TURN = {"glm4moe": False, "qwen2vl": False, "qwen3vl": True, "qwen3vlmoe": True}
+IN_TURN = {"glm4": False, "glm4moe": False, "qwen2vl": False, "qwen3vl": True, "qwen3vlmoe": True}
+
+HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
+HALVED = "glm4"  # whose heads turn neighbours, but in files with sections halves of what turns
+
+
+def turned_rows(header: GgufHeader, config: ModelConfig, name: str) -> np.ndarray | None:
+    """Where in a file the rows of a checkpoint's tensor lie, if that is of queries or keys that a file with sections has in another
+    order."""
+    arch, part = header.metadata.get("general.architecture"), next((part for part in HEADS if f".{part}_proj." in name), None)
+    return None if arch != HALVED or part is None or f"{arch}.{KEY}" not in header.metadata else np.argsort(halved_rows(config, part))
+
+
+def halved_rows(config: ModelConfig, part: str) -> np.ndarray:
+    """Rows of a checkpoint's queries or keys in the order in which such a file has them."""
+    width, own = config.head_dim, np.arange(config.head_dim)
+    turned = int(width * config.rope.partial_rotary_factor)
+    own[:turned] = own[:turned].reshape(-1, 2).T.reshape(-1)
+    return (np.arange(getattr(config, HEADS[part]))[:, None] * width + own).reshape(-1)
 
 
 def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:

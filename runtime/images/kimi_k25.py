@@ -60,6 +60,10 @@ class KimiK25(TowerSight):
             raise self.vision.fail("pos_emb_width", "as many places across as down")
 
     @property
+    def projector_eps(self) -> float:
+        return self.outer.number("projection_layer_norm_eps", self.vision.number("projector_ln_eps", EPS))
+
+    @property
     def most_patches(self) -> int:
         """With those that fill up squares."""
         return self.most + 2 * self.joined * self.longest
@@ -106,8 +110,7 @@ class KimiK25(TowerSight):
 
         blocks = [block(number) for number in range(keys.integer("num_hidden_layers", high=MOST_LAYERS))]
         after = weights.layer_norm(f"{name}final_layernorm", width, EPS)
-        norm = weights.layer_norm("mm_projector.pre_norm", width, self.outer.number("projection_layer_norm_eps", keys.number(
-            "projector_ln_eps", EPS)))
+        norm = weights.layer_norm("mm_projector.pre_norm", width, self.projector_eps)
         one, two = (weights.matrix(f"mm_projector.proj.{number}", out, width * side**2) for number, out in ((0, width * side**2),
                                                                                                             (2, hidden)))
 

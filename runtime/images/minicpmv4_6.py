@@ -56,6 +56,7 @@ class MiniCpmV(TowerSight):
         if self.vision.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
             raise self.vision.fail("window_kernel_size", f"{[PAIR, PAIR]}")
         self.merges = mode == "16x"
+        self.insert = self.outer.integer("insert_layer_id", 6, low=0)
         self.unit = self.patch * PAIR * (PAIR if self.merges else 1)
         self._known: dict[tuple[Grid, ...], tuple[int, ...]] = {}
 
@@ -151,10 +152,9 @@ class MiniCpmV(TowerSight):
     def load(self, weights: Weights) -> Rows:
         tower, width, side = load_transformer(weights, self, "vision_tower.", finished=True), self.width, self.side // self.patch
         count = len(tower.blocks)
-        insert = self.outer.integer("insert_layer_id", 6, low=0)
         merger = Merger.of(weights, self) if self.merges else None
-        if merger is not None and insert >= count:
-            raise ConfigError(f"config.json: insert_layer_id is {insert}, of a tower with {count} layers")
+        if merger is not None and self.insert >= count:
+            raise ConfigError(f"config.json: insert_layer_id is {self.insert}, of a tower with {count} layers")
         together, own = width * PAIR**2, "merger.mlp.0."
         norm = weights.layer_norm(f"{own}pre_norm", together, PROJECTOR_EPS)
         first, second = weights.matrix(f"{own}linear_1", together, together), weights.matrix(f"{own}linear_2", self.config.hidden_size,
@@ -165,7 +165,7 @@ class MiniCpmV(TowerSight):
             x = embedded(tower, parts, grids, side, crew)
             for number, block in enumerate(tower.blocks):
                 block.run(x, _spans(grids), crew)
-                if merger is not None and number == insert:
+                if merger is not None and number == self.insert:
                     x, grids = merger(x, grids, crew), [(rows // PAIR, columns // PAIR) for rows, columns in grids]
             x = tower.after(x)
             return [squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]

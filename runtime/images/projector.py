@@ -21,7 +21,7 @@ from ...offload.header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
 from ..gguf import sections
 from ..gguf.beside import beside
-from ..gguf.projector_config import MODELS, Described, described, types_of
+from ..gguf.projector_config import Described, described, types_of
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
 from . import Sight, made_of
@@ -84,22 +84,24 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
         raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     header, text = read_projector_header(path), read_header(model).metadata
     found: dict[Sense, Sight | EffllmError] = {}
+    axes = None
     for sense in types_of(header):
         try:
-            found[sense] = _sight(header, sense, text, model, config)
+            said = described(header, str(text.get("general.architecture")), sense)
+            found[sense] = _sight(header, said, model, config)
+            axes = _axes(str(said.config["model_type"]), text, config) if sense is PICTURES else axes
         except EffllmError as error:
             found[sense] = error
     if all(isinstance(each, EffllmError) for each in found.values()):
         raise next(iter(found.values()))
-    return found, _axes(text, config) if PICTURES in found else None
+    return found, axes
 
 
-def _sight(header: GgufHeader, sense: Sense, text: Mapping[str, object], model: Path, config: ModelConfig) -> Sight:
-    said = described(header, str(text.get("general.architecture")), sense)
+def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig) -> Sight:
     _demand_width(header, said, config)
     source = ProjectorSource(model, header.path, said)
     with source.saying():
-        return made_of(str(said.config["model_type"]), source, config, sense)
+        return made_of(str(said.config["model_type"]), source, config, said.sense)
 
 
 def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:
@@ -113,9 +115,9 @@ def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> N
                               "it is of another model, or another size of this one: take the mmproj file from where the model's is from")
 
 
-def _axes(text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:
-    name = text.get("general.architecture")
-    key = f"{name}.{sections.KEY}"
+def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:
+    """Of a model type."""
+    key = f"{text.get('general.architecture')}.{sections.KEY}"
     stated = text.get(key)
     stated = stated.tolist()[:3] if isinstance(stated, np.ndarray) else None
-    return shared_out(MODELS.get(str(name), ""), stated, config, key)
+    return shared_out(kind, stated, config, key)

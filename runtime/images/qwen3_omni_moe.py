@@ -31,5 +31,14 @@ class Qwen3Omni(Qwen3Vl):
         return self.outer.number("position_id_per_seconds", 25)
 
 
+class Qwen3OmniOfFile(Qwen3Omni):
+    """Of a GGUF file, where its parts are called as in Qwen 3 VL's."""
+
+    VISION = {"qwen3_vl": DEEP}
+    DEEPER, JOINING = Qwen3Vl.DEEPER, Qwen3Vl.JOINING
+
+
 def sight(source: TowerSource, config: ModelConfig) -> Qwen3Omni:
-    return Qwen3Omni(source, config)
+    seen = source.config.get("vision_config")
+    of_file = isinstance(seen, dict) and seen.get("model_type") in Qwen3OmniOfFile.VISION
+    return (Qwen3OmniOfFile if of_file else Qwen3Omni)(source, config)
