@@ -24,7 +24,8 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import _tokenizer
 
 # Family -> the architecture of its text part's file, and the type of its projector.
-PAIRS = {"gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
+PAIRS = {"exaone4_5": ("exaone4", "exaone4_5"), "glm5_next": ("glm5-next", "glm5v"),
+         "gemma3": ("gemma3", "gemma3"), "idefics3": ("llama", "idefics3"), "smolvlm": ("llama", "idefics3"), "llava": ("llama", "mlp"),
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
          "glm4v": ("glm4", "glm4v"), "glm4v_moe": ("glm4moe", "glm4v"), "glm_ocr": ("glm4", "glm4v"), "kimi_k25": ("deepseek2", "kimik25"),
          "llama4": ("llama4", "llama4"), "minicpmv4_6": ("qwen35", "minicpmv4_6"), "lfm2_vl": ("lfm2", "lfm2"),
@@ -49,12 +50,14 @@ LLAMA4 = ({"model_type": "llama4_text", "intermediate_size_mlp": 64, "num_local_
           {"image_token_index": FIRST}, Llama4Ready())
 MIXED = {"model_type": "glm4v_moe_text", "rope_parameters": {**ROPE, "partial_rotary_factor": 0.5, "mrope_section": [2, 2, 2]},
          "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_shared_experts": 1, "first_k_dense_replace": 1}
-SEEN_BY = {**CASES, **{family: (*CASES[family][:-1], GLM) for family in ("glm4v", "glm_ocr")},
+SEEN_BY = {**CASES, "exaone4_5": ({"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2},
+                                  *CASES["exaone4_5"][1:]),
+           **{family: (*CASES[family][:-1], GLM) for family in ("glm4v", "glm_ocr")},
            "glm4v_moe": (MIXED, *CASES["glm4v"][1:-1], GLM),
            "kimi_k25": (*CASES["kimi_k25"][:-1], KimiReady(patch_size=8, max_patches=120, size={"max_height": 512, "max_width": 512})),
            "llama4": LLAMA4, "minicpmv4_6": (*CASES["minicpmv4_6"][:-1], MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8)),
            "lfm2_vl": (*CASES["lfm2_vl"][:-1], Lfm2Ready(tile_size=512, max_tiles=10, min_image_tokens=64, max_image_tokens=256))}
-EXPORTED = ("deepseek2", "glm4", "glm4moe", "lfm2", "llama4", "qwen35")  # whose text parts an export writes
+EXPORTED = ("deepseek2", "exaone4", "glm4", "glm5-next", "glm4moe", "lfm2", "llama4", "qwen35")  # whose text parts an export writes
 HALF = [0.5] * 3
 
 
@@ -184,6 +187,11 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
         return {**curve, "vision.projector.scale_factor": 2}
     if projector == "glm4v":
         return {**curve, "vision.attention.layer_norm_epsilon": vision["rms_norm_eps"]}
+    if projector == "glm5v":
+        unit = (2 * vision["patch_size"]) ** 2
+        return {**curve, "vision.attention.layer_norm_epsilon": vision["rms_norm_eps"], "vision.spatial_merge_size": 2,
+                "vision.swiglu_clamp": vision["swiglu_limit"], "vision.image_min_pixels": processor["min_image_tokens"] * unit,
+                "vision.image_max_pixels": processor["max_image_tokens"] * unit}
     if projector == "llama4":
         merge = int(1 / vision["pixel_shuffle_ratio"])
         return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": merge}
@@ -196,9 +204,10 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
         return {**curve, "vision.projector.scale_factor": 4, "vision.wa_layer_indexes": [config["insert_layer_id"]],
                 "vision.image_size": processor["scale_resolution"]}
     points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
-    if projector == "qwen2.5vl_merger":
+    if projector in ("exaone4_5", "qwen2.5vl_merger"):
         every = vision["fullatt_block_indexes"][0] + 1
-        return {**curve, **points, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
+        grouped = {"vision.attention.head_count_kv": vision.get("num_key_value_heads")}
+        return {**curve, **points, **grouped, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
     if projector == "qwen2vl_merger":
         return points
     deep = [number in vision["deepstack_visual_indexes"] for number in range(vision["depth"])]

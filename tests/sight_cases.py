@@ -21,6 +21,7 @@ from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe im
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
+from transformers.models.glm5_next.image_processing_pil_glm5_next import Glm5NextImageProcessorPil
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
@@ -111,6 +112,14 @@ CASES = {
                         ["<image>", "<fake_token_around_image>", "<global-img>", *ROWS],
                         {"image_token_id": FIRST, "pad_token_id": 0, "density_router_hidden_size": 16},
                         GraniteDoclingImageProcessorPil(size=SQUARE, max_patches=4)),
+    "cohere_compass": ({"model_type": "cohere_compass_text", "num_hidden_layers": 4, "sliding_window": 40, "logit_scale": 0.25,
+                        "layer_types": [*["sliding_attention"] * 3, "full_attention"], "rope_parameters": {
+                            "full_attention": None, "sliding_attention": ROPE}},
+                       {**QWEN, "num_position_embeddings": 36, "deepstack_visual_indexes": [0, 2]}, ["<|IMAGE_PAD|>", "<|VISION_START|>"],
+                       {"image_token_id": FIRST, "vision_start_token_id": FIRST + 1}, PATCHES),
+    "exaone4_5": ({"model_type": "exaone4", "sliding_window": 40, "layer_types": ["sliding_attention", "full_attention"]},
+                  {**QWEN, "window_size": 32, "fullatt_block_indexes": [1], "num_key_value_heads": 1}, ["<|image_pad|>"],
+                  {"image_token_id": FIRST}, PATCHES),
     "hunyuan_vl": ({"model_type": "hunyuan_vl_text", "rope_parameters": {
                        "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0, "mrope_section": [3, 4, 3, 2]}},
                    {**TOWER, "max_image_size": 48, "image_size": None}, HUNYUAN, {"image_token_id": FIRST},
@@ -196,6 +205,15 @@ CASES = {
                         {"image_token_id": FIRST, "vision_hidden_size": 48, "projector_hidden_size": 56}, NemotronReady()),
     "mistral3": ({"model_type": "mistral"}, {**TOWER, "model_type": "pixtral", "image_size": 96}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
                  {"image_token_index": FIRST}, PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
+    "mistral_large4": ({"model_type": "mistral_large4_text", "num_hidden_layers": 3, "kv_lora_rank": 48,
+                        "qk_nope_head_dim": 20, "qk_rope_head_dim": 16, "v_head_dim": 28, "num_key_value_heads": 2, "index_topk": 512,
+                        "index_head_dim": 32, "index_n_heads": 8, "no_rope_layers": [1, 0, 1], "n_routed_experts": 6,
+                        "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1, "rope_parameters": {
+                            "rope_type": "yarn", "rope_theta": 10000.0, "factor": 8.0, "original_max_position_embeddings": 48,
+                            "attention_factor": 1.0}},
+                       {**TOWER, "model_type": "pixtral", "image_size": 96, "hidden_act": "silu"}, ["[IMG]", "[IMG_BREAK]", "[IMG_END]"],
+                       {"image_token_index": FIRST},
+                       PixtralImageProcessorPil(size={"longest_edge": 96}, patch_size={"height": 16, "width": 16})),
     "ovis2": ({"model_type": "qwen2"}, {**TOWER, "image_size": 48, "vocab_size": 90, "hidden_stride": 2, "qkv_bias": True},
               ["<IMG_ATOM>", "<image>", "<IMG_START>", "<IMG_GRID>", "<IMG_COL>", "<IMG_ROW>", "<IMG_END>"],
               {"image_token_id": FIRST, "visual_indicator_token_ids": list(range(FIRST + 2, FIRST + 7)), "hidden_size": 48,
@@ -210,6 +228,15 @@ CASES = {
               {**QWEN, "image_size": 48, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
               {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
               Glm4vImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 120 * 120})),
+    "glm5_next": ({"model_type": "glm5_next_text", "num_hidden_layers": 4, "q_lora_rank": 36, "kv_lora_rank": 48, "qk_nope_head_dim": 20,
+                   "qk_rope_head_dim": 0, "v_head_dim": 28, "num_key_value_heads": 2, "linear_head_dim": 24, "linear_num_heads": 2,
+                   "index_topk": 320, "index_kpool": 16, "index_head_dim": 32, "index_n_heads": 8, "hc_mult": 4, "rope_parameters": None,
+                   "pad_token_id": 0, "n_routed_experts": 6, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1,
+                   "topk_group": 1},
+                  {**QWEN, "rms_norm_eps": 1e-5, "projection_intermediate_size": 80, "swiglu_limit": 0.5},
+                  ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
+                  {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},
+                  Glm5NextImageProcessorPil(patch_size=8, min_image_tokens=9, max_image_tokens=30)),
     "glm_ocr": ({"model_type": "glm_ocr_text", "rope_parameters": ROPE, "eos_token_id": 4},
                 {**QWEN, "rms_norm_eps": 1e-5}, ["<|image|>", "<|begin_of_image|>", "<|end_of_image|>"],
                 {"image_token_id": FIRST, "image_start_token_id": FIRST + 1, "image_end_token_id": FIRST + 2},

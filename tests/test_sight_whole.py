@@ -22,7 +22,7 @@ from effllm.runtime.text import Tokenizer
 OPTIONS = EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)
 
 
-SEVERAL = ("ernie4_5_vl_moe", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7", "molmo2",
+SEVERAL = ("cohere_compass", "ernie4_5_vl_moe", "exaone4_5", "glm_ocr", "hunyuan_vl", "lighton_ocr", "minicpmv4_7", "molmo2",
            "paddleocr_vl")  # of which two pictures of other shapes are held as well: the newest
 
 
@@ -68,7 +68,7 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
         ready["moe_mm_token_type_ids"] = torch.isin(told, torch.tensor([FIRST, FIRST + 1, FIRST + 2])).int()
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("ernie", "qwen", "glm", "gemma4", "hunyuan", "minicpmv4_7", "paddle")):
+    elif family.startswith(("cohere_compass", "ernie", "qwen", "glm", "gemma4", "hunyuan", "minicpmv4_7", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     if family == "gemma4_unified":  # by the masks of its generation: without them a pass sees behind itself in layers without a window too
         ready["attention_mask"] = model.create_masks_for_generate(

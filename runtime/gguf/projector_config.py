@@ -33,7 +33,7 @@ FLAT = {"patch_size": "patch_size"}  # of KEYS, those of what has no layers
 QWEN_KEYS = {"num_hidden_layers": "depth", "num_attention_heads": "num_heads"}
 TILES = 4  # of Idefics 3's pictures, in a row at most, where the file does not say it
 # Least and most of a picture.
-QWEN_POINTS = {**dict.fromkeys(("qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
+QWEN_POINTS = {**dict.fromkeys(("exaone4_5", "qwen2vl_merger", "qwen2.5vl_merger", "qwen2.5o"), (56 * 56, 12_845_056)),
                "qwen3vl_merger": (65_536, 16_777_216)}
 GLM_POINTS, KIMI_PATCHES = (112 * 112, 9_633_792), 16_384  # least and most of a film of two frames; most of a picture
 
@@ -212,7 +212,7 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
         more(header, keys, vision)
         names = ("image_min_pixels", "image_max_pixels")
         least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
-        model, own = OWN.get(kind, (MODELS[text], vision["model_type"]))
+        model, own = OWN.get(kind) or (MODELS[text], vision["model_type"])
         if (model, header.metadata.get(HAS.format(NAMES[SOUNDS]))) == ("qwen3_vl_moe", True):  # no other of these hears
             model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
@@ -226,7 +226,8 @@ MODELS = {"qwen2vl": "qwen2_5_vl", "qwen3vl": "qwen3_vl", "qwen3vlmoe": "qwen3_v
 
 
 # Type -> those of the model and of its tower, whatever the text part.
-OWN = {"qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"), "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
+OWN = {"exaone4_5": ("exaone4_5", "exaone4_5_vision"), "qwen2.5o": ("qwen2_5_omni", "qwen2_5_omni_vision_encoder"),
+       "qwen2vl_merger": ("qwen2_vl", "qwen2_vl_vision")}
 
 
 def _plain(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
@@ -245,6 +246,11 @@ def _windows(header: GgufHeader, keys: Values, vision: dict[str, object]) -> Non
     vision |= {"model_type": "qwen2_5_vl", "hidden_act": _curve(keys, "gelu_pytorch_tanh"), "window_size": keys.get("window_size"),
                "tokens_per_second": 2,
                "fullatt_block_indexes": list(range(every - 1, depth, every))}
+
+
+def _groups(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
+    _windows(header, keys, vision)
+    vision |= {"num_key_value_heads": keys.get("attention.head_count_kv")}
 
 
 def _places(header: GgufHeader, keys: Values, vision: dict[str, object]) -> None:
@@ -306,6 +312,18 @@ def _glm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
     return {"model_type": model, "vision_config": vision}, {"image_processor_type": "Glm4vImageProcessor", **points, "resample": BICUBIC}
 
 
+def _glm5(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Squares of how many points a picture has, and at what its FFNs are cut off, is stated."""
+    config, _ = _glm(header, keys, tower, text)
+    numbers, vision = Keys(keys, f"{header.path}: {CLIP}.vision"), config["vision_config"]
+    unit = (numbers.integer("patch_size", high=1 << 10) * numbers.integer("spatial_merge_size", 2, high=16)) ** 2
+    tokens = {f"{bound}_image_tokens": numbers.integer(f"image_{bound}_pixels", high=1 << 40) // unit for bound in ("min", "max")}
+    vision = {**vision, "model_type": "glm5_next_vision", "projection_intermediate_size": _tensor(header, "mm.up.weight").shape[0],
+              "swiglu_limit": numbers.number("swiglu_clamp")}
+    return {"model_type": "glm5_next", "vision_config": vision}, {"image_processor_type": "Glm5NextImageProcessor", **tokens,
+                                                                  "resample": BICUBIC}
+
+
 def _llama4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
     merge, first, second = keys.get("projector.scale_factor", 2), *(_tensor(header, f"mm.model.mlp.{number}.weight").shape[0]
                                                                     for number in (1, 2))
@@ -343,7 +361,7 @@ def _minicpm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built
 
 
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "glm4v": _glm, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
+    "exaone4_5": _qwen("exaone4_5", _groups), "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral,
     "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
     "gemma4uv": _gemma4_flat,

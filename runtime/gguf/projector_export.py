@@ -22,6 +22,7 @@ from ..config import ModelConfig, read_config
 from ..events import Progress
 from ..images import kind_of, sights_of
 from ..images.glm4v import Glm4v
+from ..images.glm5_next import Glm5Next
 from ..images.kimi_k25 import KimiK25
 from ..images.llama4 import EPS as LLAMA4_EPS
 from ..images.llama4 import Llama4
@@ -41,11 +42,12 @@ from .projector_store import COLOURS, order_of
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {
-    "gemma3": "gemma3", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"), "glm4v"), "idefics3": "idefics3", "internvl":
-    "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2", "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next":
-    "mlp", "minicpmv4_6": "minicpmv4_6", "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
-    "qwen3_5": "qwen3vl_merger", "qwen3_5_moe": "qwen3vl_merger", "qwen3_vl": "qwen3vl_merger", "qwen3_vl_moe": "qwen3vl_merger",
-    "smolvlm": "idefics3"}
+    "exaone4_5": "exaone4_5", "gemma3": "gemma3", "glm5_next": "glm5v", **dict.fromkeys(("glm46v", "glm4v", "glm4v_moe", "glm_ocr"),
+                                                                                        "glm4v"),
+    **dict.fromkeys(("idefics3", "smolvlm"), "idefics3"), "internvl": "internvl", "kimi_k25": "kimik25", "lfm2_vl": "lfm2",
+    "lighton_ocr": "lightonocr", "llama4": "llama4", "llava": "mlp", "llava_next": "mlp", "minicpmv4_6": "minicpmv4_6",
+    "mistral3": "pixtral", "qwen2_5_vl": "qwen2.5vl_merger", "qwen2_vl": "qwen2vl_merger",
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe", "qwen3_vl", "qwen3_vl_moe"), "qwen3vl_merger")}
 OF_LAYER = re.compile(r"vision_tower\.encoder\.layers\.(\d+)\.(.+)")  # of LLaVA's towers
 EARLY = {"mlp.fc1": "mlp.fc2", "mlp.fc2": "mlp.fc1"}  # LLaVA's files call the FFN's second matrix its first
 QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
@@ -84,7 +86,7 @@ def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
         "image_size": _side(sight, projector), "patch_size": sight.patch, "embedding_length": sight.width,
         "feed_forward_length": keys.integer("mlp_ratio") * sight.width if projector == "qwen2vl_merger" else keys.integer(
             "intermediate_size"),
-        "block_count": keys.integer("depth") if projector.startswith(("qwen", "glm")) else layer_count(sight),
+        "block_count": keys.integer("depth") if projector.startswith(("exaone", "glm", "qwen")) else layer_count(sight),
         "attention.head_count": sight.heads, "projection_dim": sight.config.hidden_size,
         "attention.layer_norm_epsilon": keys.number("layer_norm_eps", eps),
         "image_mean": np.array(sight.scale.mean, np.float32), "image_std": np.array(sight.scale.std, np.float32), **MORE[projector](sight)}
@@ -99,7 +101,7 @@ def _side(sight: TowerSight, projector: str) -> int:
     """Of pictures, or of the square that has a place for every patch."""
     if projector == "lfm2":
         return LFM2_SIDE
-    if projector.startswith("qwen"):
+    if projector.startswith(("exaone", "qwen")):
         return round(sight.vision.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
     return sight.vision.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
 
@@ -144,6 +146,15 @@ def _glm(sight: Glm4v) -> Keys:
     return {"attention.layer_norm_epsilon": sight.vision.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
 
 
+def _glm5(sight: Glm5Next) -> Keys:
+    return {**_glm(sight), "swiglu_clamp": sight.vision.number("swiglu_limit"), "image_min_pixels": int(sight.least), "image_max_pixels":
+            int(sight.most)}
+
+
+def _groups(sight: TowerSight) -> Keys:
+    return {**_windows(sight), "attention.head_count_kv": sight.vision.integer("num_key_value_heads")}
+
+
 def _lfm2(sight: TowerSight) -> Keys:
     return {"projector.scale_factor": sight.joined}
 
@@ -180,8 +191,8 @@ def _deep(sight: TowerSight) -> Keys:
 
 MORE: Mapping[str, Callable[[TowerSight], Keys]] = {
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
-    "glm4v": _glm, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm, "qwen2vl_merger": _qwen,
-    "qwen2.5vl_merger": _windows, "qwen3vl_merger": _deep}
+    "exaone4_5": _groups, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
+    "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _windows, "qwen3vl_merger": _deep}
 APART = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys and values each by itself
 LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 

@@ -130,6 +130,10 @@ PROJECTORS: Mapping[str, Projector] = {
     "glm4v": Projector(
         "visual.blocks.", {**_WINDOWED, **{f"attn_{each}_norm": f"attn.{each}_norm" for each in "qk"}}, _SQUARES, "mm.down.weight",
         texts=("glm4", "glm4moe")),
+    "glm5v": Projector(
+        "visual.blocks.", {**_WINDOWED, **{f"attn_{each}_norm": f"attn.{each}_norm" for each in "qk"}}, _SQUARES, "mm.down.weight",
+        texts=("glm5-next",)),
+    "exaone4_5": Projector("visual.blocks.", _WINDOWED, _MERGED, "mm.2.weight", texts=("exaone4",)),
     "llama4": Projector(
         "vision_model.model.layers.",
         {"attn_post_norm": "post_attention_layernorm",  # so llama.cpp's converter calls it since Gemma 4

@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
-    "aya_vision": "aya_vision", "cohere2_vision": "cohere2_vision", "deepseek_ocr2": "deepseek_ocr2",
-    "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "fast_vlm": "fast_vlm",
+    "aya_vision": "aya_vision", "cohere2_vision": "cohere2_vision", "cohere_compass": "cohere_compass", "deepseek_ocr2": "deepseek_ocr2",
+    "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "exaone4_5": "exaone4_5", "fast_vlm": "fast_vlm",
     "gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
-    "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
+    "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
     "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "kimi_k25": "kimi_k25", "lfm2_vl": "lfm2_vl",
     "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",
-    "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mllama": "mllama",
+    "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mistral_large4": "pixtral", "mllama": "mllama",
     "molmo2": "molmo2", **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni"),
     "ovis2": "ovis2",
     "paddleocr_vl": "paddleocr_vl", "paligemma": "paligemma", "perception_lm": "perception_lm",

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, Norm, gelu, product
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product
 from .tower_sight import MOST_LAYERS, Rows, demand_shape
 from .tower_weights import Weights
 
@@ -60,18 +60,17 @@ class Glm4v(QwenPatches):
         def block(number: int) -> Block:
             own = f"visual.blocks.{number}."
             queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width, biased).parts(3)
+            gate, up = self.gated(weights, f"{own}mlp.", inner, width, self.biased_ffn and biased)
             return Block((weights.rms_norm(f"{own}norm1", width, eps), weights.rms_norm(f"{own}norm2", width, eps)),
-                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width, self.biased_ffn and biased),
-                         *(weights.matrix(f"{own}mlp.{name}_proj", *shape, self.biased_ffn and biased)
-                           for name, shape in (("up", (inner, width)), ("down", (width, inner)))), curve, self.heads,
-                         gate=weights.matrix(f"{own}mlp.gate_proj", inner, width, self.biased_ffn and biased),
+                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width, self.biased_ffn and biased), up,
+                         weights.matrix(f"{own}mlp.down_proj", width, inner, self.biased_ffn and biased), curve, self.heads, gate=gate,
                          own_norms=self.head_norms(weights, own, eps))
 
         blocks = [block(number) for number in range(keys.integer("depth", high=MOST_LAYERS))]
         after = weights.rms_norm("visual.post_layernorm", width, eps)
         joining, project = weights.matrix("visual.downsample", hidden, width * unit), weights.matrix("visual.merger.proj", hidden, hidden)
         norm = weights.layer_norm("visual.merger.post_projection_norm", hidden, NORM_EPS)
-        gate, up = (weights.matrix(f"visual.merger.{name}_proj", through, hidden, bias=False) for name in ("gate", "up"))
+        gate, up = self.gated(weights, "visual.merger.", through, hidden, False)
         down = weights.matrix("visual.merger.down_proj", hidden, through, bias=False)
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
@@ -86,6 +85,10 @@ class Glm4v(QwenPatches):
             return product(curve(product(y, gate, crew)) * product(y, up, crew), down, crew)
 
         return rows
+
+    def gated(self, weights: Weights, name: str, inner: int, width: int, bias: bool) -> tuple[Matrix, Matrix]:
+        """What an FFN multiplies: its gate, and beside it."""
+        return tuple(weights.matrix(f"{name}{which}_proj", inner, width, bias) for which in ("gate", "up"))
 
     def inner_widths(self) -> tuple[int, int]:
         """Of the FFN in a layer, and of the one behind all."""

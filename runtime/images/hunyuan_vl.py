@@ -44,9 +44,9 @@ class HunyuanVl(QwenPatches):
     def heads(self) -> int:
         return TowerSight.heads.func(self)
 
-    def rope_grid(self, height: int, width: int) -> tuple[int, int]:
+    def squares(self, height: int, width: int) -> tuple[int, int]:
         """Lines, and places of one with its end."""
-        lines, columns = super().rope_grid(height, width)
+        lines, columns = super().squares(height, width)
         return lines, columns + 1
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:

@@ -12,7 +12,7 @@ from ... import UsageError
 from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides, square
-from .tower_parts import CURVES, Block, Crew, Rope, patches_of, product, two_layers
+from .tower_parts import CURVES, Block, Crew, Matrix, Rope, patches_of, product, two_layers
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
 from .vision_transformer import layer_count, wanted_layers
@@ -84,7 +84,8 @@ class Pixtral(TowerSight):
             own = f"vision_tower.transformer.layers.{number}."
             return Block(
                 (weights.rms_norm(f"{own}attention_norm", width, EPS), weights.rms_norm(f"{own}ffn_norm", width, EPS)),
-                *(weights.matrix(f"{own}attention.{which}_proj", width, width) for which in "qkvo"),
+                *(self.turned(weights, f"{own}attention.", which) for which in "qk"),
+                *(weights.matrix(f"{own}attention.{which}_proj", width, width) for which in "vo"),
                 weights.matrix(f"{own}feed_forward.up_proj", inner, width), weights.matrix(f"{own}feed_forward.down_proj", width, inner),
                 curve, self.heads, gate=weights.matrix(f"{own}feed_forward.gate_proj", inner, width))
 
@@ -119,6 +120,13 @@ class Pixtral(TowerSight):
             return two_layers(x, first, second, between, crew)
 
         return rows
+
+    def turned(self, weights: Weights, own: str, which: str) -> Matrix:
+        """What makes queries or keys; in Mistral's own code neighbours of theirs turn together, here halves of a head do."""
+        if not weights.has(f"{own}w{which}.weight"):
+            return weights.matrix(f"{own}{which}_proj", self.width, self.width)
+        rows = np.arange(self.width).reshape(self.heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return Matrix(np.ascontiguousarray(weights.matrix(f"{own}w{which}", self.width, self.width, bias=False).stored[rows]))
 
     def rope(self, rows: int, columns: int) -> Rope:
         """Every other step turns by the row, those between by the column."""

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
+from ..config_reader import Keys
 from . import PLACE
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides
 from .tower_parts import Matrix, Rope, Span, patches_of, product
@@ -33,11 +34,11 @@ THETA = 10_000.0
 
 class QwenPatches(TowerSight):
     """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first. `FILMS`: several frames
-    are seen as one."""
+    are seen as one. `BY_PLACE`: the text part's positions go by rows and columns too."""
 
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 1280)
-    FILMS = False
+    FILMS, BY_PLACE = False, True
     placeholder = "<|image_pad|>"
     written = "<|vision_start|><|image_pad|><|vision_end|>"
 
@@ -45,17 +46,20 @@ class QwenPatches(TowerSight):
         super().__init__(source, config)
         keys = self.processor
         self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
-        least, most = self.SIZE
-        size = sides(keys, "size", {"shortest_edge": least, "longest_edge": most})
-        self.least = keys.integer("min_pixels", size.get("shortest_edge", least))
-        self.most = keys.integer("max_pixels", size.get("longest_edge", most))
         self.joined = self.vision.integer("spatial_merge_size", 2, high=16)
         self.frames = self.vision.integer("temporal_patch_size", 2, high=16)
+        self.least, self.most = self.bounds(keys)
         for name, value in (("patch_size", self.patch), ("merge_size", self.joined)):
             if keys.integer(name, value) != value:
                 raise keys.fail(name, f"{value}, as config.json says of the tower")
         if not keys.flag("do_resize", True) or self.most < (self.patch * self.joined) ** 2:
             raise keys.fail("max_pixels", "room for a patch, and pictures that are made to fit")
+
+    def bounds(self, keys: Keys) -> tuple[float, float]:
+        """Of points, as the preprocessor says it."""
+        least, most = self.SIZE
+        size = sides(keys, "size", {"shortest_edge": least, "longest_edge": most})
+        return keys.integer("min_pixels", size.get("shortest_edge", least)), keys.integer("max_pixels", size.get("longest_edge", most))
 
     @cached_property
     def heads(self) -> int:
@@ -91,12 +95,16 @@ class QwenPatches(TowerSight):
         high, wide = self.sized(*size) if len(size) == 2 else size[1:]
         return high // self.patch, wide // self.patch
 
-    def rope_grid(self, *size: int) -> tuple[int, int]:
+    def squares(self, *size: int) -> tuple[int, int]:
+        """Rows and columns of what stands for it."""
         rows, columns = self.grid(*size)
         return rows // self.joined, columns // self.joined
 
+    def rope_grid(self, *size: int) -> tuple[int, int] | None:
+        return self.squares(*size) if self.BY_PLACE else None
+
     def tokens(self, *size: int) -> tuple[int, ...]:
-        rows, columns = self.rope_grid(*size)
+        rows, columns = self.squares(*size)
         return (PLACE,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
 
     def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
@@ -134,11 +142,15 @@ class QwenPatches(TowerSight):
         order = np.arange(rows * columns).reshape(rows // side, side, columns // side, side).swapaxes(1, 2).reshape(-1)
         places = np.stack(np.divmod(order, columns), axis=1)
         if picture.ndim == 3:
-            ready = self.scale(resized(picture, rows * self.patch, columns * self.patch, self.resample))
+            ready = self.scale(self.made(picture, rows * self.patch, columns * self.patch))
             return patches_of(ready, self.patch)[order], places
         cut = np.stack([patches_of(self.scale(frame), self.patch)[order] for frame in picture])
         cut = cut.reshape(-1, self.frames, len(order), 3, self.patch**2).transpose(0, 2, 3, 1, 4)  # of each colour one frame after another
         return cut.reshape(len(cut) * len(order), -1), np.tile(places, (len(cut), 1))
+
+    def made(self, picture: np.ndarray, high: int, wide: int) -> np.ndarray:
+        """A picture of the size that it is given."""
+        return resized(picture, high, wide, self.resample)
 
     def embedded(self, weights: Weights, bias: bool) -> Rows:
         """What makes patches, of pictures or of films, rows."""

@@ -27,12 +27,15 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
          "vision_embedder.", "projector.", "merger.", "resampler_model.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
          "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding")
-# What else towers and projectors are called: of LightOnOCR, of PaddleOCR-VL, of DeepSeek-OCR 2, of Nemotron 3 Nano Omni; and HunyuanOCR's,
-# with what its parts are called there.
+# What else towers and projectors are called: of LightOnOCR, of Mistral's own code, of PaddleOCR-VL, of DeepSeek-OCR 2, of Nemotron 3 Nano
+# Omni; and HunyuanOCR's, with what its parts are called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",
            "sam_model.": "vision_tower.sam_encoder.", "qwen2_model.model.model.": "vision_tower.vision_encoder.",
            "qwen2_model.query_768.": "vision_tower.query_768_resolution.", "view_seperator": "view_separator",  # so it is written
            "qwen2_model.query_1024.": "vision_tower.query_1024_resolution.", "projector.layers.": "multi_modal_projector.",
+           "pre_mm_projector_norm.": "multi_modal_projector.norm.", "patch_merger.": "multi_modal_projector.patch_merger.",
+           "vision_language_adapter.w_in.": "multi_modal_projector.linear_1.",
+           "vision_language_adapter.w_out.": "multi_modal_projector.linear_2.",
            "mm_projector.0.": "multi_modal_projector.linear_1.", "mm_projector.2.": "multi_modal_projector.linear_2.",
            "sound_encoder.encoder.": "audio_tower.", "sound_projection.norm.": "embed_audio.layer_norm.",
            "sound_projection.linear1.": "embed_audio.linear_1.", "sound_projection.linear2.": "embed_audio.linear_2."}
@@ -40,6 +43,8 @@ OF_SAM = "vision_tower.sam_encoder."
 INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.": "patch_embed.projection.",
               "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.", "neck.3.": "neck.layer_norm2.",
               "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}
+PIXTRAL = "vision_tower.transformer.layers."  # of Mistral's own code: rows of w_q and w_k are neighbours, so they keep their names
+OF_PIXTRAL = {".wv.": ".v_proj.", ".wo.": ".o_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
 VIT, OF_VIT = "vit.", {"perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.",
                        "perceive.": "patch_merger.", "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.",
                        ".input_layernorm.": ".layer_norm1.", ".post_attention_layernorm.": ".layer_norm2."}
@@ -63,6 +68,9 @@ def own_name(name: str) -> str:
         for theirs, ours in INSIDE_SAM.items():
             name = name.replace(theirs, ours)
         return name
+    if name.startswith(PIXTRAL):
+        for theirs, ours in OF_PIXTRAL.items():
+            name = name.replace(theirs, ours)
     if name.startswith(VIT):
         name = f"vision_tower.{name.removeprefix(VIT)}"
         for theirs, ours in OF_VIT.items():

@@ -31,7 +31,7 @@ SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 2
             "paddleocr_vl": ((16, 24, 24), False), "qwen2_vl": ((16, 24, 24), False), "qwen2_5_vl": ((16, 24, 24), False),
             "qwen2_5_omni": ((16, 24, 24), False), "qwen3_omni_moe": ((24, 20, 20), True), "qwen3_vl": ((24, 20, 20), True),
             "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True),
-            "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False)}
+            "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False), "cohere_compass": ((24, 20, 20), True)}
 # Of whose sections the first two, for rows and columns, take turns, and the last is for time.
 IN_PAIRS = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
 IN_ORDER = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
@@ -62,6 +62,7 @@ def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
     inner = raw.get("thinker_config") or raw
     inner = inner.get("text_config") or inner
     section = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
+    section = next((each for each in section.values() if isinstance(each, dict)), section)  # of a kind of layers, whose others do not turn
     name = next((name for name in NAMED if section.get(name) is not None), NAMED[0])
     return shared_out(raw["model_type"], section.get(name), config, f"config.json: {name}")
 
