@@ -74,6 +74,9 @@ def test_a_conversation_that_is_saved_knows_both_again(folder, tmp_path, monkeyp
     again = Ran("run", str(folder), "And?", *GREEDY, "--session", "talk")
     assert first.code == again.code == 0 and "sound of 0.8 s" in first.err, first.err + again.err
     assert again.out and "sound of" not in again.err and "picture of" not in again.err
+    (tmp_path / "2.png").write_bytes(as_png(picture(2)))
+    another = Ran("run", str(folder), "And here?", "--image", str(tmp_path / "2.png"), *GREEDY, "--session", "talk")
+    assert another.code == 0 and another.err.count("picture of") == 1, another.err
 
 
 @pytest.mark.slow

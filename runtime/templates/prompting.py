@@ -105,7 +105,8 @@ class Prompts:
         found = [picture for digest in digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
         if not (found := [*found, *(self.album.find(digest) for digest in digests(prompt[len(held) :]))]):
             return
-        if engine.options.overflow != "shift" and (tokens := self.count(prompt)) >= engine.n_ctx:
+        tokens = self.count(prompt[len(held) :]) + len(self.held[1] if held else ())  # pictures of what is held may be gone
+        if engine.options.overflow != "shift" and tokens >= engine.n_ctx:
             raise too_long(tokens, engine.n_ctx, engine.config.context_length)
         yield from self.album.see(found, left)
 
