@@ -27,7 +27,7 @@ from effllm.runtime.stores.import_config import block_of
 def test_a_plan_expects_what_the_files_hold(tmp_path: Path, name: str) -> None:
     """Each matrix of each layer in the same format, from its codes or widened."""
     section, _ = CASES[name]
-    written(tmp_path / "m", name)
+    written(tmp_path / "m", name, layers=2)
     config = read_config(tmp_path / "m")
     formats, family = expected_formats(section), families.get(config.family)
     store, container = open_weights(tmp_path / "m")
@@ -42,7 +42,7 @@ def test_a_plan_expects_what_the_files_hold(tmp_path: Path, name: str) -> None:
                 continue
             seen += 1
             assert expected == (found[rule.name].spec if rule.name in found else QuantSpec.raw("f16")), rule.name
-    assert seen == 42
+    assert seen == 14
 
 
 def test_blocks_are_those_that_all_groups_state() -> None:
