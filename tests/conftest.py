@@ -30,11 +30,16 @@ from effllm.runtime.library import ollama
 # them so often that a third of the time until the first test, and a tenth of that behind it, is its.
 gc.set_threshold(10_000, 20, 20)
 
-settings.register_profile("effllm", deadline=None)  # how long an example takes says what else the machine does
-settings.load_profile("effllm")
+# Without the slow tests a property is tried with a few examples, new ones each time; how long one takes says what else the machine does.
+settings.register_profile("quick", max_examples=25, deadline=None)
+settings.register_profile("whole", max_examples=150, deadline=None)
 NO_PROFILE = "EFFLLM_NO_KV_PROFILE"  # `quantize` would take most of a minute for each of the models that tests make
 SHOWS = ("COLUMNS", "LINES", "NO_COLOR", "FORCE_COLOR")
 VARIABLES = ("XDG_DATA_HOME", "XDG_CONFIG_HOME", "XDG_STATE_HOME")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    settings.load_profile("quick" if config.option.markexpr == "not slow" else "whole")
 
 
 def pytest_collection_finish() -> None:

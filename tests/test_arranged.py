@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels import tiles
@@ -37,7 +37,6 @@ STALE = 0xA5
 WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 64 if kind == "NVFP4" else 32 for kind, spec in KEPT.items()}  # inputs of a block
 HALVES = {"super": (0, 2), "minimum": (0, 2), "signed": (208,), "block": (0,), "table": (0,), "nibble": (80, 82), "Q3_K": (108,),
           "TQ1_0": (52,), "TQ2_0": (64,), "IQ1_M": ()}
-several = settings(max_examples=40, deadline=None)
 seeds = st.integers(0, 2**32 - 1)
 
 
@@ -72,7 +71,6 @@ def put(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], begin: int, c
 
 
 @pytest.mark.parametrize("kind", KEPT)
-@several
 @given(seed=seeds, rows=st.integers(1, 70), blocks=st.integers(1, 5), cut=st.integers(0, 4))
 def test_blocks_are_the_bytes_of_their_codes(kind: str, seed: int, rows: int, blocks: int, cut: int) -> None:
     spec, shape, raw = KEPT[kind], (rows, blocks * WIDE[kind]), file_of(seed, kind, rows, blocks)
@@ -86,7 +84,6 @@ def test_blocks_are_the_bytes_of_their_codes(kind: str, seed: int, rows: int, bl
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KEPT if kind != "NVFP4"])  # which has none
-@several
 @given(seed=seeds, rows=st.integers(1, 40), blocks=st.integers(1, 3), data=st.data())
 def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: int, rows: int, blocks: int, data: st.DataObject) -> None:
     shape, raw = (rows, blocks * WIDE[kind]), file_of(seed, kind, rows, blocks)
@@ -103,7 +100,6 @@ def test_a_scale_that_is_no_number_is_found_wherever_it_lies(kind: str, seed: in
     assert not put_blocks(stale(KEPT[kind], shape), kind, shape, 0, raw)
 
 
-@several
 @given(seed=seeds, rows=st.integers(1, 40), groups=st.integers(1, 7), step=st.integers(1, 3), first=st.integers(0, 2), bad=st.booleans())
 def test_pairs_are_the_bytes_of_their_codes(seed: int, rows: int, groups: int, step: int, first: int, bad: bool) -> None:
     """Every `step`-th row of a larger tensor."""
@@ -137,7 +133,6 @@ def words_of(seed: int, layout: str, bits: int, shape: tuple[int, int]) -> np.nd
     return words.view(np.int8 if layout in SIGNED else np.int32)
 
 
-@several
 @given(seed=seeds, rows=st.integers(1, 70), groups=st.integers(1, 40), cut=st.integers(0, 4), block=st.sampled_from((32, 64, 4096)))
 def test_codes_beside_levels_are_the_bytes_of_their_codes(seed: int, rows: int, groups: int, cut: int, block: int) -> None:
     """In two parts, of which each begins with a block."""
@@ -156,7 +151,6 @@ def test_codes_beside_levels_are_the_bytes_of_their_codes(seed: int, rows: int, 
 
 
 @pytest.mark.parametrize(("layout", "bits"), WORDS)
-@several
 @given(seed=seeds, eights=st.integers(1, 9), odd=st.integers(0, 7), groups=st.integers(1, 5), group=st.sampled_from((32, 64, 128)))
 def test_words_are_the_bytes_of_their_codes(layout: str, bits: int, seed: int, eights: int, odd: int, groups: int, group: int) -> None:
     """And nothing but the codes is touched."""
@@ -170,7 +164,6 @@ def test_words_are_the_bytes_of_their_codes(layout: str, bits: int, seed: int, e
     np.testing.assert_array_equal(ours, theirs)
 
 
-@several
 @given(seed=seeds, rows=st.integers(1, 40), depth=st.integers(1, 150), high=st.integers(1, 45), wide=st.integers(1, 160))
 def test_floats_of_eight_bits_are_the_halves_that_numpy_rounds(seed: int, rows: int, depth: int, high: int, wide: int) -> None:
     """Any code, NaN too, under scales that lead to subnormal halves, and beyond the largest."""
@@ -184,7 +177,6 @@ def test_floats_of_eight_bits_are_the_halves_that_numpy_rounds(seed: int, rows: 
     np.testing.assert_array_equal(out.view(np.uint16).reshape(rows, depth), expected)
 
 
-@several
 @given(seed=seeds, rows=st.integers(1, 70), depth=st.integers(1, 300), high=st.sampled_from((16, 48, 128)),
        wide=st.sampled_from((32, 64, 96, 128, 256)), form=st.sampled_from(("blocks", "rows", "one")))
 def test_floats_of_eight_bits_stay_what_they_are(seed: int, rows: int, depth: int, high: int, wide: int, form: str) -> None:
@@ -207,7 +199,6 @@ def test_floats_of_eight_bits_stay_what_they_are(seed: int, rows: int, depth: in
         np.testing.assert_array_equal(out[begin : begin + nbytes], theirs[begin : begin + nbytes])
 
 
-@several
 @given(seed=seeds, rows=st.integers(1, 70), groups=st.integers(1, 20), scale=st.floats(2.0**-40, 2.0**40, width=32))
 def test_floats_of_four_bits_stay_what_they_are(seed: int, rows: int, groups: int, scale: float) -> None:
     """NVFP4 of folders: put in order as NumPy would, and meaning what NumPy says. Rows that end within a tile, too."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import UsageError
@@ -45,7 +45,6 @@ MINUTE = 60.0
 
 
 @given(st.integers(1, 40), st.integers(1, 300), st.booleans(), st.sampled_from(["f32", "f16", "bf16"]))
-@settings(max_examples=60, deadline=None)
 def test_packing_loses_nothing_and_fills_blocks(ffn: int, sixteenths: int, has_up: bool, scheme: str) -> None:
     layout = BundleLayout(scheme, 16 * sixteenths, has_up)
     assert layout.stride >= layout.used == (1 + has_up) * 16 * sixteenths * layout.item
@@ -183,7 +182,6 @@ PASSES = st.lists(st.one_of(st.sets(st.integers(0, 95), max_size=40), st.just("a
 
 @pytest.mark.parametrize("name", ("large", "small"))
 @given(passes=PASSES, slots=st.integers(2, 30))
-@settings(max_examples=40, deadline=None)
 def test_whatever_was_asked_for_lies_where_it_is_said_to(name: str, records: Path, passes: list, slots: int) -> None:
     with Opened(records, name, min(slots, 25)) as opened:
         for step in passes:

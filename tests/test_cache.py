@@ -6,7 +6,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import UsageError
@@ -150,7 +150,6 @@ def test_a_prompt_cut_by_turns_gives_the_same_bits(pool):
     assert np.array_equal(whole.out, cut.out)
 
 
-@settings(max_examples=60, deadline=None)
 @given(held=st.integers(1, 900), more=st.integers(0, 900), chunk=st.integers(1, 5), sink=st.integers(0, 130),
        pages=st.one_of(st.none(), st.integers(1, 3)))
 def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages):
@@ -163,7 +162,6 @@ def test_pieces_cover_the_prompt_and_end_on_pages(held, more, chunk, sink, pages
     assert all((end - shape.sinks) % PAGE == 0 for end in ends[:-1])
 
 
-@settings(max_examples=40, deadline=None)
 @given(tokens=st.integers(1, 600), keep=st.integers(0, 600), window=st.sampled_from((0, 1, 128, 300)), sink=st.sampled_from((0, 16, 64)))
 def test_truncate_then_prefill_again_is_as_if_the_rest_never_came(tokens, keep, window, sink):
     pool = ThreadPool(1)
@@ -242,7 +240,6 @@ def test_golden_header_bytes():
         PageHeader.unpack(header.pack()[:4] + struct.pack("<H", 9) + header.pack()[6:])
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.builds(PageHeader, layer=st.integers(0, 65535), head=st.integers(0, 65535), first_token=st.integers(-(2**63), 2**63 - 1),
                  count=st.integers(0, 2**32 - 1), bits_k=st.integers(0, 255), bits_v=st.integers(0, 255),
                  base_position=st.integers(-(2**63), 2**63 - 1), profile=st.integers(0, 2**64 - 1), crc32=st.integers(0, 2**32 - 1)))
@@ -287,7 +284,6 @@ def test_the_plan_counts_the_parts_of_slots_that_can_hold_tokens(pool, kv, sink,
     assert shape.slots == 11 and fixed == parts * cache.layouts[0].part_nbytes == len(cache._exact[0])
 
 
-@settings(max_examples=30, deadline=None)
 @given(cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), sink=st.sampled_from((0, 16, 64, 80, 128)), back=st.integers(0, 200))
 def test_parts_in_use_are_those_that_hold_tokens(cuts, sink, back):
     """After any cuts, and after tokens were taken back, no part is counted that the plan has no memory for."""

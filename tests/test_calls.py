@@ -163,7 +163,7 @@ OF_JSON = [name for name in WRITTEN if name not in BARE and not name.startswith(
 
 
 @pytest.mark.parametrize("name", OF_JSON)
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(arguments=st.dictionaries(KEYS, JSON | HARD, max_size=4), cut=st.integers(0, 400))
 def test_any_json(name: str, arguments: dict[str, Any], cut: int) -> None:
     text = written(name, [("look_up", arguments)])
@@ -180,7 +180,7 @@ FITTING = st.fixed_dictionaries({}, optional={
 
 
 @pytest.mark.parametrize("name", [name for name in WRITTEN if name not in OF_JSON and name not in ("Gemma 4", "Llama 3")])
-@settings(max_examples=80, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(arguments=FITTING, cut=st.integers(0, 300))
 def test_any_arguments_of_the_types_that_the_schema_states(name: str, arguments: dict[str, Any], cut: int) -> None:
     """Texts that look like numbers or JSON stay texts."""
@@ -276,7 +276,7 @@ PIECES = MARKS + """look_up say.it functions.look_up:0 ( ) text= 'x' , = {"name"
 
 
 @pytest.mark.parametrize("name", WRITTEN)
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(suppress_health_check=[HealthCheck.too_slow])
 @given(data=st.data())
 def test_marks_in_any_order_are_read_alike_however_they_are_cut(name: str, data: st.DataObject) -> None:
     """No answer ends in an error, and each letter of it is content or a part of calls."""

@@ -76,7 +76,7 @@ PIECES = st.lists(st.sampled_from(["word ", "*", "**", "_", "`", "```", "~~~", "
                                    "[x", "](u)", "\\", " ", "é", "狐", "🦊", "--", "1. ", "x" * 60]), max_size=14)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(PIECES, st.lists(st.integers(0, 400), max_size=8))
 @example(["**", "x" * 60, "word " * 80, "**"], [1, 2, 300, 399])
 def test_the_cut_makes_no_difference_and_styles_never_leak(pieces: list[str], cuts: list[int]) -> None:
@@ -107,7 +107,6 @@ def test_tables_stand_in_columns_where_they_fit() -> None:
     assert all(get_cwidth(line) < 40 for line in plain(drawn(table + "\n\n---\n", width=40)).splitlines())
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(st.sampled_from(["word ", "**", "`", "\x1b", "[31m", "\x1b[2J", "\x1b]0;title\x07", "\x9b", "\r", "\n",
                                  "| a |\n", "|-|\n"]),
                 max_size=12))

@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterator
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import ContextOverflow, EffllmError, UsageError
@@ -53,7 +53,6 @@ def test_a_pipe_gets_the_answer_as_it_is_and_one_newline() -> None:
     assert texts(shown)[0] == "", "nothing was said, so nothing is written"
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["word ", "\x1b", "[2J", "\x1b[31m", "]0;title\x07", "\x9b", "\r", "\n", "é", "\u202e"]), max_size=12))
 def test_a_terminal_gets_no_control_characters_however_they_are_cut(pieces: list[str]) -> None:
     shown = screen(out=Terminal())

@@ -96,7 +96,6 @@ def test_pieces_make_no_difference_and_nothing_is_lost(text: str, data: st.DataO
     assert "".join(bare.split()) == "".join(re.sub(r"\x1b\[\dm", "", text).split())
 
 
-@settings(max_examples=100)
 @given(st.lists(st.sampled_from(["a", "fox", "king", "goldsmiths", "狐狸", "說。"]), min_size=1, max_size=40).map(" ".join),
        st.integers(12, 60))
 def test_no_line_is_longer_than_the_terminal(text: str, width: int) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import UsageError
@@ -36,7 +36,6 @@ def exported(out: Path, kind: str) -> CompressedFolder:
 
 
 @given(st.sampled_from([4, 8]), st.integers(1, 9), st.integers(1, 50), st.integers(0, 2**32 - 1))
-@settings(max_examples=60, deadline=None)
 def test_words_there_and_back(bits: int, rows: int, width: int, seed: int) -> None:
     low = 1 << (bits - 1)
     values = np.random.default_rng(seed).integers(-low, low, (rows, width)).astype(np.int8)

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import EffllmError, ModelNotFound
@@ -68,7 +68,6 @@ ANY_JSON = st.recursive(
 
 
 @given(st.dictionaries(ANY_KEY, ANY_JSON), st.sampled_from([*families.FAMILIES, *families.COMPOSITE]))
-@settings(max_examples=150, deadline=None)
 def test_any_json_gives_a_config_or_one_line(changes: dict[str, object], family: str) -> None:
     try:
         config = parse_config({**LLAMA, "ffn_dim": 88, **changes, "model_type": family})

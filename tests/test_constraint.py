@@ -111,7 +111,7 @@ def is_of(value: object, schema: dict) -> bool:
     return value is None if schema["type"] == "null" else type(value) is bool
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(VALUES, st.integers(0, 2**32))
 def test_answers_are_of_whatever_schema(engine, tokenizer, schema, seed):
     stats = answered(engine, tokenizer, json.dumps(schema), seed, temperature=2.0).stats

@@ -25,7 +25,7 @@ def longest(tokens: list[int]) -> int:
     return found if found >= PAIR else 0
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.integers(0, 3), max_size=PLACES), st.lists(st.integers(1, 9), min_size=1, max_size=30), st.integers(1, 9))
 def test_the_longest_suffix_is_found_however_the_text_comes(tokens: list[int], cuts: list[int], most: int) -> None:
     matcher, at = SuffixMatch(), 0
@@ -44,7 +44,6 @@ def test_the_longest_suffix_is_found_however_the_text_comes(tokens: list[int], c
             assert draft.tokens == tuple(repeated[at:])
 
 
-@settings(max_examples=100, deadline=None)
 @given(st.lists(st.integers(0, 4), max_size=400))
 def test_a_bounded_search_never_claims_more_than_is_there(tokens: list[int]) -> None:
     matcher = SuffixMatch()

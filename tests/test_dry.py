@@ -74,7 +74,7 @@ def dense(chosen: SamplerSettings, logits: np.ndarray) -> np.ndarray:
 few_tokens = st.lists(st.integers(0, 3), max_size=40)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(few_tokens, st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=2), st.integers(0, 4),
        st.sampled_from((0.5, 2.0)), st.sampled_from((1.0, 1.75, 3.0)), st.sampled_from((-1, 0, 7, 25)))
 def test_repeats_are_those_of_the_definition(history: list[int], sequences: list[list[int]], allowed: int, multiplier: float, base: float,
@@ -112,7 +112,6 @@ def test_greedy_answers_do_not_repeat_and_else_are_what_they_were() -> None:
     assert Sampler(SamplerSettings(temperature=0, logit_bias=((29, -60.0),)), VOCAB).sample(logits, history) != 29
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.2, 4), st.floats(0.5, 6))
 def test_top_n_sigma_keeps_what_is_near_the_largest(seed: int, sigmas: float, scale: float) -> None:
     logits = logits_of(seed, 700, scale)
@@ -142,7 +141,6 @@ def test_what_is_taken_away_is_none_of_the_logits_whose_deviation_counts() -> No
     assert survivors(settings_of(top_n_sigma=1.0, logit_bias=everything), logits) == {*range(VOCAB)}
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.floats(0.001, 0.5), st.floats(0.2, 2), st.sampled_from((0, 12)))
 def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, threshold: float, temperature: float, top_k: int) -> None:
     logits = np.round(logits_of(seed, 400) * 4) / 4  # which tie often

@@ -32,7 +32,7 @@ STEPS = st.lists(st.tuples(
 
 
 @pytest.mark.parametrize("queued", (True, False), ids=("queue", "threads"))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(steps=STEPS, slots=st.integers(2 * TOP, LAYERS * EXPERTS), name=st.sampled_from(POLICIES))
 def test_whatever_is_needed_in_whatever_order(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, queued: bool,
                                               steps, slots: int, name: str) -> None:

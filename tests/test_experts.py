@@ -88,13 +88,11 @@ def hits(trace: np.ndarray, slots: int, name: str, hot: frozenset[int] = frozens
     return found
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(TOP, LAYERS * EXPERTS))
 def test_lru_is_the_longest_unused(trace: np.ndarray, slots: int) -> None:
     assert hits(trace, slots, LRU) == Scan(slots, lambda scan, key: scan.last[key]).replay(trace)
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(TOP, LAYERS * EXPERTS))
 def test_decayed_lfu_is_the_lowest_count(trace: np.ndarray, slots: int) -> None:
     """Of equal ones the longest unused, as far as halving leaves that order."""
@@ -104,14 +102,12 @@ def test_decayed_lfu_is_the_lowest_count(trace: np.ndarray, slots: int) -> None:
     assert ours[:until] == theirs[:until]
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(TOP, LAYERS * EXPERTS), st.sets(st.integers(0, LAYERS * EXPERTS - 1), max_size=8))
 def test_pinned_hot_gives_up_hot_ones_last(trace: np.ndarray, slots: int, hot: set[int]) -> None:
     scan = Scan(slots, lambda scan, key: (key in hot, scan.last[key]))
     assert hits(trace, slots, PINNED_HOT, frozenset(hot)) == scan.replay(trace)
 
 
-@settings(max_examples=60, deadline=None)
 @given(traces(), st.integers(TOP, LAYERS * EXPERTS))
 def test_least_stale_evicts_behind_the_pass(trace: np.ndarray, slots: int) -> None:
     """A victim is stale wherever a layer that the pass has left holds something stale; and no other expert of the victim's layer that is
@@ -143,7 +139,6 @@ def test_least_stale_evicts_behind_the_pass(trace: np.ndarray, slots: int) -> No
                     assert not [each for each in rivals if each // EXPERTS == victim // EXPERTS and last[each] < last[victim]]
 
 
-@settings(max_examples=40, deadline=None)
 @given(traces(25), st.integers(TOP, LAYERS * EXPERTS))
 def test_nothing_beats_the_future(trace: np.ndarray, slots: int) -> None:
     best = belady(trace, EXPERTS, slots)
@@ -167,7 +162,7 @@ def exhaustive(steps: list[frozenset[int]], slots: int) -> int:
     return max(best.values())
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.lists(st.lists(st.integers(0, 4), min_size=2, max_size=2, unique=True), min_size=1, max_size=8), st.integers(2, 4))
 def test_the_optimum_is_the_optimum(steps: list[list[int]], slots: int) -> None:
     trace = np.array(steps)[:, None, :]

@@ -60,7 +60,7 @@ TREES = st.recursive(LEAVES, lambda inner: st.one_of(
         lambda pair: (f"({pair[0][0]}){pair[1]}", f"(?:{pair[0][1]}){pair[1]}"))), max_leaves=6)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(TREES, TREES, TEXTS)
 def test_a_grammar_without_recursion_is_its_regular_expression(opened, tokenizer, first, second, text):
     vocabulary = opened(f"root ::= a-part b_part | b_part\na-part ::= {first[0]}\nb_part ::= {second[0]} # and so on\n")

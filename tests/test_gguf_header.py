@@ -19,7 +19,7 @@ from effllm.runtime.gguf.tokenizer import load_tokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 from gguf_bytes import ARRAY, STRING, U32, file, pair, small_model, tensor, text
 
-FUZZ = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 
 GOOD_PAIRS = [pair("general.architecture", STRING, text("llama")), pair("a.number", U32, struct.pack("<I", 7)),
               pair("a.list", ARRAY, struct.pack("<IQ", STRING, 2) + text("x") + text("yy")),

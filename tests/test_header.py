@@ -16,7 +16,7 @@ from safetensors.numpy import save
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.header import MAX_HEADER
 
-FUZZ = settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 GOOD = {
     "__metadata__": {"format": "pt"},
     "a": {"dtype": "F32", "shape": [2, 3], "data_offsets": [0, 24]},

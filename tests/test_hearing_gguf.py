@@ -14,7 +14,7 @@ from asr_models import written_asr
 from command_line import typed
 from hearing_files import EARS, write_ears, write_hearing_pair
 from hearing_models import as_wav, sound, written_hearing
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from sensing_models import written_gemma4, written_later_omni, written_omni, written_unified
 from sight_models import PICTURES, config_changed
@@ -183,7 +183,6 @@ def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -
 
 
 @given(st.binary(max_size=200), st.integers(0, 2500))
-@settings(max_examples=50)
 def test_no_bytes_of_a_header_end_in_a_traceback(ears: tuple[Path, Path, Path], noise: bytes, at: int) -> None:
     raw = bytearray(ears[2].read_bytes())
     raw[at : at + len(noise)] = noise

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
@@ -55,7 +55,6 @@ def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPath
 
 
 @given(bits=st.sampled_from(mlx.BITS), seed=st.integers(0, 2**32 - 1), rows=st.integers(1, 3), groups=st.integers(1, 4))
-@settings(max_examples=40)
 def test_a_stream_of_bits_is_its_codes(bits: int, seed: int, rows: int, groups: int) -> None:
     codes = np.random.default_rng(seed).integers(0, 1 << bits, (rows, 32 * groups))
     packed = stream(codes, bits).numpy().view(np.uint8).reshape(rows, -1)

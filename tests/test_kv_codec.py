@@ -4,7 +4,7 @@ import zlib
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.kv_layout import (
@@ -55,7 +55,6 @@ def moments(x: np.ndarray) -> np.ndarray:
 
 
 @given(st.sampled_from(WIDTHS), st.integers(1, 5), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
 def test_codes_survive_packing(bits: int, groups: int, seed: int) -> None:
     rng = np.random.default_rng(seed)
     codes = rng.integers(0, 1 << bits, (groups, CHANNELS, PAGE), np.uint16)
@@ -71,7 +70,6 @@ def test_codes_survive_packing(bits: int, groups: int, seed: int) -> None:
 
 
 @given(st.integers(1, 64), st.integers(0, 99))
-@settings(max_examples=40, deadline=None)
 def test_bits_of_any_number_of_groups_lie_in_front_of_the_codes(groups: int, seed: int) -> None:
     places = np.random.default_rng(seed).integers(0, len(WIDTHS), (2, groups))
     k, v = (tuple(WIDTHS[place] for place in side) for side in places)
@@ -103,7 +101,6 @@ def test_codes_lie_where_kernels_look_for_them() -> None:
 
 
 @given(st.sampled_from(SIZES), st.sampled_from(MEAN_BITS), st.sampled_from(MEAN_BITS), st.integers(1, 2), st.integers(0, 99))
-@settings(max_examples=30, deadline=None)
 def test_a_record_gives_back_what_its_bits_allow(size: int, bits_k: int, bits_v: int, heads: int, seed: int) -> None:
     k, v = page(heads, size, seed)
     basis = KVBasis.plain(heads, size)

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import effllm
@@ -79,7 +79,6 @@ class Greedy:
 # ---- what is decided
 
 
-@settings(max_examples=80, deadline=None)
 @given(scores=st.lists(st.floats(0, 1), min_size=1, max_size=60), share=st.sampled_from((1 / 3, 0.5, 0.25, 1.0)))
 def test_a_share_of_the_pages_at_most_gets_more_bits(scores, share):
     policy, given = Salient(lambda attention: attention[0, 0, 0].item(), share), 0

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.layout import PAGE
@@ -137,7 +137,6 @@ def test_trials_follow_the_rule_where_noise_is_small_and_leave_it_where_scores_b
 
 
 @given(st.lists(st.tuples(st.floats(1e-6, 1e3), st.floats(1.5, 6)), min_size=1, max_size=40), st.sampled_from((1, 2, 3, 4, 4.5, 5, 6, 8)))
-@settings(deadline=None)
 def test_shared_bits_meet_the_mean_and_go_where_they_pay(sides: list[tuple[float, float]], mean: float) -> None:
     costs = [[level * base**-bits for bits in SIDES] for level, base in sides]
     given_bits = share(costs, mean)

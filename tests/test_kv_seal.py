@@ -93,7 +93,7 @@ def test_the_same_values_give_the_same_record(pool, bits_k, bits_v):
 
 
 @given(st.sampled_from(SIZES), st.sampled_from(MEAN_BITS), st.sampled_from((F16, F32)), st.integers(1, 5), st.integers(0, 99))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=15)
 def test_head_sizes_types_and_odd_heads(size, bits, stored, heads, seed):
     k, v = normal(heads, size, seed, stored) * np.geomspace(1e-3, 300, heads, dtype=np.float32)[:, None, None]
     if stored == F16:

@@ -146,7 +146,7 @@ def test_rings_and_runs_of_any_length(pool, tmp_path, monkeypatch, ring, length)
     disk.cache.close()
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(steps=st.lists(st.tuples(st.integers(1, 500), st.integers(0, 1200)), min_size=1, max_size=6), first=st.integers(0, 4),
        kv=st.sampled_from(("4bit", "16bit")))
 def test_any_order_of_growing_and_forgetting(tmp_path_factory, steps, first, kv):

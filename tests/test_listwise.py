@@ -128,7 +128,7 @@ def test_marks_in_what_is_ranked_are_letters(replies: Replies) -> None:
 
 
 @given(st.lists(st.integers(1, 150), min_size=1, max_size=300), st.integers(500, 900))
-@settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_every_document_is_in_one_text(replies: Replies, lengths: list[int], room: int) -> None:
     texts = list(replies.ranking.prompts("a", ["fox " * each for each in lengths], None, room))
     assert sum(ids.count(MARKS[0]) for ids in texts) == len(lengths)

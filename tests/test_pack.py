@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.tiles import PLANES
@@ -103,7 +103,6 @@ def counted(spec: QuantSpec, rows: int = 17, depth: int = 70) -> Codes:
                                bf16((places % 9 - 4).astype(np.float32) / 8)) if spec.outliers else None, supers=supers, minima=minima)
 
 
-@settings(max_examples=150, deadline=None)
 @given(text=st.sampled_from(FORMATS + WITH_OUTLIERS), rows=st.integers(1, 70), depth=st.integers(1, 300), seed=st.integers(0, 2**32 - 1))
 def test_unpacking_undoes_packing(text, rows, depth, seed):
     spec = QuantSpec.parse(text)

@@ -106,7 +106,7 @@ def test_what_is_not_there_is_said(path: Path) -> None:
         open_pickled(path)
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(data=st.data())
 def test_a_damaged_table_is_an_error_of_its_own(path: Path, data: st.DataObject) -> None:
     """Whatever bytes are changed: tensors within the file, or a line; never another exception, nor much memory."""
@@ -123,7 +123,7 @@ def test_a_damaged_table_is_an_error_of_its_own(path: Path, data: st.DataObject)
         assert str(path) in error.message and error.hint
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(at=st.floats(0, 1), cut=st.booleans(), value=st.integers(0, 255))
 def test_a_damaged_archive_is_one_too(path: Path, at: float, cut: bool, value: int) -> None:
     torch.save({"a": torch.ones(8)}, buffer := io.BytesIO())

@@ -3,7 +3,7 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
@@ -92,7 +92,6 @@ def test_slots_are_the_same_share_of_all_layers_where_nothing_was_measured() -> 
 
 
 @given(st.integers(0, 3000))
-@settings(deadline=None)
 def test_slots_go_where_they_save_most_reads(share: int) -> None:
     layers = tuple(Units(1000, 4096, curve) for curve in CURVES)
     slots = slots_for(layers, share * 4096)

@@ -4,7 +4,7 @@ from dataclasses import replace
 from fractions import Fraction
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit, MemoryTooSmall, UsageError
@@ -172,7 +172,6 @@ def test_each_layer_has_its_block() -> None:
 SIZES = st.integers(0, 50_000)
 
 
-@settings(max_examples=60, deadline=None)
 @given(
     layers=st.integers(1, 6),
     numbers=st.tuples(SIZES, SIZES, SIZES, st.integers(0, 200), SIZES),
@@ -230,7 +229,6 @@ def test_format_size(nbytes: int, text: str) -> None:
     assert format_size(nbytes) == text
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.integers(0, 1 << 49))
 def test_a_printed_size_reads_back(nbytes: int) -> None:
     # Two decimals are half a percent at worst, and a fraction of a byte is dropped.

@@ -133,7 +133,7 @@ def same(made: Codes, wanted: Codes) -> None:
         np.testing.assert_array_equal(getattr(made, name), getattr(wanted, name), err_msg=name)
 
 
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=12)
 @given(text=st.sampled_from(SPECS), depth=st.integers(1, 200), seed=st.integers(0, 2**32 - 1), size=st.sampled_from((1e-20, 0.02, 1e15)),
        uneven=st.sampled_from((0.0, 1.0, 3.0)))
 def test_the_search_is_its_definition(text, depth, seed, size, uneven):

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import regex
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
@@ -117,7 +117,6 @@ SNIPPETS = st.lists(st.one_of(st.sampled_from(TEXTS).flatmap(lambda text: st.int
                               st.text(st.characters(exclude_categories=("Cn",)), max_size=3)), max_size=12).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
 @given(text=SNIPPETS)
 def test_ids_are_those_of_the_ranks_and_decode(mistral: Tokenizer, kimi: Tokenizer, text: str) -> None:
     text = text.encode("utf-8", "replace").decode()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import effllm
@@ -117,7 +117,6 @@ def test_bytes_go_where_they_mend_most() -> None:
 convex = st.lists(st.tuples(st.integers(1, 30), st.floats(0.01, 10)), min_size=1, max_size=4)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(convex, min_size=1, max_size=4), st.integers(0, 200))
 def test_an_allocation_fits_and_is_near_the_best(raw: list[list[tuple[int, float]]], extra: int) -> None:
     choices = {}

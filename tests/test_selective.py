@@ -162,7 +162,6 @@ def test_scores_that_are_no_numbers_choose_as_many_as_there_may_be():
     assert len(set(wanted)) == 4 and not likely
 
 
-@settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32 - 1), kv_heads=st.integers(1, 4), rows=st.integers(1, 5), blocks=st.integers(3, 80),
        most=st.integers(1, 20), left=st.sampled_from((-1.0, 0.002, 0.1, 0.5)))
 def test_what_is_chosen_is_enough_and_no_more(seed, kv_heads, rows, blocks, most, left):
@@ -204,7 +203,7 @@ def test_what_is_read_ahead_changes_no_answer(pool, tmp_path, kv):
     assert any(asked) and all(same(made[0], other) for other in made[1:])
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=5)
 @given(steps=st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1200), st.integers(0, 30)), min_size=1, max_size=5),
        kv=st.sampled_from(("4bit", "16bit")))
 def test_a_page_that_was_made_anew_is_read_anew(tmp_path_factory, steps, kv):

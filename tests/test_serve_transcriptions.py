@@ -7,7 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.cli.server.form_data import parts_of
@@ -111,7 +111,6 @@ def test_each_family_is_asked_in_its_own_words() -> None:
 CONTENTS = st.binary(max_size=60).filter(lambda each: BOUNDARY.encode() not in each)
 
 
-@settings(max_examples=40)
 @given(st.dictionaries(st.from_regex(r"[a-z_]{1,12}", fullmatch=True), CONTENTS, min_size=1, max_size=5))
 def test_a_form_is_read_as_it_was_written(fields: dict[str, bytes]) -> None:
     assert parts_of(f'multipart/form-data; boundary="{BOUNDARY}"', form(**fields)) == fields

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from numpy import int64
 
@@ -33,7 +33,6 @@ def taken(pool: ThreadPool, blocks: int) -> np.ndarray:
     return noted
 
 
-@settings(max_examples=60, deadline=None)
 @given(blocks=st.integers(0, 300))
 def test_a_worker_alone_goes_through_all_blocks_in_their_order(blocks):
     pool = ThreadPool(1)

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from perception_torch import ARGS
 from sight_cases import CASES
@@ -45,7 +45,6 @@ def tiling(request, tmp_path_factory):
     return opened(folder), ready
 
 
-@settings(max_examples=60)
 @given(st.integers(1, 1500), st.integers(1, 1500))
 def test_the_tiles_are_those_of_transformers(tiling, height, width):
     sight, ready = tiling

@@ -55,7 +55,7 @@ def test_channels_are_joined_and_what_a_pipe_left_open_ends_with_the_file():
         assert np.abs(decode_sound(cut, "it")[:7000] - SAMPLES[:7000] / 4).max() < 1e-6
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.binary(max_size=80), st.integers(0, 60), st.booleans())
 def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
     data = KINDS["16"][0]
@@ -115,7 +115,6 @@ def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
     assert 'pip install "effllm[video]"' in raised.value.hint
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 2000), st.binary(max_size=12))
 @example(1627, bytes(7))  # names no codec
 def test_broken_films_are_heard_as_far_as_they_go_or_refused_in_a_line(at, noise):
@@ -204,7 +203,7 @@ def test_a_filter_that_is_looked_up_is_the_one_that_is_computed(monkeypatch):
         decode_sound(wav(bytes(4000), 1, 8, rate=99), "it")
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(st.integers(400, 20_000), st.sampled_from([16, 80, 128]), st.floats(0, 1), st.integers(0, 9))
 def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
     samples = np.float32(loud) * sound(count / RATE, seed)

@@ -3,15 +3,13 @@
 import re
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import UsageError
 from effllm.runtime.tokens.reasoning import ChannelFilter, ThinkFilter
 from effllm.runtime.tokens.stream_filters import StopStrings, held_suffix
 from effllm.runtime.tokens.terminal_text import TerminalFilter, sanitize
-
-quick = settings(max_examples=60, deadline=None)
 
 
 @st.composite
@@ -33,7 +31,6 @@ def first_stop(text, stops):
     return text, None
 
 
-@settings(max_examples=60, deadline=None)
 @given(cut(st.text("abc\n", max_size=40)), st.lists(st.text("abc\n", min_size=1, max_size=5), max_size=4))
 def test_stop_strings_do_not_depend_on_the_pieces(text_and_pieces, stops):
     text, pieces = text_and_pieces
@@ -44,7 +41,6 @@ def test_stop_strings_do_not_depend_on_the_pieces(text_and_pieces, stops):
     assert (shown, stop.matched, stop.hit) == (expected, matched, matched is not None)
 
 
-@quick
 @given(cut(st.text("ab", max_size=60)), st.text("ab", min_size=1, max_size=6))
 def test_one_stop_string_is_partition(text_and_pieces, mark):
     text, pieces = text_and_pieces
@@ -52,7 +48,6 @@ def test_one_stop_string_is_partition(text_and_pieces, mark):
     assert "".join([*map(stop.push, pieces), stop.flush()]) == text.partition(mark)[0]
 
 
-@quick
 @given(cut(st.text("abc", max_size=40)), st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3))
 def test_what_is_shown_never_needs_to_be_taken_back(text_and_pieces, stops):
     text, pieces = text_and_pieces
@@ -63,7 +58,6 @@ def test_what_is_shown_never_needs_to_be_taken_back(text_and_pieces, stops):
         assert stop.hit or len(given_text) - len(shown) < max(map(len, stops)), "holds back more than a stop string could need"
 
 
-@quick
 @given(cut(st.text("abc", max_size=40)), st.lists(st.text("abc", min_size=1, max_size=5), min_size=1, max_size=3), st.integers(0, 40))
 def test_a_stop_string_may_begin_in_what_was_said(text_and_pieces, stops, at):
     text, pieces = text_and_pieces
@@ -126,7 +120,6 @@ def split_thinking(text, started):
 think_texts = st.lists(st.sampled_from(["<think>", "</think>", "<thi", "</", "a", "b ", " ", "\n", "nk>"]), max_size=14).map("".join)
 
 
-@settings(max_examples=60, deadline=None)
 @given(cut(think_texts), st.booleans())
 def test_thinking_does_not_depend_on_the_pieces(text_and_pieces, started):
     text, pieces = text_and_pieces
@@ -218,7 +211,6 @@ channel_texts = st.lists(st.sampled_from([*ChannelFilter.MARKS, "assistant", "an
                                           THOUGHT, FINAL, "x" * 100]), max_size=16).map("".join)
 
 
-@settings(max_examples=150, deadline=None)
 @given(cut(channel_texts), st.sampled_from([REPLY, "", f"{REPLY}{FINAL}", f"{REPLY}{THOUGHT}a", f"{REPLY}<|channel|>fin"]))
 def test_channels_do_not_depend_on_the_pieces(text_and_pieces, prompt):
     text, pieces = text_and_pieces
@@ -254,7 +246,6 @@ def test_sanitize(text, clean):
     assert sanitize(text) == clean
 
 
-@quick
 @given(st.text())
 def test_sanitize_leaves_no_control_character(text):
     assert not re.search(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", sanitize(text))
@@ -265,7 +256,6 @@ escapes = st.lists(
 )
 
 
-@settings(max_examples=60, deadline=None)
 @given(cut(escapes.map("".join)))
 def test_terminal_filter_does_not_depend_on_the_pieces(text_and_pieces):
     text, pieces = text_and_pieces

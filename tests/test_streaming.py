@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
@@ -76,7 +76,6 @@ def test_every_pass_reads_every_byte(store: TensorStore, streamed: tuple[int, ..
     pager.close()
 
 
-@settings(max_examples=60, deadline=None)
 @given(order=st.lists(st.integers(0, 7), min_size=1, max_size=40), ring=st.integers(0, 600_000))
 def test_any_order_of_use(tmp_path_factory: pytest.TempPathFactory, order: list[int], ring: int) -> None:
     """Passes that end early, go back, or leave parts out: what was read ahead for nothing is never taken for something else."""
@@ -91,7 +90,6 @@ def test_any_order_of_use(tmp_path_factory: pytest.TempPathFactory, order: list[
         pager.close()
 
 
-@settings(max_examples=60, deadline=None)
 @given(steps=st.lists(st.tuples(st.integers(0, 7), st.booleans()), min_size=1, max_size=40), ring=st.integers(0, 900_000))
 def test_what_is_held_together_stays(tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, bool]], ring: int) -> None:
     """In any order of joining, waiting and giving back, of parts that have come and parts that have not."""

@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
@@ -130,7 +130,6 @@ def test_an_unfinished_character_comes_out_at_the_end(fable):
     assert "".join(pieces) == "x" and rest and set(rest) == {"\ufffd"} and "".join(pieces) + rest == fable.decode(ids)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.text(max_size=30))
 def test_streamed_text_is_the_text(text):
     fable = Tokenizer.load(FABLE, CONFIG)
@@ -139,7 +138,6 @@ def test_streamed_text_is_the_text(text):
     assert "".join(pieces) + rest == fable.decode(ids)
 
 
-@settings(max_examples=60, deadline=None)
 @given(st.lists(st.integers(0, CONFIG.vocab_size - 1), max_size=30))
 def test_streaming_any_tokens_is_decoding_them(ids):
     fable = Tokenizer.load(FABLE, CONFIG)
@@ -155,7 +153,6 @@ def pieces_and_bytes(tmp_path_factory):
 TOKENS = st.one_of(st.integers(0, 270), st.sampled_from([3 + byte for byte in "\né🦊".encode()]))
 
 
-@settings(max_examples=120, deadline=None)
 @given(st.lists(TOKENS, max_size=12))
 def test_bytes_that_make_no_character_spoil_nothing(pieces_and_bytes, ids):
     """The library reads a run of bytes as a whole and raises where one spoils what it has shown."""
@@ -180,7 +177,6 @@ def resumed(tokenizer, ids, at):
     return before.removesuffix(stream.taken_back) + "".join(pieces), pieces
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.text("a 🦊é日\ufffd\n", max_size=8), st.data())
 def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
     fable = Tokenizer.load(FABLE, CONFIG)
@@ -189,7 +185,6 @@ def test_an_answer_that_was_cut_in_a_character_goes_on(text, data):
     assert resumed(fable, ids, at)[0] == text
 
 
-@settings(max_examples=80, deadline=None)
 @given(st.lists(TOKENS, max_size=8), st.data())
 def test_bytes_that_were_cut_go_on(pieces_and_bytes, ids, data):
     at = data.draw(st.integers(0, len(ids)))

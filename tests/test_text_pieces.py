@@ -49,7 +49,7 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(text_pieces, name, value)
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(parts=st.lists(st.one_of(SNIPPETS, st.sampled_from(TEXTS)), min_size=2, max_size=6))
 def test_the_tokens_are_those_of_the_whole(backends: list[Backend], short: None, parts: list[str]) -> None:
     text = "".join(parts).encode("utf-8", "replace").decode()

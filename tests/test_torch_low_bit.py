@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.cuda import low_bit as opening
@@ -29,7 +29,6 @@ def placed(ops: TorchOps, weight: Weight) -> Weight:
     return Weight(weight.spec, weight.shape, {"data": ops.put(weight.parts["data"], weight.spec.scheme)})
 
 
-@settings(max_examples=120, deadline=None)
 @given(text=st.sampled_from(FORMATS + WITH_OUTLIERS), rows=st.integers(1, 70), depth=st.integers(1, 300), data=st.data())
 def test_any_weight_opens_to_what_it_means(text: str, rows: int, depth: int, data: st.DataObject) -> None:
     """Bit for bit, from any row block to any other."""

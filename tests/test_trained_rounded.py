@@ -71,7 +71,7 @@ def engine(request: pytest.FixtureRequest, head: tuple[Path, Head], assistant: t
     engine.close()
 
 
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=6)
 @given(rows=st.integers(1, 70), depth=st.integers(1, 150), bits=st.sampled_from(("4bit", "6bit", "8bit")), kind=st.sampled_from(
     (torch.float32, torch.float16, torch.bfloat16)))
 def test_codes_are_those_that_quantizing_makes(tmp_path_factory: pytest.TempPathFactory, rows: int, depth: int, bits: str,

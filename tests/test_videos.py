@@ -8,7 +8,7 @@ import numpy as np
 import pexpect
 import pytest
 from command_line import Ran
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sights_of
@@ -91,7 +91,6 @@ def test_what_is_no_video_is_told(tmp_path, monkeypatch):
     assert 'pip install "effllm[video]"' in raised.value.hint
 
 
-@settings(max_examples=60)
 @given(st.integers(0, len(TEN) - 1), st.binary(max_size=12), st.booleans())
 def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_a_line(at, noise, cut):
     data = TEN[:at] + noise + (b"" if cut else TEN[at + len(noise) :])

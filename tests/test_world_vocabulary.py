@@ -56,7 +56,6 @@ def of_file(folder: Path) -> Tokenizer:
     return Tokenizer.load(path, read_config(path))
 
 
-@settings(max_examples=100)
 @given(TEXTS)
 def test_a_text_is_cut_into_the_longest_tokens_that_fit(tokenizer: Tokenizer, of_file: Tokenizer, text: str) -> None:
     expected = greedy(text.encode())
@@ -66,7 +65,6 @@ def test_a_text_is_cut_into_the_longest_tokens_that_fit(tokenizer: Tokenizer, of
     assert "".join(map(stream.push, expected)) + stream.flush() == text
 
 
-@settings(max_examples=100)
 @given(st.binary(max_size=40) | st.lists(st.sampled_from([*TOKENS]), max_size=12).map(b"".join))
 def test_any_bytes_come_back(tokenizer: Tokenizer, some: bytes) -> None:
     numbers = greedy(some)
@@ -74,7 +72,6 @@ def test_any_bytes_come_back(tokenizer: Tokenizer, some: bytes) -> None:
     assert tokenizer.decode(numbers) == some.decode("utf-8", "replace")
 
 
-@settings(max_examples=30)
 @given(st.sets(st.text("ab-]", min_size=2, max_size=2 * DEEPEST + 3) | st.integers(2, 3 * DEEPEST).map("a".__mul__), max_size=40),
        st.lists(st.text("ab-]c", max_size=60), min_size=1, max_size=4))
 def test_any_vocabulary_finds_its_longest_words(words: set[str], texts: list[str]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from transformers import DynamicCache
 
@@ -219,7 +219,6 @@ STEP = st.one_of(st.tuples(st.just("prompt"), st.integers(1, 160)), st.tuples(st
                  st.tuples(st.just("back"), st.integers(0, 400)))
 
 
-@settings(max_examples=40, deadline=None)
 @given(steps=st.lists(STEP, min_size=3, max_size=8), window=st.sampled_from([1, 7, 20, 60, 140]), seed=st.integers(0, 99))
 @example(steps=[("prompt", 100), ("back", 50), ("answer", 45)], window=20, seed=0)  # a prompt that is shorter then
 def test_whatever_comes_the_last_token_sees_the_prompt_and_the_window(ops, steps, window, seed):
