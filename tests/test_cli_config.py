@@ -162,7 +162,12 @@ def test_a_file_that_is_wrong_is_one_line_with_its_place(place: Path, text: str,
         ran = Ran(*command)
         lines = ran.err.splitlines()
         assert ran.code == 2 and ran.out == "" and len(lines) == 2 and lines[0].startswith(f"effllm: {said}"), ran.err
-    assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0, "help is there, whatever the file says"
+
+
+@pytest.mark.parametrize("text", ("yes = true\n", "a = 1\ntemp = = 2\n", "\udc80"))
+def test_help_is_there_whatever_a_file_says(place: Path, text: str) -> None:
+    (place / "effllm.toml").write_bytes(text.encode("utf-8", "surrogateescape"))
+    assert Ran("plan", "--help").code == 0 and Ran("--version").code == 0
 
 
 def test_a_size_without_its_unit_is_answered_with_one(place: Path) -> None:

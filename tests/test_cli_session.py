@@ -1,5 +1,6 @@
 """Sessions as a person has them: `run --session`, a chat that comes back, `effllm session list|rm`; real processes, the real model."""
 
+import gc
 import io
 import json
 import os
@@ -343,6 +344,7 @@ def test_ctrl_c_while_a_session_is_saved_stops_the_saving_alone(home: Path, tmp_
 
     chat = Conversation("fable", Talk(), Screen(environment), environment.stderr, False, Interrupted())
     chat._editor = Typed()
+    gc.freeze()  # what other tests left is not looked through for every line
     assert chat.run() == 0 and len(stopped) == 2 and "/regen" in (said := environment.stderr.getvalue()) and "stopped by Ctrl-C" in said
 
 
@@ -378,6 +380,7 @@ def test_a_conversation_from_a_file_does_not_replace_the_session(home: Path, tmp
     assert [each["content"] for each in saved["other"][::2]] == [STORY, THIRD, MORE], "from /save on it is kept by itself again"
 
 
+@pytest.mark.slow
 def test_a_system_prompt_and_settings_are_kept_though_nothing_is_said_after_them(home: Path) -> None:
     chat = Chat("--session", "tale")
     chat.say(STORY)
