@@ -304,6 +304,7 @@ def test_a_summary_takes_the_place_of_the_conversation_or_nothing_does(chat: Cha
     assert "stopped after 24 tokens" in chat.say("And then?"), "the limit of the answers is still theirs"
 
 
+@pytest.mark.slow
 def test_a_summary_that_is_stopped_leaves_the_conversation_as_it_was(endless_chat: Chat) -> None:
     endless_chat.say("/set predict 24")
     endless_chat.say(STORY)
@@ -315,6 +316,7 @@ def test_a_summary_that_is_stopped_leaves_the_conversation_as_it_was(endless_cha
     assert endless_chat.leave(CTRL_D) == 0
 
 
+@pytest.mark.slow
 def test_another_ctrl_c_behind_a_stopped_answer_leaves(endless_chat: Chat) -> None:
     for line in (STORY, "And then?"):
         endless_chat.begin(line)

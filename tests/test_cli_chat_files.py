@@ -233,6 +233,7 @@ def test_the_status_line_vanishes_when_the_line_is_sent(chat: Chat) -> None:
     assert abs(int(chat.status().split()[0]) - used) <= 3
 
 
+@pytest.mark.slow
 def test_forty_columns(folder: Path) -> None:
     (folder / "wide.txt").write_text("狐狸 🦊\n")
     chat = Chat(folder, "--markdown", columns=40)

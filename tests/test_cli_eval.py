@@ -27,13 +27,14 @@ def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), ("recall", "--kv", "4bit", "--samples", "1")))
+@pytest.mark.parametrize("words", (("kld", "--kv", "4bit"), pytest.param(("recall", "--kv", "4bit", "--samples", "1"),
+                                                                         marks=pytest.mark.slow)))
 def test_exact_ends_of_a_packed_cache_are_no_matter_of_the_reference(words: tuple[str, ...], text: Path) -> None:
     ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv-sink", "8", "--kv-window", "16", "--strict")
     assert ran.code == 0 and "changes nothing" not in ran.err, ran.err
 
 
-@pytest.mark.parametrize("words", (("kld",), ("recall", "--samples", "1")))
+@pytest.mark.parametrize("words", (("kld",), pytest.param(("recall", "--samples", "1"), marks=pytest.mark.slow)))
 def test_what_a_cache_would_pack_is_not_said_of_one_that_packs_nothing(words: tuple[str, ...], text: Path) -> None:
     for kv, packed in (("16bit", False), ("4bit", True)):
         ran = Ran("eval", words[0], FABLE, "--text", text, "-c", "512", *words[1:], "--kv", kv)

@@ -314,6 +314,7 @@ def test_a_quantized_folder_runs_alone_and_on_load_says_the_same(made: Path, pri
     assert not list((private / "tmp").iterdir()) and not (private / "data").exists()
 
 
+@pytest.mark.slow
 def test_a_plan_says_what_a_run_that_quantizes_takes(private: Path) -> None:
     """What quantizing takes, more than all of the weights, is gone when the run is planned, but for modules that it needs."""
     commands = (("plan", "fable", "--no-probe"), ("run", "fable", "--raw", "hi", "-n", "2"))
@@ -357,6 +358,7 @@ def test_what_a_killed_run_left_is_cleaned_up_and_a_living_ones_stays(private: P
     assert sorted(path.name for path in (private / "tmp").iterdir()) == [living.name, strange.name]
 
 
+@pytest.mark.slow
 def test_eval_of_bits_is_held_against_the_stored_model(private: Path) -> None:
     (private / "text").write_text(STORY)
     result = Ran("eval", "kld", "fable", "--bits", "2", "--text", private / "text", "--json").json

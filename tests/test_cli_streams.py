@@ -48,8 +48,8 @@ def written(terminals: tuple[str, ...], *words: str, **variables: str) -> tuple[
     return pipes["stdout"].decode(), pipes["stderr"].decode()
 
 
-@pytest.mark.parametrize("forced", ["", "1"])
-@pytest.mark.parametrize("terminals", [(), ("stdout",), ("stderr",)])
+@pytest.mark.parametrize(("terminals", "forced"), [((), "1"), (("stdout",), "1"), (("stderr",), ""), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in (((), ""), (("stdout",), ""), (("stderr",), "1")))])
 def test_a_stream_that_is_no_terminal_gets_no_codes(terminals: tuple[str, ...], forced: str) -> None:
     """Neither stream, nor when only one of them is a pipe. FORCE_COLOR asks for colour and gets that and nothing else, in remarks: no
     spinner, no line drawn again; the answer stays text."""

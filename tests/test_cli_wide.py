@@ -80,7 +80,7 @@ def typed(text: str, *flags: str) -> str:
     return terminal.before
 
 
-@pytest.mark.parametrize("flags", [(), ("--markdown",)])
+@pytest.mark.parametrize("flags", [(), pytest.param(("--markdown",), marks=pytest.mark.slow)])
 def test_prose_is_broken_between_words_and_characters(flags: tuple[str, ...]) -> None:
     """Whole characters, none lost, none drawn over, no word cut; what progress was shown before is gone."""
     written = typed(PROSE, *flags)
@@ -127,14 +127,14 @@ def left_on(width: int, argv: tuple[str, ...], state: Path) -> str:
 
 
 LONG = "./" + "a-folder-whose-name-is-longer-than-a-line" * 2
-SAID = [("run", "nosuch", "hi"), ("run", "fable", "hi", "-c", "4096"), ("run", "fable", "-n", "x", "hi"),
-        ("run", "fable", "hi", "--kv", "9bit"), ("quantize", "fable", "-o", "/tmp"), ("show", LONG), ("session", "list"), ("list",),
-        ("eval", "ppl", "fable", "--text", "/nope"), ("run", "fable", "Tell me a story.", "-n", "2", "--stats"),
-        ("plan", "fable", "--no-probe"),
-        ("run", "--help"), ("quantize", "--help"), ("--help",)]
+SAID = [(("run", "nosuch", "hi"), WIDTH), (("run", "fable", "Tell me a story.", "-n", "2", "--stats"), WIDTH),
+        (("quantize", "--help"), WIDTH), (("list",), 20), (("plan", "fable", "--no-probe"), 24)]
+SAID_TOO = [("run", "fable", "hi", "-c", "4096"), ("run", "fable", "-n", "x", "hi"), ("run", "fable", "hi", "--kv", "9bit"),
+            ("quantize", "fable", "-o", "/tmp"), ("show", LONG), ("session", "list"), ("list",),
+            ("eval", "ppl", "fable", "--text", "/nope"), ("plan", "fable", "--no-probe"), ("run", "--help"), ("--help",)]
 
 
-@pytest.mark.parametrize(("argv", "width"), [*((argv, WIDTH) for argv in SAID), (("list",), 20), (("plan", "fable", "--no-probe"), 24)],
+@pytest.mark.parametrize(("argv", "width"), [*SAID, *(pytest.param(argv, WIDTH, marks=pytest.mark.slow) for argv in SAID_TOO)],
                          ids=lambda value: " ".join(value) if isinstance(value, tuple) else str(value))
 def test_no_word_of_the_programs_own_is_cut(argv: tuple[str, ...], width: int, tmp_path) -> None:
     """Lines that are longer than the terminal hold a single word, or an example to be pasted."""
@@ -150,7 +150,8 @@ def test_nothing_has_no_heading(argv: tuple[str, ...], said: str, tmp_path, monk
     assert left_on(200, argv, tmp_path).startswith(said)
 
 
-@pytest.mark.parametrize(("width", "without"), [(100, set()), (70, {"memory"}), (56, {"memory", "read"})])
+@pytest.mark.parametrize(("width", "without"), [(56, {"memory", "read"}), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in ((100, set()), (70, {"memory"})))])
 def test_rows_of_bench_are_lines(width: int, without: set[str], tmp_path) -> None:
     lines = left_on(width, ("bench", "fable", "-p", "16", "-n", "4", "-r", "1"), tmp_path).splitlines()
     table = [line for line in lines if line.startswith("|")]

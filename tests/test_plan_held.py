@@ -62,7 +62,8 @@ def test_a_run_stays_below_its_plan():
     assert ran["memory"]["weights_bytes"] == planned["weights_bytes"] and ran["memory"]["kv_bytes"] <= planned["kv_bytes"]
 
 
-@pytest.mark.parametrize("flags", [(), ("--bits", "4", "--kv", "4bit")], ids=["as published", "4 bits, packed"])
+@pytest.mark.parametrize("flags", [pytest.param((), marks=pytest.mark.slow), ("--bits", "4", "--kv", "4bit")],
+                         ids=["as published", "4 bits, packed"])
 def test_a_chat_stays_below_its_plan(flags: tuple[str, ...], tmp_path: Path):
     """Its plan counts the line where a person types, which a run does not have: about 10 MiB, as docs/memory.md says."""
     waits, has_line = "\x1b[?2004h", "\x1b[?2004l"

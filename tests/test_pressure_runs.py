@@ -95,6 +95,7 @@ def test_a_run_that_has_nothing_to_give_says_so_once(model: Path, tmp_path: Path
     assert said.count("memory is short") == 1 and "(--ram SIZE plans with less)" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_memory_is_nearly_gone_gives_the_cache_to_the_disk_and_answers_the_same(model: Path, tmp_path: Path) -> None:
     calm, quiet = finish(start(*answer(model, "--spill-dir", tmp_path / "a")))
     short, said = finish(start(*answer(model, "--spill-dir", tmp_path / "b"), before=SHORT.format(when="5 <= cache.sealed <= 7")))

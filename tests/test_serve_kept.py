@@ -29,6 +29,7 @@ def held(folder: Path) -> list[str]:
     return [path.name for path in folder.rglob("served-*.json")]
 
 
+@pytest.mark.slow
 def test_conversations_take_turns(tmp_path: Path) -> None:
     alone, talks = both(), both()
     with serving("--session-disk", "0", XDG_STATE_HOME=str(tmp_path)) as server:

@@ -275,6 +275,7 @@ def test_another_address_without_a_key_is_said() -> None:
         stderr.close()
 
 
+@pytest.mark.slow
 def test_memory_stays_flat(server: Served) -> None:
     def ask(number: int) -> None:
         server.complete(f"There were {number} foxes", max_tokens=4, stream=bool(number % 2))

@@ -203,6 +203,7 @@ def test_adapters_are_had_again_as_they_were(server: Served, folder: Path, tmp_p
     assert refused.status == 400 and "'half' was saved with another --lora, or none" in refused.error["message"] and held(server) > 0
 
 
+@pytest.mark.slow
 def test_of_several_models_a_request_names_its_own(here: dict[str, str], tmp_path: Path) -> None:  # noqa: F811
     with serving("--slot-save-path", str(tmp_path), model=None, **here) as many:
         assert act(many, "erase").status == 400, "none is loaded"
