@@ -51,6 +51,7 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
           "lfm3": Case("lfm3", {**CALM, "num_hidden_layers": 4, "layer_types": ["conv", "sliding_attention", "full_attention", "conv"],
                                 "sliding_window": 100, "eos_token_id": 7, "bos_token_id": 1})}
 KINDS = ("raw", "4 bits", "4 bits, packed cache", "packed cache")
+PAIRS = ("4 bits", "packed cache")  # of which the others have both halves
 
 
 # Another of a kind of states that has one, or of what lies beside them.
@@ -78,7 +79,7 @@ def small(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return quantized(folder, tmp_path_factory.mktemp("small") / "4bit")
 
 
-@pytest.fixture(scope="module", params=KINDS)
+@pytest.fixture(scope="module", params=[pytest.param(kind, marks=pytest.mark.slow if kind in PAIRS else ()) for kind in KINDS])
 def engine(request: pytest.FixtureRequest, folder: Path, small: Path) -> Iterator[Engine]:
     made = of_kind(request.param, folder, small)
     yield made

@@ -82,6 +82,7 @@ def test_the_bits_are_the_same_on_any_threads_and_from_the_disk(low_bit: Path, o
     assert np.array_equal(logits(streaming(low_bit, ctx=256, spec="off", lora=(str(own),))), expected)
 
 
+@pytest.mark.slow
 def test_layers_on_a_card_have_theirs_there(own: Path) -> None:
     for asked in (own, f"{own}:0.5"):
         expected = logits(opened(FABLE, asked))

@@ -89,7 +89,7 @@ def test_the_meaning_of_a_choice() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize(("stored", "only"), [(F32, None), (F32, "reference"), (F16, None)])
+@pytest.mark.parametrize(("stored", "only"), [pytest.param(F32, None, marks=pytest.mark.slow), (F32, "reference"), (F16, None)])
 def test_attention_over_what_is_chosen(pool: ThreadPool, name: str, stored: int, only: str | None) -> None:
     text = Text(name)
     meant = text.meant(TEXT)

@@ -153,6 +153,7 @@ def test_from_the_disk(pair: tuple[str, ...]) -> None:
     engine.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layers", [2, 6])
 def test_layers_on_a_card(pair: tuple[str, ...], layers: int) -> None:
     """Also passes that run again as one graph."""
@@ -219,6 +220,7 @@ def wanted(choice: tuple[float, ...] | None, most: int = 24) -> Wish:
     return Wish(SamplerSettings(temperature=0), max_tokens=most, ignore_eos=True, choice=choice)
 
 
+@pytest.mark.slow
 def test_answers_at_once_have_each_its_own(pair: tuple[str, ...]) -> None:
     """Of the same prompt, which none of them takes from another; one that says nothing has what is usual, which may change."""
     engine = opened(FABLE, *pair, kv="16bit", ctx=1024, parallel=4)

@@ -91,6 +91,7 @@ def test_what_is_damaged_is_measured_again(plan: ConversionPlan, engine: Engine,
     assert searched(plan, engine, 4.25)[1] == 0, "what was added is sound, whatever lies before it"
 
 
+@pytest.mark.slow
 def test_other_weights_and_other_texts_are_measured(engine: Engine, tmp_path: Path) -> None:
     copy = tmp_path / "copy"
     shutil.copytree(FABLE, copy)

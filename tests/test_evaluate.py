@@ -178,6 +178,7 @@ def test_a_packed_cache_is_scored_where_it_is_read(packed, engines, tokenizer):
     assert list(kld(packed, engines[1], tokenizer, short, 322))[-1].tokens == 1
 
 
+@pytest.mark.slow
 def test_an_answers_kernels_are_scored_token_by_token(packed, engines, tokenizer):
     """The same logits as steps of an answer give, not a prompt's; what they add to the loss of the cache is a fraction of it."""
     text = tokenizer.decode(tokenizer.encode(sample_text())[:800])

@@ -169,6 +169,7 @@ def test_calibration_is_a_pass_of_the_model(folder):
     engine.close()
 
 
+@pytest.mark.slow
 def test_gptq_rounds_by_what_it_saw(tmp_path):
     """A method that asks for statistics finds those of each matrix of a layer, and outside the layers does without."""
     source = tmp_path / "model"

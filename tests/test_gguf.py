@@ -111,7 +111,10 @@ def test_blocks_that_run_as_codes_lose_nothing(tmp_path: Path, kind: str) -> Non
             np.testing.assert_array_equal(weight.to_f32(), meant[name])
 
 
-@pytest.mark.parametrize("kind", [*KEPT])
+FIRST = {spec.scheme: kind for kind, spec in reversed(KEPT.items())}.values()  # of each scheme of codes
+
+
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=() if kind in FIRST else pytest.mark.slow) for kind in KEPT])
 def test_fable_runs_from_codes(tmp_path: Path, kind: str) -> None:
     """With float32 activations the logits are those of the same weights as floats; int8 activations move them a little."""
     meant = fable_gguf(path := tmp_path / "fable.gguf", kind)

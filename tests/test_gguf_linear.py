@@ -95,7 +95,8 @@ def test_as_many_heads_of_values_as_of_keys_have_no_other_order(tmp_path: Path) 
     assert near(logits(tmp_path / "m.gguf"), logits(tmp_path / "source"), 2e-5)
 
 
-@pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q5_1", "F16", "BF16"])
+@pytest.mark.parametrize("kind", ["Q8_0", "Q4_K", "BF16", *(pytest.param(kind, marks=pytest.mark.slow)
+                                                          for kind in ("Q4_0", "Q6_K", "Q5_1", "F16"))])
 @pytest.mark.parametrize("family", CASES)
 def test_matrices_in_blocks(folders: dict[str, Path], tmp_path: Path, family: str, kind: str) -> None:
     """As codes where the kernels multiply them, columns and rows where the file has them."""
@@ -120,7 +121,7 @@ def test_a_file_may_say_that_its_heads_were_not_moved(folders: dict[str, Path], 
     assert near(logits(tmp_path / "m.gguf"), logits(folders[DENSE]), 2e-5)
 
 
-@pytest.mark.parametrize("kind", ["F32", "Q8_0", "Q4_K"])
+@pytest.mark.parametrize("kind", ["Q4_K", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("F32", "Q8_0"))])
 def test_early_files_of_qwen3_next_are_joined_as_its_folders(tmp_path: Path, kind: str) -> None:
     """Rows of codes are gathered like any other."""
     model = written(NEXT, tmp_path / "source")
@@ -170,7 +171,7 @@ def behind(writer: gguf.GGUFWriter) -> None:
     lambda writer: changed(writer, "rope.dimension_sections", [11, 11, 10, 0]),
     lambda writer: changed(writer, "rope.dimension_sections", None), lambda writer: changed(writer, "ssm.v_head_reordered", True),
     lambda writer: changed(writer, "expert_gating_func", 1)])
-@pytest.mark.parametrize("family", CASES)
+@pytest.mark.parametrize("family", [name if name == MIXTURE else pytest.param(name, marks=pytest.mark.slow) for name in CASES])
 def test_what_changes_nothing(folders: dict[str, Path], tmp_path: Path, family: str, change: Callable[[gguf.GGUFWriter], None]) -> None:
     write(folders[family], tmp_path / "m.gguf", change=change)
     config = read_config(tmp_path / "m.gguf", strict=True)

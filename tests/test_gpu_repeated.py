@@ -33,7 +33,7 @@ def answers(engine: Engine) -> np.ndarray:
     return np.concatenate(rows)
 
 
-@pytest.mark.parametrize("layers", (6, 2))
+@pytest.mark.parametrize("layers", (pytest.param(6, marks=pytest.mark.slow), 2))
 def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkeypatch: pytest.MonkeyPatch) -> None:
     engine, _ = opened(FABLE, simulated(), gpu_layers=layers)
     replayed = 0

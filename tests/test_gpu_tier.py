@@ -119,6 +119,7 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return larger_than_memory(tmp_path_factory.mktemp("models") / "large", 4)
 
 
+@pytest.mark.slow
 def test_three_tiers_answer_as_two_do(large: Path, no_baseline: None) -> None:
     """A layer on the card, the others partly on the disk: the numbers of the same split with the others in memory."""
     roomy, _ = opened(large, simulated(), gpu_layers=1)

@@ -147,7 +147,7 @@ def test_what_is_broken_off_leaves_no_trace(engine: Engine, monkeypatch: pytest.
     assert np.array_equal(read(engine, IDS[:300]), expected) or engine.cache.is_packed
 
 
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(right, marks=pytest.mark.slow) for right in (0.0, 1.0))])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 120, right)
 

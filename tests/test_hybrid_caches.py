@@ -118,6 +118,7 @@ def test_pages_on_the_disk_give_the_same_bits(paged: Path, kv: str) -> None:
         disk.close()
 
 
+@pytest.mark.slow
 def test_a_profile_is_of_the_layers_that_have_pages(paged: Path, tmp_path: Path) -> None:
     """Recorded, kept and used: with as many layers as have keys and values."""
     engine = opened(paged, kv="32bit", chunk=CTX)

@@ -185,7 +185,7 @@ def loop_assembly() -> dict[str, str]:
     return {text: "\n".join(loop.inspect_asm().values()) for text, loop in compiled_loops().items()}
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in (OWN, "avx2", "avx512") else pytest.mark.slow)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=() if name in (OWN, "avx2") else pytest.mark.slow)
                                   for name in TARGETS])
 def test_loops_are_right_and_of_the_instructions_of(name, tmp_path):
     """Compiled for the set and, where the machine has it, run."""

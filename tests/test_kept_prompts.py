@@ -23,7 +23,7 @@ FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24
 BUDGET = 1 << 30
 
 
-@pytest.fixture(params=["16bit", "4bit"])
+@pytest.fixture(params=[pytest.param("16bit", marks=pytest.mark.slow), "4bit"])
 def engine(request):
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", kv=request.param)))[-1]
     yield engine

@@ -34,7 +34,7 @@ def pool():
 
 
 @pytest.mark.parametrize("kv", ("10bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8", "k10v4", "k2v10"))
-@pytest.mark.parametrize("heads", (2, 8))
+@pytest.mark.parametrize("heads", (2, pytest.param(8, marks=pytest.mark.slow)))
 def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv, heads):
     """With one query head to a KV head prompts open pages everywhere."""
     assert worst_error(pool, kv, heads=heads) < 5e-3

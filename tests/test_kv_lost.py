@@ -150,7 +150,7 @@ def test_a_disk_that_fills_within_a_chunk(tmp_path, monkeypatch, kv):
         whole.close()
 
 
-@pytest.mark.parametrize("spec", ("off", "lookup"))
+@pytest.mark.parametrize("spec", (pytest.param("off", marks=pytest.mark.slow), "lookup"))
 def test_an_answer_that_loses_its_cache_is_followed_by_one_that_does_not(tmp_path, spec):
     """Drafts run ahead of what is held: a pass of several tokens."""
     engine = tiered(tmp_path, spec=spec)
@@ -252,6 +252,7 @@ def test_a_session_keeps_the_cache_that_was_saved_before_where_it_goes_on_from_i
         assert taken_up(session, sessions) == list(before.cache.tokens)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="the file has no name: it is opened as a descriptor of the chat's")
 def test_a_chat_says_what_comes_next_and_goes_on(tmp_path):
     chat = Chat(tmp_path / "state", "chat", "fable", "--temp", "0", "-n", "16", *TIER, "--spill-dir", str(tmp_path / "spill"))

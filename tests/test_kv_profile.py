@@ -134,6 +134,7 @@ def test_what_cannot_be_recorded_is_refused(engine: Engine, tokenizer: Tokenizer
         short.close()
 
 
+@pytest.mark.slow
 def test_the_last_whole_window_is_held_back_for_checks(tmp_path: Path) -> None:
     """What is left of the text behind it is too short to read a packed page."""
     tokenizer = Tokenizer.load(FABLE, read_config(FABLE))

@@ -69,6 +69,7 @@ def test_a_handful_of_tokens_decides_nothing(tmp_path: Path) -> None:
     assert made.checks == () and made.auto is None and made.tokens > 1024
 
 
+@pytest.mark.slow
 def test_passes_that_there_was_no_time_for_are_told_and_eight_bits_are_tried_before_it_is_said_that_none_will_do(engine: Engine) -> None:
     window = windows(Tokenizer.load(FABLE, engine.config), built_in_text()[9000:], CTX, "the sample")[3]
     *events, made = checked(engine, plain(), window, until=0.0)

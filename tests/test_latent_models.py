@@ -111,6 +111,7 @@ def test_a_draft_model_may_have_latents(folder: Path, small: Path) -> None:
         engine.close()
 
 
+@pytest.mark.slow
 def test_weights_from_the_disk_give_the_same_bits(folder: Path, small: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Matrices in parts, of which the one that all heads share out stays; experts one by one."""
     monkeypatch.setattr(parts, "PART_NBYTES", 4096)

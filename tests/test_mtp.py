@@ -78,7 +78,7 @@ def small(made: dict[str, tuple[Path, Own]], tmp_path_factory: pytest.TempPathFa
     return found
 
 
-@pytest.fixture(scope="module", params=("raw", "4 bits, packed cache", "mixture", "latent, 4 bits"))
+@pytest.fixture(scope="module", params=("raw", "4 bits, packed cache", pytest.param("mixture", marks=pytest.mark.slow), "latent, 4 bits"))
 def engine(request: pytest.FixtureRequest, made: dict[str, tuple[Path, Own]], small: dict[str, Path]) -> Iterator[Engine]:
     asked = {"raw": (made[FIRST][0], {}), "4 bits, packed cache": (small[FIRST], {"kv": "4bit", "kv_window": 32}),
              "mixture": (made["qwen3_5_moe_text"][0], {}), "latent, 4 bits": (small["glm4_moe_lite"], {})}
@@ -131,7 +131,7 @@ def drafting(engine: Engine) -> Speculation:
 
 SAMPLERS = {"greedy": GREEDY, "seeded": SEEDED, "penalised": PENALISED}
 # Every prompt and every sampler, and not all of one with all of the other.
-SOONER = {("greedy", 1), ("greedy", 70), ("greedy", 300), ("seeded", 300), ("penalised", 70)}
+SOONER = {("greedy", 1), ("seeded", 300), ("penalised", 70)}
 
 
 @pytest.mark.parametrize("name, prompt", [pytest.param(name, prompt, marks=() if (name, prompt) in SOONER else pytest.mark.slow)
@@ -213,7 +213,7 @@ def test_a_context_that_shifts_and_a_cache_on_the_disk(folder: Path, tmp_path: P
         engine.close()
 
 
-@pytest.mark.parametrize("kind", ("raw", "tied", "4bit"))
+@pytest.mark.parametrize("kind", (pytest.param("raw", marks=pytest.mark.slow), "tied", "4bit"))
 def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """The head stays in memory, and the layer; the rest comes as it does for any."""
     monkeypatch.setattr(parts, "LEAST_NBYTES", 1 << 10)

@@ -16,7 +16,7 @@ TEXT = "Once upon a time a fox met a king at the river, and they talked about th
 
 
 @pytest.mark.parametrize("more", ({"target": 5.5}, {"method": "gptq"}), ids=("target", "gptq"))
-@pytest.mark.parametrize("name", ("qwen3_5_text", "qwen3_5_moe_text"))
+@pytest.mark.parametrize("name", (pytest.param("qwen3_5_text", marks=pytest.mark.slow), "qwen3_5_moe_text"))
 def test_it_is_rounded_as_by_bits(tmp_path: Path, name: str, more: dict[str, object]) -> None:
     run(source(name, tmp_path / "source"), tmp_path / "out", options("4bit", calibration_text=TEXT, calibration_tokens=512, **more))
     stored = {each: own.spec for each, own in read_container(tmp_path / "out").tensors.items()}

@@ -92,8 +92,8 @@ def wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("keep", (0, pytest.param(1, marks=pytest.mark.slow), 3), ids=("streamed", "pinned", "some pinned"))
-@pytest.mark.parametrize("has_come", (True, False), ids=("come", "not come"))
+@pytest.mark.parametrize(("keep", "has_come"), [(0, True), (3, False), *(
+    pytest.param(*each, marks=pytest.mark.slow) for each in ((0, False), (1, True), (1, False), (3, True)))])
 def test_jobs_of_any_number_of_parts_give_the_same_bits(way: str, keep: int, has_come: bool, folders: dict[str, Path],
                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     spec, more = asked(way)
