@@ -64,7 +64,7 @@ def resident(folder: Path, **asked: object) -> Engine:
     return list(open_engine(folder, EngineOptions(**{"device": "cpu", "ctx": 384, "kv": "16bit", **asked})))[-1]
 
 
-@pytest.mark.parametrize("kind", ["whole", "4bit"])
+@pytest.mark.parametrize("kind", [pytest.param("whole", marks=pytest.mark.slow), "4bit"])
 def test_weights_and_experts_from_the_disk_give_the_same_bits(kind: str, folders: dict[str, Path | str]) -> None:
     whole, slots = found_by(resident(folders[kind])), SLOTS[folders["family"]]
     for engine in (streaming(folders[kind], keep=3, ctx=384, kv="16bit"), paging(folders[kind], slots, ctx=384, kv="16bit")):

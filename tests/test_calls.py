@@ -256,6 +256,7 @@ def test_json_as_models_write_it() -> None:
         assert isinstance(call, Call) and call.arguments.encode()
 
 
+@pytest.mark.slow
 def test_long_calls_are_read_in_time() -> None:
     """A file of 200,000 characters as an argument, and an answer of marks alone."""
     for name, text in (("Hermes", "x{}\\n" * 40_000), ("Qwen 3 Coder", "x{}>\n" * 40_000)):

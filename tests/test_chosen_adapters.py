@@ -266,6 +266,7 @@ def measured(*words: object) -> dict[str, float]:
     return json.loads(ran.out)
 
 
+@pytest.mark.slow
 def test_eval_says_what_an_adapter_does_to_a_model(pair: tuple[str, ...], tmp_path: Path) -> None:
     """Against the model without it: nothing where there is nothing of it, and what the merged model does where there is."""
     (text := tmp_path / "text.txt").write_text(SAMPLE.read_text(encoding="utf-8")[:1200], encoding="utf-8")

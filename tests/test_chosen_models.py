@@ -129,7 +129,7 @@ def test_a_cache_that_is_cut_holds_what_it_says(engine: Engine) -> None:
         assert engine.reused == back and np.abs(here - logits).max() < 0.02 * np.abs(logits).max()
 
 
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 190, right)
 

@@ -280,6 +280,7 @@ def test_of_two_chats_under_one_name_none_loses_the_others_words(home: Path) -> 
     assert said[::2] == [STORY, MORE, "What then?", "And at last?", THIRD]
 
 
+@pytest.mark.slow
 def test_quotes_make_a_message_of_a_command_and_undo_leaves_nothing_of_the_only_one(home: Path) -> None:
     chat = Chat("--session", "u")
     chat.say('"""/clear me"""')

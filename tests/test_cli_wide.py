@@ -103,6 +103,7 @@ def test_markdown_is_drawn_in_columns_of_characters_as_wide_as_they_are() -> Non
     assert any(line.endswith("国王说：你好！") for line in lines)
 
 
+@pytest.mark.slow
 def test_a_table_that_is_too_wide_in_columns_stays_as_it_was_written() -> None:
     """Counted in columns, not in characters: 24 of them take 48."""
     wide = f"| {'狐' * 12} | {'王' * 12} |\n|---|---|\n| a | b |\n\nend"

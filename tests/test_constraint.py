@@ -295,6 +295,7 @@ def test_a_vocabulary_of_more_tokens_than_the_model_has_rows(engine, tokenizer, 
     assert held.is_whole and narrowed(held, rows) == {end for end in tokenizer.stop_ids if end < rows}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not SPM, reason="no vocabularies beside the checkout")
 def test_which_token_comes_first_does_not_matter():
     """Vocabularies are in no order, a token of blanks alone and one of nothing too."""

@@ -182,6 +182,7 @@ def test_equalising_changes_norms_and_not_what_the_model_says(tmp_path: Path, sh
     assert np.linalg.norm(turned - wanted) < 0.02 * np.linalg.norm(wanted)
 
 
+@pytest.mark.slow
 def test_outliers_lie_beside_the_base(tmp_path: Path, short: Path) -> None:
     run(short, tmp_path / "out", with_text("3bit+1%", "spqr", rules=("(o|gate|up|down)_proj=4bit",)))
     made = check_whole(tmp_path / "out", short)

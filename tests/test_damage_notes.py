@@ -67,6 +67,7 @@ def test_a_search_that_was_stopped_goes_on(plan: ConversionPlan, engine: Engine,
     assert "what the bits of each tensor are worth was measured before, 5 of 43 runs" in said and any("38 runs of" in text for text in said)
 
 
+@pytest.mark.slow
 def test_another_size_needs_no_run(plan: ConversionPlan, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     first, _, _ = searched(plan, engine, 4.25)
     monkeypatch.setattr(bit_search, "_log_probabilities", None)

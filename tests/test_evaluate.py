@@ -198,6 +198,7 @@ def test_recall_counts_what_both_caches_find(packed, engines, tokenizer):
     assert result.to_json()["rows"][0]["comparable"] == (result.rows[0].right_exact >= 0.99)
 
 
+@pytest.mark.slow
 def test_a_model_that_forgets_is_counted(engines, tokenizer):
     """Facts cut off from their questions cannot be found: the measure is not blind."""
     broken = list(open_engine(FABLE, EngineOptions(device="cpu", kv="32bit")))[-1]

@@ -159,7 +159,7 @@ def test_tokens_at_once_are_tokens_one_by_one(engine: Engine, held: int) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("right", [0.0, 0.6, 1.0])
+@pytest.mark.parametrize("right", [0.6, *(pytest.param(share, marks=pytest.mark.slow) for share in (0.0, 1.0))])
 def test_drafts_change_no_answer(engine: Engine, right: float) -> None:
     assert_drafts_change_nothing(engine, 190, right)
 

@@ -118,7 +118,7 @@ def test_a_disk_that_cannot_be_read_for_a_while(tmp_path, monkeypatch):
         engine.close()
 
 
-@pytest.mark.parametrize("kv", ("16bit", "4bit"))
+@pytest.mark.parametrize("kv", (pytest.param("16bit", marks=pytest.mark.slow), "4bit"))
 def test_a_disk_that_fills_within_a_chunk(tmp_path, monkeypatch, kv):
     """A chunk of a prompt seals several pages. Some are on the disk when there is no room for the next one: a packed cache then goes back
     to where the first of them begins, and the engine holds as much."""

@@ -64,7 +64,8 @@ def expected(folders: dict[str, Path]) -> dict[str, np.ndarray]:
     return {spec: resident(folder) for spec, folder in folders.items()}
 
 
-@pytest.mark.parametrize("spec", ("bf16", "4bit", "8bit", "affine3:64", "ternary", "mixed"))
+@pytest.mark.parametrize("spec", ("bf16", "4bit", "affine3:64", "mixed", *(
+    pytest.param(each, marks=pytest.mark.slow) for each in ("8bit", "ternary"))))
 def test_every_format_gives_the_same_bits(spec: str, folders, expected) -> None:
     assert np.array_equal(paged(folders[spec], 8), expected[spec])
 

@@ -100,7 +100,7 @@ def fills(disk: Path, leave: int, word: str) -> Callable[[Request], Reply | None
     return disturb
 
 
-@pytest.mark.parametrize("leave", [0, 4096, 1_500_000, 4_000_000])
+@pytest.mark.parametrize("leave", [0, 1_500_000, *(pytest.param(each, marks=pytest.mark.slow) for each in (4096, 4_000_000))])
 def test_ollama_6727_a_disk_that_fills_in_the_middle_says_how_much_is_missing_and_the_pull_goes_on(hub: Hub, person: Person, tmp_path: Path,
                                                                                                    leave: int) -> None:
     repo = hub.add(REPO, files=tiny(WEIGHTS))

@@ -110,6 +110,7 @@ def test_bits_of_a_variable_are_for_pull_what_they_are_for_run(hub: Hub, person:
     assert [model["name"] for model in person.types("list", "--json").json["models"]] == ["fable", "org/plain:4bit", "org/codes"]
 
 
+@pytest.mark.slow
 def test_bits_of_a_variable_round_a_file_of_16_bits_alone(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("EFFLLM_BITS", "4")
     for file, rounded in (("Q8_0", False), ("F16", True)):

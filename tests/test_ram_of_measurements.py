@@ -52,6 +52,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("more", (pytest.param((), marks=pytest.mark.slow), ("--kv", "4bit", "--by-token")))
 def test_two_models_that_are_compared_stay_within_it(more: tuple[str, ...], wide: Path, tmp_path: Path) -> None:
     (tmp_path / "text.txt").write_text(built_in_text()[:2500])

@@ -216,6 +216,7 @@ def test_many_tensors_are_not_compared_with_one_another(monkeypatch: pytest.Monk
     assert not compared
 
 
+@pytest.mark.slow
 def test_the_formats_of_many_tensors_are_found_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pattern for each of them would be tried on every other, and compiled again for each that Python has forgotten."""
     own = Recipe(SPEC[4], (parse_rule("layers.0.self_attn.q_proj=bf16"),))

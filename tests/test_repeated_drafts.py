@@ -58,14 +58,14 @@ def check(make: Callable[[], Engine], monkeypatch: pytest.MonkeyPatch, repeats: 
         engine.close()
 
 
-@pytest.mark.parametrize("kv, more", [("16bit", {}), ("4bit", {}),
+@pytest.mark.parametrize("kv, more", [("16bit", {}), pytest.param("4bit", {}, marks=pytest.mark.slow),
                                       pytest.param("8bit", {"kv_sink": 0, "kv_window": 0}, marks=pytest.mark.slow),
                                       ("4bit+mikv", {"kv_window": 0, "force": True})])
 def test_caches(kv: str, more: dict[str, object], monkeypatch: pytest.MonkeyPatch) -> None:
     check(lambda: plain(FABLE, kv=kv, **more), monkeypatch)
 
 
-@pytest.mark.parametrize("bits", ["4bit", "8bit"])
+@pytest.mark.parametrize("bits", ["4bit", pytest.param("8bit", marks=pytest.mark.slow)])
 def test_low_bit_weights(bits: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run(FABLE, tmp_path / "low", options(bits))
     check(lambda: plain(tmp_path / "low"), monkeypatch)

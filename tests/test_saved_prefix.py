@@ -18,7 +18,7 @@ from effllm.runtime.sessions.session_store import DamagedSession, SessionStore
 SINKS, CTX = 64, 1536
 
 
-@pytest.fixture(scope="module", params=["16bit", "32bit"])
+@pytest.fixture(scope="module", params=["16bit", pytest.param("32bit", marks=pytest.mark.slow)])
 def unpacked(request):
     engine = opened(ctx=CTX, kv=request.param)
     yield engine
@@ -245,7 +245,8 @@ def _summed(content: dict) -> str:
 
 
 @pytest.mark.parametrize("how", ["altered", "cut short", "gone"])
-@pytest.mark.parametrize(("which", "pages"), [(2, 2), (0, 0), (-1, 0)], ids=["a page behind others", "the first page", "the sinks"])
+@pytest.mark.parametrize(("which", "pages"), [(2, 2), pytest.param(0, 0, marks=pytest.mark.slow), (-1, 0)],
+                         ids=["a page behind others", "the first page", "the sinks"])
 def test_a_damaged_page_is_read_as_part_of_the_prompt_and_told_in_one_line(one, store, which, pages, how):
     prompt = tokens(600)[:520] + tokens(30, 1)
     one.reset()

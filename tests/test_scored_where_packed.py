@@ -28,7 +28,7 @@ def exact() -> Iterator[Engine]:
     engine.close()
 
 
-@pytest.fixture(params=[(0, 64), (64, 300), (16, 17)], ids=str)
+@pytest.fixture(params=[pytest.param((0, 64), marks=pytest.mark.slow), (64, 300), pytest.param((16, 17), marks=pytest.mark.slow)], ids=str)
 def packed(request: pytest.FixtureRequest) -> Iterator[Engine]:
     """With windows that end within a page."""
     sink, window = request.param

@@ -180,7 +180,7 @@ def test_what_is_chosen_is_enough_and_no_more(seed, kv_heads, rows, blocks, most
         assert likely == order[len(wanted) :][: max(0, min(most - len(wanted), most // 4))].tolist()
 
 
-@pytest.mark.parametrize("kv", ("4bit", "16bit"))
+@pytest.mark.parametrize("kv", ("4bit", pytest.param("16bit", marks=pytest.mark.slow)))
 def test_what_is_read_ahead_changes_no_answer(pool, tmp_path, kv):
     rng, asked = np.random.default_rng(7), []
     ahead = PageSlots.prefetch

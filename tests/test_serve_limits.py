@@ -227,7 +227,7 @@ def test_others_wait_in_order_and_no_more_than_may(talker: Served, plain: list) 
     assert ended == [plain] and talker.chat().status == 200
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGINT, marks=pytest.mark.slow), signal.SIGTERM])
 def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
     with serving(*ON_AND_ON) as server:
         running, idle, replies = endless(server), server.open("GET", "/health"), []
@@ -251,14 +251,20 @@ def ran(*flags: str) -> subprocess.CompletedProcess:
                           stdin=subprocess.DEVNULL, check=False, env=os.environ)
 
 
-def test_addresses_that_cannot_be_had(server: Served) -> None:
-    for flag, value, code, said in (("--port", str(server.port), 1, f"port {server.port} of 127.0.0.1 is in use"),
-                                    ("--port", "70000", 2, "is not a port"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"),
-                                    ("--host", "192.0.2.1", 1, "--host 192.0.2.1"), ("--api-key", "", 2, "--api-key"),
-                                    ("--cors", "chat.example", 2, "is not an origin"), ("--queue", "-1", 2, "--queue -1"),
-                                    ("--name", " ", 2, "--name"), ("--stop", "", 2, "stop")):
-        done = ran("fable", flag, value)
-        assert done.returncode == code and said in done.stderr and "hint: " in done.stderr and not done.stdout, flag
+@pytest.mark.parametrize(("flag", "value", "code", "said"), [
+    ("--port", "that of another", 1, "is in use"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"), *(
+        pytest.param(*each, marks=pytest.mark.slow) for each in (
+            ("--port", "70000", 2, "is not a port"), ("--host", "192.0.2.1", 1, "--host 192.0.2.1"), ("--api-key", "", 2, "--api-key"),
+            ("--cors", "chat.example", 2, "is not an origin"), ("--queue", "-1", 2, "--queue -1"), ("--name", " ", 2, "--name"),
+            ("--stop", "", 2, "stop")))])
+def test_addresses_that_cannot_be_had(server: Served, flag: str, value: str, code: int, said: str) -> None:
+    if value == "that of another":
+        value, said = str(server.port), f"port {server.port} of 127.0.0.1 is in use"
+    done = ran("fable", flag, value)
+    assert done.returncode == code and said in done.stderr and "hint: " in done.stderr and not done.stdout
+
+
+def test_a_model_that_is_nowhere_is_not_served() -> None:
     assert ran("no-such-model").returncode == 3
 
 

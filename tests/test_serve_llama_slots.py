@@ -161,6 +161,7 @@ def test_the_sessions_of_a_person_are_read_and_not_written_over(server: Served, 
     assert store.read("mine").messages == talk["messages"]
 
 
+@pytest.mark.slow
 def test_without_a_folder_slots_are_erased_alone() -> None:
     with serving("--parallel", "2") as server:
         for action in ("save", "restore"):
@@ -187,6 +188,7 @@ def test_a_busy_slot_is_waited_for(tmp_path: Path) -> None:
         assert [each["n_prompt_tokens"] for each in server.ask("GET", "/slots").json] == [tokens, tokens]
 
 
+@pytest.mark.slow
 def test_adapters_are_had_again_as_they_were(server: Served, folder: Path, tmp_path: Path) -> None:
     """Whatever the slot, and the server, would have by themselves."""
     adapter = str(of_all_matrices(FABLE, tmp_path / "sea", 1, 0.12))

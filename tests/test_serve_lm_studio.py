@@ -136,7 +136,7 @@ def test_models_are_loaded_and_ended_by_name() -> None:
         assert said(server, stream=True).named_events[-1]["type"] == "chat.end", "it is loaded again"
 
 
-@pytest.mark.parametrize("model", ["fable", None])
+@pytest.mark.parametrize("model", ["fable", pytest.param(None, marks=pytest.mark.slow)])
 def test_what_crush_asks_to_know_of_models(model: str | None) -> None:
     """It joins what OpenAI's list names with what LM Studio's and llama-server's tell of it, and takes Ollama's names to OpenAI's chats."""
     with serving("-c", "1024", model=model) as server:

@@ -77,6 +77,7 @@ def test_a_server_can_be_without_it() -> None:
         assert server.ask("GET", "/browser/main.js").status == 404 and "a chat in a browser" not in server.err
 
 
+@pytest.mark.slow
 def test_a_server_of_several_models_has_it_once() -> None:
     with serving(model=None) as server:
         assert server.ask("GET", "/", accept=HTML).body == (FOLDER / "index.html").read_bytes()

@@ -106,9 +106,10 @@ def test_a_plan_is_of_as_many_answers() -> None:
 
 
 @pytest.mark.parametrize(("flags", "said"), [
-    (("--parallel", "0"), "--parallel 0 is too small"), (("--parallel", "2", "--spec", "mtp"), "--spec mtp does not go with"),
-    (("--parallel", "900"), "--parallel 900 is more than"), (("-np", "40", "--ram", "250M", "-c", "2048"), "40 times 2048 tokens"),
-    (("-np", "2", "--strict", "--kv", "4bit+mikv"), "answers take turns")])
+    (("--parallel", "0"), "--parallel 0 is too small"), (("-np", "40", "--ram", "250M", "-c", "2048"), "40 times 2048 tokens"), *(
+        pytest.param(*each, marks=pytest.mark.slow) for each in (
+            (("--parallel", "2", "--spec", "mtp"), "--spec mtp does not go with"), (("--parallel", "900"), "--parallel 900 is more than"),
+            (("-np", "2", "--strict", "--kv", "4bit+mikv"), "answers take turns")))])
 def test_what_is_refused(flags: tuple[str, ...], said: str) -> None:
     ran = subprocess.run([sys.executable, "-P", "-m", "effllm", "serve", "fable", "--port", "0", *flags], capture_output=True, text=True,
                          timeout=MINUTE, stdin=subprocess.DEVNULL)
