@@ -11,6 +11,7 @@ from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
+import pytest
 import torch
 import transformers
 from fastvit_torch import wrapped
@@ -50,6 +51,8 @@ def pictures() -> dict[str, np.ndarray]:
 
 
 PICTURES = pictures()
+# What a square and a picture of one gray show, the photo and the odd one do as well.
+SHAPES = [pytest.param(name, marks=pytest.mark.slow if name in ("square", "gray") else ()) for name in PICTURES]
 
 
 @wrapped()

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from lora_adapters import RANK, adapter, peft, random
 from mllama_models import FIRST, PROCESSOR, TEXT, mllama, told, wanted
 from safetensors.torch import load_file
-from sight_models import PICTURES, opened
+from sight_models import PICTURES, SHAPES, opened
 from streamed_models import streaming
 from transformers import MllamaForCausalLM
 from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
@@ -100,7 +100,7 @@ def read(engine: Engine, ids: Sequence[int]) -> np.ndarray:
 # -- the tower -----------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
     folder, model = made
     sight, picture = opened(folder), PICTURES[name]

@@ -188,7 +188,7 @@ def test_calibration_shows_what_a_shared_expert_reads(name: str, tmp_path: Path)
             assert len(each.roles) == len(list(each.roles))
 
 
-@pytest.mark.parametrize("name", ["qwen2_moe", "glm4_moe", "ernie4_5_moe"])
+@pytest.mark.parametrize("name", ["qwen2_moe", *(pytest.param(each, marks=pytest.mark.slow) for each in ("glm4_moe", "ernie4_5_moe"))])
 @pytest.mark.parametrize("method", ["rtn", "gptq"])
 def test_a_converted_model_is_near_the_published_one(name: str, method: str, tmp_path: Path) -> None:
     case = CASES[name]

@@ -39,7 +39,7 @@ def opened(**options) -> Engine:
     return list(open_engine(FABLE, EngineOptions(device="cpu", ctx=1024, parallel=SEQUENCES, **options)))[-1]
 
 
-@pytest.fixture(scope="module", params=["16bit", "4bit"])
+@pytest.fixture(scope="module", params=[pytest.param("16bit", marks=pytest.mark.slow), "4bit"])
 def engines(request) -> Iterator[list[Engine]]:
     engine = opened(kv=request.param)
     engine.speculation = Speculation((SuffixMatch(), RecycledTokens()), clock=Ticks())

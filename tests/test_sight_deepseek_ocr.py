@@ -7,7 +7,7 @@ import pytest
 from conversions import options
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES
-from sight_models import PICTURES, config_changed, held_against, opened, seeing
+from sight_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.unlimited_ocr.processing_unlimited_ocr import UnlimitedOcrProcessor
@@ -38,7 +38,7 @@ def pages(tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_values_and_tokens(pages, name):
     folder, _, processor = pages
     sight, picture = opened(folder), PICTURES[name]
@@ -103,7 +103,7 @@ def unlimited(tmp_path_factory):
     return folder, model, CASES["unlimited_ocr"][-1]
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_pages_of_unlimited_ocr(unlimited, name):
     """Values, rows and tokens: lines of tiles that are joined, and places between those that CLIP learned."""
     folder, model, processor = unlimited

@@ -4,7 +4,7 @@ are those of transformers."""
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, TOWER, config_changed, held_against, made, opened, words_of
+from sight_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 from transformers.models.granite_docling.image_processing_pil_granite_docling import GraniteDoclingImageProcessorPil
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
 
@@ -31,7 +31,7 @@ def ready(request):
     return GraniteDoclingImageProcessorPil(size=SQUARE, max_patches=4, **READY[request.param])
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words_are_those_of_transformers(model, ready, name):
     folder, theirs = model
     ready.save_pretrained(folder)

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from sight_models import FIRST, PICTURES, UnifiedReady, config_changed, held_against, made, opened
+from sight_models import FIRST, PICTURES, SHAPES, UnifiedReady, config_changed, held_against, made, opened
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from effllm.runtime.config_reader import ConfigError
@@ -35,7 +35,7 @@ def gemma(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(gemma, name):
     folder, model, processor = gemma
     sight, picture = opened(folder), PICTURES[name]
@@ -62,7 +62,7 @@ def unified(tmp_path_factory):
     return folder, model, ready
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_without_a_tower(unified, name):
     folder, model, ready = unified
     sight, picture = opened(folder), PICTURES[name]

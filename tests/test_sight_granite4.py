@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from sight_cases import CASES
-from sight_models import PICTURES, config_changed, opened, seeing
+from sight_models import PICTURES, SHAPES, config_changed, opened, seeing
 
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import PLACE, Work
@@ -19,7 +19,7 @@ def granite(request, tmp_path_factory):
     return folder, seeing(folder, "granite4_vision", (text, tower, words, {**more, "downsample_rate": request.param}, processor)), processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_for_each_layer(granite, name):
     folder, model, processor = granite
     sight, picture = opened(folder), PICTURES[name]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES, HUNYUAN
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing
 from transformers import PreTrainedTokenizerFast
 from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
 from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
@@ -42,7 +42,7 @@ def copied(folder, to):
     return to
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(hunyuan, name):
     folder, model, processor = hunyuan
     sight, picture = opened(folder), PICTURES[name]

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from conversions import options
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, words_of
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
 
@@ -28,7 +28,7 @@ def idefics(request, tmp_path_factory):
     return folder, seeing(folder, "idefics2", (*CASES["idefics2"][:-1], processor)), processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_values_and_rows_are_those_of_transformers(idefics, name):
     folder, model, processor = idefics
     sight, picture = opened(folder), PICTURES[name]

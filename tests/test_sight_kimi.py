@@ -9,7 +9,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from retold_models import as_kimi
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, navit_resize, opened, seeing
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.convert import convert
@@ -32,7 +32,7 @@ def copied(folder, to):
     return to
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(kimi, name):
     folder, model, processor = kimi
     sight, picture = opened(folder), PICTURES[name]

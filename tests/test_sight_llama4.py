@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, made, opened
+from sight_models import FIRST, PICTURES, SHAPES, made, opened
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from effllm.runtime.engine import open_engine
@@ -36,7 +36,7 @@ def tiles_of(sight, picture):
     return torch.tensor(np.stack(sight.values(picture)).transpose(0, 3, 1, 2))
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words_are_those_of_transformers(llama, name):
     folder, model = llama
     sight, picture = opened(folder), PICTURES[name]

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, MiniCpmOcrReady, config_changed, held_against, opened, seeing, words_of
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Processor
 
@@ -28,7 +28,7 @@ def sliced(request, tmp_path_factory):
     return folder, seeing(folder, "minicpmv4_6", (text, tower, words, {**more, **mode}, processor)), processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_and_words(sliced, name):
     folder, model, processor = sliced
     sight, picture = opened(folder), PICTURES[name]

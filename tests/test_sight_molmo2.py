@@ -11,7 +11,7 @@ from conversions import options
 from hypothesis import given
 from hypothesis import strategies as st
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, words_of
 from transformers.models.molmo2 import image_processing_molmo2 as theirs
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
@@ -65,7 +65,7 @@ def processed(processor, folder, picture):
     return ready, torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"])
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(molmo, name):
     folder, model, processor = molmo
     sight, picture = opened(folder), PICTURES[name]

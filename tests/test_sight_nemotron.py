@@ -11,7 +11,7 @@ from conversions import options
 from hypothesis import example, given
 from hypothesis import strategies as st
 from sight_cases import CASES
-from sight_models import PICTURES, NemotronReady, config_changed, held_against, opened, seeing
+from sight_models import PICTURES, SHAPES, NemotronReady, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
@@ -32,7 +32,7 @@ def omni(tmp_path_factory):
     return folder, seeing(folder, FAMILY, CASES[FAMILY]), CASES[FAMILY][-1]
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(omni, name):
     folder, model, ready = omni
     sight, picture = opened(folder), PICTURES[name]

@@ -9,7 +9,7 @@ from conversions import options
 from hypothesis import given
 from hypothesis import strategies as st
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, words_of
 from transformers.models.ovis2 import image_processing_pil_ovis2 as theirs
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
 from transformers.models.ovis2.processing_ovis2 import Ovis2Processor
@@ -33,7 +33,7 @@ def ovis(request, tmp_path_factory):
     return folder, seeing(folder, "ovis2", (*CASES["ovis2"][:-1], processor), **tower), processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(ovis, name):
     folder, model, processor = ovis
     sight, picture = opened(folder), PICTURES[name]

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import assert_close
-from sight_models import FIRST, PICTURES, TOWER, config_changed, held_against, made, opened, words_of
+from sight_models import FIRST, PICTURES, SHAPES, TOWER, config_changed, held_against, made, opened, words_of
 from transformers.models.paligemma.processing_paligemma import PaliGemmaProcessor
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
@@ -48,7 +48,7 @@ def engine(seen):
     engine.close()
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows(seen, name):
     folder, model, processor = seen
     sight, picture = opened(folder), PICTURES[name]

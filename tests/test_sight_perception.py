@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from perception_torch import ARGS
 from sight_cases import CASES
-from sight_models import PICTURES, PerceptionReady, config_changed, held_against, opened, seeing
+from sight_models import PICTURES, SHAPES, PerceptionReady, config_changed, held_against, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
@@ -27,7 +27,7 @@ def perception(request, tmp_path_factory):
     return folder, seeing(folder, "perception_lm", (TEXT, {**TOWER, **other}, WORDS, more, ready)), ready
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(perception, name):
     folder, model, ready = perception
     sight, picture = opened(folder), PICTURES[name]

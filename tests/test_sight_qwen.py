@@ -4,7 +4,7 @@ tokens are those of transformers."""
 import numpy as np
 import pytest
 import torch
-from sight_models import PICTURES, held_against, made, opened
+from sight_models import PICTURES, SHAPES, held_against, made, opened
 from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import PaddleOCRVLImageProcessorPil
 from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -46,7 +46,7 @@ def qwen(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_rows_are_those_of_transformers(qwen, name):
     folder, model, processor = qwen
     sight, picture = opened(folder), PICTURES[name]

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from sight_models import FIRST, PICTURES, TOWER, held_against, made, opened, words_of
+from sight_models import FIRST, PICTURES, SHAPES, TOWER, held_against, made, opened, words_of
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma3.processing_gemma3 import Gemma3Processor
 from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImageProcessorPil
@@ -40,7 +40,7 @@ def pixtral(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_gemma(gemma, name):
     folder, model, processor = gemma
     sight, picture = opened(folder), PICTURES[name]
@@ -87,7 +87,7 @@ def lighton(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_lighton(lighton, name):
     folder, model, processor = lighton
     sight, picture = opened(folder), PICTURES[name]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from retold_models import as_qianfan
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, seeing, words_of
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -61,7 +61,7 @@ def internvl(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_next(following, name):
     folder, model, processor = following
     sight, picture = opened(folder), PICTURES[name]
@@ -73,7 +73,7 @@ def test_next(following, name):
     assert told(images=picture, text="<image>")["input_ids"][0].count(FIRST) == len(seen.tokens)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_onevision(onevision, name):
     folder, model, processor = onevision
     sight, picture = opened(folder), PICTURES[name]
@@ -86,7 +86,7 @@ def test_onevision(onevision, name):
     assert len(told.replace_image_token(ready, 0)) == len(seen.tokens)
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_internvl(internvl, name):
     folder, model, processor = internvl
     sight, picture = opened(folder), PICTURES[name]
@@ -128,7 +128,7 @@ def aya(tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_aya(aya, name):
     folder, model, processor = aya
     sight, picture = opened(folder), PICTURES[name]
@@ -153,7 +153,7 @@ def cohere(request, tmp_path_factory):
     return folder, model, processor
 
 
-@pytest.mark.parametrize("name", PICTURES)
+@pytest.mark.parametrize("name", SHAPES)
 def test_cohere(cohere, name):
     folder, model, processor = cohere
     sight, picture = opened(folder), PICTURES[name]
