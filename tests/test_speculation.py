@@ -4,7 +4,7 @@ whatever was guessed: greedy, seeded, with penalties, packed caches, streamed we
 import importlib
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -36,6 +36,7 @@ QUESTION = "Tell me a story about the fox and the king."
 GREEDY = SamplerSettings(temperature=0)
 SEEDED = SamplerSettings(temperature=0.9, top_k=50, seed=7)
 PENALISED = SamplerSettings(temperature=0.8, seed=3, repetition_penalty=1.3, presence_penalty=0.2, frequency_penalty=0.1, penalty_last_n=40)
+SAMPLERS = {"greedy": GREEDY, "seeded": SEEDED, "penalised": PENALISED}
 
 
 class Ticks:
@@ -77,6 +78,12 @@ class Silent(Guesser):
 
 def opened(folder: Path = FABLE, **asked: object) -> Engine:
     return list(open_engine(folder, EngineOptions(device="cpu", **{"ctx": 640, **asked})))[-1]
+
+
+def pairs(others: Iterable[object], sooner: set[tuple[str, object]]) -> list[object]:
+    """Every kind of cache with every other thing: some in every run, so that each of both is held there, all with the slow tests."""
+    return [pytest.param(kind, other, marks=() if (kind, other) in sooner else pytest.mark.slow)
+            for kind in ("raw", "packed", "all") for other in others]
 
 
 @pytest.fixture(scope="module")
@@ -204,17 +211,15 @@ def test_quantized_weights_have_them(spec: str, more: dict[str, object], quantiz
 # -- answers ---------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("settings", (GREEDY, SEEDED, PENALISED), ids=("greedy", "seeded", "penalised"))
-@pytest.mark.parametrize("kind", ("raw", "packed", "all"))
-def test_an_answer_with_lookup_is_the_answer_without(engines: dict[str, Engine], kind: str, settings: SamplerSettings) -> None:
-    engine, speculation = engines[kind], lookup()
+@pytest.mark.parametrize(("kind", "name"), pairs(SAMPLERS, {("raw", "greedy"), ("packed", "seeded"), ("all", "penalised")}))
+def test_an_answer_with_lookup_is_the_answer_without(engines: dict[str, Engine], kind: str, name: str) -> None:
+    engine, speculation, settings = engines[kind], lookup(), SAMPLERS[name]
     same(engine, speculation, story(engine), 120, settings)
     assert speculation.counts.drafted > 30 and 0 < speculation.counts.accepted < speculation.counts.drafted
     assert speculation.counts.passes + speculation.counts.accepted == 119
 
 
-@pytest.mark.parametrize("right", (0.0, 0.9, 1.0))
-@pytest.mark.parametrize("kind", ("raw", "packed", "all"))
+@pytest.mark.parametrize(("kind", "right"), pairs((0.0, 0.9, 1.0), {("raw", 0.9), ("packed", 0.0), ("packed", 0.9), ("all", 1.0)}))
 def test_right_and_wrong_guesses_leave_the_same_behind(engines: dict[str, Engine], kind: str, right: float) -> None:
     """The answers end before, on and behind the borders of pages and of drafts."""
     engine, prompt = engines[kind], story(engines[kind])
@@ -331,7 +336,7 @@ def test_a_draft_model(engines: dict[str, Engine], quantized: Callable[[str], Pa
 # -- conversations ---------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("kind", "settings"), (("raw", SEEDED), ("packed", GREEDY), ("all", SEEDED)))
+@pytest.mark.parametrize(("kind", "settings"), (("raw", SEEDED), ("packed", GREEDY), pytest.param("all", SEEDED, marks=pytest.mark.slow)))
 def test_a_conversation_says_the_same(engines: dict[str, Engine], kind: str, settings: SamplerSettings) -> None:
     engine = engines[kind]
     tokenizer = Tokenizer.load(FABLE, engine.config)
