@@ -231,7 +231,8 @@ def test_bytes_of_tokens_are_those_of_the_text(tokenizer: Tokenizer) -> None:
 
 
 @pytest.mark.parametrize("changes", [
-    {"temperature": 0.0, "dry_multiplier": 0.8}, {"temperature": 0.9, "xtc_probability": 0.5, "seed": 3},
+    pytest.param({"temperature": 0.0, "dry_multiplier": 0.8}, marks=pytest.mark.slow),
+    {"temperature": 0.9, "xtc_probability": 0.5, "seed": 3},
     {"temperature": 1.2, "top_n_sigma": 1.0, "dry_multiplier": 1.5, "logit_bias": ((264, 3.0),), "seed": 4}], ids=str)
 def test_drafts_change_no_answer(tokenizer: Tokenizer, changes: dict) -> None:
     *_, engine = open_engine(FABLE, EngineOptions(ctx=512, spec="off"))

@@ -128,7 +128,7 @@ def test_senseless_settings_are_usage_errors(changes: dict) -> None:
         SamplerSettings(**changes)
 
 
-@pytest.mark.parametrize("version", [1, 2])
+@pytest.mark.parametrize("version", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_drafts_change_no_answer(version: int) -> None:
     *_, engine = open_engine(FABLE, EngineOptions(device="cpu", ctx=512, spec="off"))
     chosen = settings_of(mirostat=version, mirostat_tau=2.0, seed=9)

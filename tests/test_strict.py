@@ -55,7 +55,7 @@ def test_more_threads_than_a_pool_takes(person: Person, tmp_path: Path, monkeypa
     """Typed or set for all models, and by every command once."""
     said = "-t 64: at most 46 threads, using 46 (the workers of one pool are counted in one integer; fewer saturate the memory)"
     words = ("plan", "fable", "--no-probe", "--device", "cpu")
-    (tmp_path / "text.txt").write_text("The fox ran to the wood. " * 40)
+    (tmp_path / "text.txt").write_text("The fox ran to the wood. " * 12)
     scored = person.types("eval", "kld", "fable", "--text", tmp_path / "text.txt", "-c", "64", "--device", "cpu", "-t", "64")
     made = person.types("quantize", "fable", "-o", tmp_path / "out", "--bits", "4", "--no-kv-profile", "-t", "64")
     for ran in (person.types(*words, "-t", "64"), scored, made):

@@ -173,7 +173,7 @@ resource.setrlimit(resource.RLIMIT_CPU, (200, 200))
 results = {}
 def attack(name, source):
     try:
-        results[name] = {"rendered": ChatTemplate(source, seconds=0.3).render([{"role": "user", "content": "x"}])[:100]}
+        results[name] = {"rendered": ChatTemplate(source, seconds=0.1).render([{"role": "user", "content": "x"}])[:100]}
     except TemplateError as error:
         results[name] = {"message": error.message, "hint": error.hint}
 for number, (name, source) in enumerate(json.load(sys.stdin).items()):

@@ -37,7 +37,7 @@ def unturned(heads: int, size: int, strength: np.ndarray | None = None) -> KVBas
 
 
 @pytest.mark.parametrize("bits", MEAN_BITS)
-@pytest.mark.parametrize("size", [16, 64, 80, 256, 512, 576])
+@pytest.mark.parametrize("size", [16, 80, 576, *(pytest.param(each, marks=pytest.mark.slow) for each in (64, 256, 512))])
 def test_records_open_to_the_numbers_of_the_codec(ops: TorchOps, bits: int, size: int) -> None:
     """Bit for bit, whatever widths the groups have and however large the values are."""
     rng = np.random.default_rng(size + bits)
@@ -108,7 +108,7 @@ def test_attention_equals_softmax_over_the_decoded_pages(ops: TorchOps, kv: str)
 
 @pytest.mark.parametrize("heads, kv_heads, depth", [(4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16),
                                                     (2, 1, 512), (2, 1, 576)])
-@pytest.mark.parametrize("window, softcap", [(None, None), (50, None), (200, 5.0)])
+@pytest.mark.parametrize("window, softcap", [pytest.param(None, None, marks=pytest.mark.slow), (50, None), (200, 5.0)])
 def test_shapes_windows_and_caps(ops: TorchOps, heads: int, kv_heads: int, depth: int, window: int | None, softcap: float | None) -> None:
     passes = Passes(ops, "4bit", heads, kv_heads, depth, 402, window=window, softcap=softcap)
     for tokens in (400, 1, 1):
