@@ -59,6 +59,7 @@ CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py", "runtime/conversion/o
 # Test tools that must never become a part of the product.
 NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch"}
 LONGEST_FILE = 400
+HOLDS_STATEMENTS = (ast.stmt, ast.excepthandler, ast.match_case)  # expressions, most of a tree, hold no import
 VAGUE_NAMES = {"utils", "util", "common", "helpers", "helper", "misc"}
 EXIT_CODES = {1, 2, 3, 4, 5, 6}
 
@@ -107,7 +108,7 @@ def _imports(file: Path) -> Iterator[Import]:
         node, when = waiting.pop()
         if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
             when = "types"
-        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda) and when != "types":
+        elif isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef) and when != "types":
             when = "on use"
         if isinstance(node, ast.Import):
             names = [name.name for name in node.names]
@@ -116,7 +117,7 @@ def _imports(file: Path) -> Iterator[Import]:
             modules = [node.module] if node.module else [name.name for name in node.names]
             names = [f"{base}.{module}".lstrip(".") for module in modules]
         else:
-            waiting.extend((child, when) for child in ast.iter_child_nodes(node))
+            waiting.extend((child, when) for child in ast.iter_child_nodes(node) if isinstance(child, HOLDS_STATEMENTS))
             continue
         for name in names:
             yield Import(name, node.lineno, when)
