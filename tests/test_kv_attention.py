@@ -74,7 +74,7 @@ def test_bits_of_wide_heads_do_not_depend_on_threads_or_on_how_few_come_together
 
 
 @pytest.mark.parametrize("window,softcap,heads,kv_heads,head_dim", [
-    pytest.param(*seen, *shape, marks=pytest.mark.slow if seen != (200, 5.0) and shape[2] > 256 else ())
+    pytest.param(*seen, *shape, marks=pytest.mark.slow if seen == (50, None) or seen[0] is None and shape[2] > 256 else ())
     for seen in ((None, None), (50, None), (200, 5.0))
     for shape in ((4, 4, 64), (4, 2, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16), (8, 1, 512), (16, 1, 576))])
 def test_shapes_windows_and_caps(pool, heads, kv_heads, head_dim, window, softcap):

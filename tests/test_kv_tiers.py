@@ -89,7 +89,7 @@ def run_both(pool: ThreadPool, disk: DiskTier, cuts: tuple[int, ...] = CUTS, **m
     return feeds
 
 
-@pytest.mark.parametrize("kv", ("4bit", "8bit", "k3v6", "16bit", "32bit"))
+@pytest.mark.parametrize("kv", ("4bit", "k3v6", "16bit", *(pytest.param(each, marks=pytest.mark.slow) for each in ("8bit", "32bit"))))
 @pytest.mark.parametrize("first", (0, 3))
 def test_the_bits_are_those_of_memory(pool, tmp_path, kv, first):
     memory, disk = run_both(pool, DiskTier(tmp_path, first), kv=kv)
@@ -102,7 +102,7 @@ def test_the_bits_are_those_of_memory(pool, tmp_path, kv, first):
 
 
 @pytest.mark.parametrize("heads,kv_heads,head_dim", ((4, 4, 80), (6, 2, 96), (8, 1, 128), (2, 1, 256), (3, 3, 16)))
-@pytest.mark.parametrize("kv", ("4bit", "16bit"))
+@pytest.mark.parametrize("kv", ("4bit", pytest.param("16bit", marks=pytest.mark.slow)))
 def test_shapes(pool, tmp_path, heads, kv_heads, head_dim, kv):
     memory, disk = run_both(pool, DiskTier(tmp_path, 1), heads=heads, kv_heads=kv_heads, head_dim=head_dim, kv=kv)
     assert same(memory, disk)

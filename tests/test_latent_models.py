@@ -50,7 +50,8 @@ from test_hybrid_caches import Numbers
 from test_speculation import Ticks
 
 
-@pytest.fixture(scope="module", params=LATENT_CASES)
+@pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "glm4_moe_lite" else ())
+                                        for name in LATENT_CASES])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return latent_model(request.param, tmp_path_factory.mktemp("latent") / "model")
 

@@ -27,8 +27,8 @@ def person(tmp_path: Path, hub: Hub) -> Person:
     return Person(tmp_path / "home", hub.endpoint)
 
 
-@pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "int4, zero points", "fp8 blocks", "nvfp4", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("nf4", "bytes by row"))])
+@pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "nvfp4", *(
+    pytest.param(name, marks=pytest.mark.slow) for name in ("int4, zero points", "fp8 blocks", "nf4", "bytes by row"))])
 def test_a_weight_waits_for_the_shards_of_all_its_parts(hub: Hub, person: Person, tmp_path: Path, name: str) -> None:
     """Codes and scales lie in different shards here; what is made has the bytes that `quantize` makes of the folder."""
     written(tmp_path / "m", name)

@@ -31,7 +31,7 @@ from effllm.runtime.sessions.session_store import SessionStore
 LENGTHS = {"a page sealed": 400, "sinks alone": 40, "nothing sealed": 200, "on a page's end": 64 + 2 * PAGE}
 
 
-@pytest.fixture(scope="module", params=["4bit", "16bit", "32bit"])
+@pytest.fixture(scope="module", params=["4bit", "16bit", pytest.param("32bit", marks=pytest.mark.slow)])
 def pair(request):
     """An engine, and the one of a process that comes later."""
     engines = [opened(kv=request.param) for _ in range(2)]

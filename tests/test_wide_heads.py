@@ -36,7 +36,7 @@ CASES = {"small": Case("gemma4_text", GEMMA), "large": Case("gemma4_text", {**GE
 PACKED = {"kv": "4bit", "kv_window": 32}
 
 
-@pytest.fixture(scope="module", params=CASES)
+@pytest.fixture(scope="module", params=[pytest.param("small", marks=pytest.mark.slow), "large", "latents"])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("wide") / request.param
     saved(CASES[request.param], made)
