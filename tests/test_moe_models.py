@@ -198,6 +198,7 @@ def test_an_expert_that_nobody_visits_takes_the_layers_statistics(tmp_path: Path
     assert len(said) == 1 and f"{2 * (EXPERTS - TOP)} of {2 * EXPERTS} experts" in said[0]
 
 
+@pytest.mark.slow
 def test_what_text_shows_lowers_the_error_of_each_experts_outputs(source: Path, tmp_path: Path) -> None:
     """On the tokens that visit it; and the bytes are the same however many threads."""
     given = options("3bit", method="gptq", calibration_tokens=1024)

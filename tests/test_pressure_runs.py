@@ -104,6 +104,7 @@ def test_a_run_whose_memory_is_nearly_gone_gives_the_cache_to_the_disk_and_answe
     assert json.loads(short)["token_ids"] == json.loads(calm)["token_ids"]
 
 
+@pytest.mark.slow
 def test_a_mixture_gives_up_experts_and_answers_the_same(tmp_path: Path) -> None:
     mixture = long_context_mixture(tmp_path / "mixture")
     command = ("run", mixture, "--raw", "word " * 20, "-n", 30, "--temp", 0, "--ignore-eos", "-c", 256, "--device", "cpu", "--json")

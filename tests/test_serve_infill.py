@@ -180,6 +180,7 @@ def test_suffixes_that_are_none(server: Served) -> None:
     assert server.ask("POST", "/api/show", {"model": "coder"}).json["capabilities"] == ["completion", "insert"]
 
 
+@pytest.mark.slow
 @needs_vocabularies
 def test_a_published_vocabulary(tmp_path: Path) -> None:
     with serving(model=str(model_of(tmp_path / "deepseek", VOCABS[0] / "deepseek-coder.gguf", 32_256))) as server:

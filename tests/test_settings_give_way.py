@@ -320,6 +320,7 @@ def test_a_draft_of_the_settings_that_is_not_here_is_left_out(place: Path) -> No
     assert Ran("run", "fable", STORY, *FEW, "--draft", "nowhere").code == 3
 
 
+@pytest.mark.slow
 def test_a_kept_copy_that_is_damaged_is_made_anew_by_what_its_hint_says(place: Path) -> None:
     assert Ran("run", "fable", STORY, *FEW, "--bits", "3", "--keep").code == 0
     weights = next(place.rglob("model.safetensors"))

@@ -143,6 +143,7 @@ def test_what_is_recorded_beside_a_model_goes_with_it(person: Person) -> None:
     assert person.types("rm", measured(out), "-y").code == 0 and not out.exists()
 
 
+@pytest.mark.slow
 def test_a_kept_copy_is_found_after_its_model_was_measured(person: Person) -> None:
     folder, words = person.home / "model", ("Once", "--raw", "-n", "1", "--bits", "2")
     shutil.copytree(FABLE, folder)

@@ -92,6 +92,7 @@ def test_a_model_runs_from_a_mapped_file_too_and_is_quantized(typed, tmp_path: P
     assert out.startswith(here + here)
 
 
+@pytest.mark.slow
 def test_a_conversation_goes_on(typed) -> None:
     answer = ["-n", "8", "--temp", "0", "--session", "talk"]
     out = typed(["run", "fable", "Hello", *answer], ["run", "fable", "And then?", *answer], ["session", "list", "--json"])
