@@ -62,15 +62,13 @@ def above_sigmas(logits: np.ndarray, sigmas: float) -> np.ndarray:
     return np.where(logits < left.max() - sigmas * left.std(), -np.inf, logits) if len(left) else logits
 
 
-def without_top(shares: np.ndarray, logits: np.ndarray, threshold: float) -> np.ndarray:
-    """XTC (oobabooga/text-generation-webui, pull request 6335): probabilities[V] without the tokens that are at least `threshold` likely,
-    but the least likely of those. How likely is judged at temperature 1 among the tokens that are left."""
-    weights = np.where(shares > 0, np.exp(np.array(logits, np.float64) - np.max(logits)), 0.0)
-    likely = weights >= threshold * weights.sum()
-    if not likely.any():
-        return shares
-    kept = np.where(weights <= weights[likely].min(), shares, 0.0)
-    return kept / kept.sum()
+def without_top(left: np.ndarray, logits: np.ndarray, threshold: float) -> np.ndarray:
+    """XTC (oobabooga/text-generation-webui, pull request 6335): bool[V] of those that are `left` without the tokens that are at least
+    `threshold` likely, but the least likely of those. How likely is judged at temperature 1 among the tokens that are left."""
+    logits = np.array(logits, np.float64)
+    weights = np.where(left, np.exp(logits - logits.max()), 0.0)
+    likely = left & (weights >= threshold * weights.sum())
+    return left & (logits <= logits[likely].min()) if likely.any() else left
 
 
 def _reaching(keys: np.ndarray, weights: np.ndarray, target: float) -> np.ndarray:
@@ -81,22 +79,36 @@ def _reaching(keys: np.ndarray, weights: np.ndarray, target: float) -> np.ndarra
     return keys <= keys[order[last]]
 
 
-def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float) -> np.ndarray:
-    """logits[V] -> float64[V]: what is drawn from; 0 where a filter removed the token. `temperature` > 0; `top_k` 0 is off."""
+def survivors(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float) -> np.ndarray:
+    """bool[V] of logits[V]: what these filters leave. `temperature` > 0; `top_k` 0 is off."""
     scaled = (np.array(logits, np.float64) - np.max(logits)) / temperature
-    weights = np.exp(scaled)
+    left, weights = scaled > -np.inf, np.exp(scaled)
     if 0 < top_k < len(scaled):
-        weights[~_reaching(-scaled, np.ones(len(scaled)), top_k)] = 0.0
+        left &= _reaching(-scaled, np.ones(len(scaled)), top_k)
+        weights[~left] = 0.0
     if top_p < 1.0:
-        weights[~_reaching(-weights, weights, top_p * weights.sum())] = 0.0
-    weights[weights < min_p] = 0.0
+        left &= _reaching(-weights, weights, top_p * weights.sum())
+    left &= weights >= min_p
     if typical_p < 1.0:
-        kept = np.flatnonzero(weights)
+        kept = np.flatnonzero(left & (weights > 0))
         share = weights[kept] / weights[kept].sum()
         surprise = -np.log(share)
         distance = np.abs(surprise - (share * surprise).sum())
-        weights[kept[~_reaching(distance, share, typical_p)]] = 0.0
+        left[:] = False
+        left[kept[_reaching(distance, share, typical_p)]] = True
+    return left
+
+
+def shares(logits: np.ndarray, temperature: float, left: np.ndarray) -> np.ndarray:
+    """float64[V] of logits[V]: how likely each token is among those that are `left`, 0 for the others. `temperature` > 0."""
+    scaled = np.where(left, np.array(logits, np.float64), -np.inf)
+    weights = np.exp((scaled - scaled.max()) / temperature)
     return weights / weights.sum()
+
+
+def probabilities(logits: np.ndarray, temperature: float, top_k: int, top_p: float, min_p: float, typical_p: float) -> np.ndarray:
+    """What is drawn from: the `shares` of the `survivors`."""
+    return shares(logits, temperature, survivors(logits, temperature, top_k, top_p, min_p, typical_p))
 
 
 def draw(probabilities: np.ndarray, uniform: float) -> int:

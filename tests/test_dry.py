@@ -141,14 +141,20 @@ def test_what_is_taken_away_is_none_of_the_logits_whose_deviation_counts() -> No
     assert survivors(settings_of(top_n_sigma=1.0, logit_bias=everything), logits) == {*range(VOCAB)}
 
 
-@given(st.integers(0, 10**6), st.floats(0.001, 0.5), st.floats(0.2, 2), st.sampled_from((0, 12)))
-def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, threshold: float, temperature: float, top_k: int) -> None:
+@given(st.integers(0, 10**6), st.floats(0, 0.5), st.sampled_from((1e-6, 1e-3, 0.01, 0.03, 0.2, 0.7, 2.0)), st.sampled_from((0, 12)),
+       st.sampled_from((1.0, 0.9)))
+def test_xtc_leaves_the_least_likely_of_those_that_are_likely(seed: int, threshold: float, temperature: float, top_k: int,
+                                                              typical_p: float) -> None:
+    """At low temperatures too, where all that is left has no weight beside what is taken away."""
     logits = np.round(logits_of(seed, 400) * 4) / 4  # which tie often
-    chosen = settings_of(xtc_probability=1.0, xtc_threshold=threshold, temperature=temperature, top_k=top_k)
-    filtered = reference.probabilities(logits, temperature, top_k, 1.0, 0.0, 1.0)
-    weights = np.where(filtered > 0, np.exp(logits.astype(np.float64) - logits.max()), 0)
-    if np.abs(weights / weights.sum() / threshold - 1).min() > 1e-5:  # none that float32 may take for the other side
-        np.testing.assert_allclose(dense(chosen, logits), reference.without_top(filtered, logits, threshold), rtol=1e-4, atol=1e-9)
+    logits[:9], logits[9] = -np.inf, BANNED  # a grammar takes such away before
+    chosen = settings_of(xtc_probability=1.0, xtc_threshold=threshold, temperature=temperature, top_k=top_k, typical_p=typical_p)
+    left = reference.survivors(logits, temperature, top_k, 1.0, 0.0, typical_p) & (logits > reference.NEVER)
+    weights = np.where(left, np.exp(logits.astype(np.float64) - logits.max()), 0)
+    # None that float32 may take for the other side.
+    if not threshold or np.abs(weights / weights.sum() - threshold).min() > 1e-5 * threshold:
+        expected = reference.shares(logits, temperature, reference.without_top(left, logits, threshold))
+        np.testing.assert_allclose(dense(chosen, logits), expected, rtol=1e-4, atol=1e-9)
 
 
 def test_xtc_is_done_as_often_as_it_is_asked_for() -> None:

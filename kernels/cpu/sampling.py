@@ -174,18 +174,23 @@ def _above_sigmas(logits, size, largest, sigmas):
 
 
 @inlined()
-def _without_top(logits, largest, threshold, ids, weights, keys, count):
-    """XTC: of the survivors that are at least `threshold` likely, at temperature 1, the least likely alone stays with those below it."""
+def _without_top(logits, largest, temperature, threshold, ids, weights, keys, count):
+    """XTC: of the survivors that are at least `threshold` likely, at temperature 1, the least likely alone stays with those below it. Their
+    weights are those beside the largest that is left: beside what is gone a low temperature may leave them none."""
     total = 0.0
     for i in range(count):
-        share = exp(logits[uint32(ids[i])] - largest)
-        keys[i] = f32_to_bits(share)  # which are in the order of the numbers, none being negative
-        total += share
+        weights[i] = exp(logits[uint32(ids[i])] - largest)
+        total += weights[i]
     least = ALL
     for i in range(count):
-        if bits_to_f32(keys[i]) >= threshold * total:
+        keys[i] = uint32(ALL - _descending(logits[uint32(ids[i])]))
+        if weights[i] >= threshold * total:
             least = min(least, keys[i])
-    return _keep(ids, weights, keys, count, least)
+    kept = _keep(ids, weights, keys, count, least)
+    left = _value(uint32(ALL - least)) if least < ALL else largest
+    for i in range(kept):
+        weights[i] = exp((logits[uint32(ids[i])] - left) / temperature)
+    return kept
 
 
 @jit("int64(int64, int64, float32, int64, float32, float64, float32, float64, float64, int64, int64, int64, int64)")
@@ -219,7 +224,8 @@ def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical
     for i in range(count):
         token, weight = ids[i], weights[i]
         ids[kept], weights[kept] = token, weight
-        kept += uint64(weight >= floor and weight > ZERO)
+        # What XTC takes away may be all that has a weight: what a low temperature leaves none stays until then.
+        kept += uint64(weight >= floor and (weight > ZERO or threshold <= 0.5 and logits[uint32(token)] > NEVER))
     count = kept
     # Below the target already: min-p alone decided, and the nucleus contains all of it.
     if top_p < 1.0 and _sum(weights, 0, count) > top_p * total:
@@ -229,7 +235,7 @@ def survivors(at_logits, size, sigmas, top_k, temperature, top_p, min_p, typical
     if typical_p < 1.0:
         count = _typical(logits, largest, temperature, typical_p, ids, weights, keys, count, mass)
     if threshold <= 0.5:
-        count = _without_top(logits, largest, threshold, ids, weights, keys, count)
+        count = _without_top(logits, largest, temperature, threshold, ids, weights, keys, count)
     return count
 
 
