@@ -17,7 +17,7 @@ from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
-from effllm.runtime.forms.constraint import grammar_form, schema_form
+from effllm.runtime.forms.constraint import grammar_form, lark_form, schema_form
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -33,6 +33,7 @@ from test_session_continue import REASONS, said
 from test_speculation import Ticks
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
+GPT2 = [path for parent in Path(__file__).resolve().parents if (path := parent / "shared" / "vocabs" / "gpt-2.gguf").is_file()]
 SPM = [path for parent in Path(__file__).resolve().parents if (path := parent / "shared" / "vocabs" / "llama-spm.gguf").is_file()]
 QUESTION, FOX = "Who is the hero?", '{"enum": ["fox"]}'
 PERSON = {"type": "object", "properties": {"name": {"type": "string", "maxLength": 12},
@@ -207,6 +208,22 @@ def test_the_blank_that_a_text_loses_where_it_begins_is_allowed():
         assert logits[token] == 0
         held.took(token, False)
     assert held.is_whole
+
+
+@pytest.mark.skipif(not GPT2, reason="no vocabularies beside the checkout")
+@pytest.mark.parametrize("more", [{"multipleOf": 65536}, {"multipleOf": 80000}, {"multipleOf": 1_000_000},
+                                  {"multipleOf": 30030, "minimum": 0}, {"multipleOf": 24000, "minimum": 0, "maximum": 10**6}], ids=str)
+def test_a_multiple_is_written_in_tokens_of_many_digits(more):
+    """GPT-2 has 1,700 of them: to see where all lead took more than the library's own limit, and ended the answer with an error."""
+    tokenizer, schema, of = load_tokenizer(GPT2[0], 50_257), json.dumps({"type": "integer", **more}), more["multipleOf"]
+    forms = schema_form(schema), lark_form(f"start: %json {schema}", "--grammar", "numbers")
+    for vocabulary, number in zip([form.opened(tokenizer, 50_257) for form in forms], (7 * of, 12 * of), strict=True):
+        held = vocabulary.begin()
+        for token in tokenizer.encode(str(number), add_special_tokens=False):
+            assert token in narrowed(held, 50_257)
+            held.took(token, False)
+        assert held.is_whole and narrowed(held, 50_257) >= tokenizer.stop_ids
+        assert not vocabulary.begin(str(number // 10)).is_whole
 
 
 # ---- reasoning

@@ -26,7 +26,7 @@ from ..files.small_file import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
 from .bounds import within_reach
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
-from .schema_cost import too_much
+from .schema_cost import MULTIPLE, too_much
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from ..text import Tokenizer
     from ..tokens.reasoning import ChannelFilter, ThinkFilter
 
+FUEL = 5_000_000  # of llguidance, for what may come next of a multiple: some seconds at most
 BLANK = "▁"  # how a blank is written in vocabularies of SentencePiece
 ANY_OBJECT = "json"  # what --schema takes beside a file: whatever object the model makes up
 # White space between the parts of JSON: a blank, or the end of a line and how far the next is indented. Of more there might be no end.
@@ -225,7 +226,10 @@ class Vocabulary:
               before: Sequence[int] = ()) -> Constraint:
         """For one answer; `said` is how it began, which must be of the form, `inside`: its first token stands behind text, `think` tells
         reasoning from it. `before` are the tokens that it goes on behind, where those are known. Raises EffllmError."""
-        matcher = _library().LLMatcher(self._tokenizer, self.form.grammar, log_level=0)
+        library = _library()
+        # By remainders every token of digits leads elsewhere, of which the library's own limit takes too few where tokens have many.
+        limits = library.LLParserLimits(step_lexer_fuel=FUEL if MULTIPLE in self.form.grammar else None)
+        matcher = library.LLMatcher(self._tokenizer, self.form.grammar, log_level=0, limits=limits)
         if matcher.is_error():
             self.refuse(matcher)
         half = _half(self._tokenizer.decode_bytes([*before[-4:]])) if said.endswith(UNFINISHED) else b""
