@@ -24,7 +24,7 @@ from effllm.quant.kv_stored import check_stored
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from effllm.runtime.sessions.saved_cache import folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
+from effllm.runtime.sessions.saved_cache import CHOOSING, folder_identity, identity, page_keys, refuse_other, restore_cache, tail_key
 from effllm.runtime.sessions.saved_format import SavedCache, SavedSession, Spoken
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -140,7 +140,9 @@ def test_a_key_tells_every_token_before_it_and_all_that_bytes_depend_on(one):
 @pytest.mark.parametrize(("part", "value", "said"), [
     ("model", "x", "was saved with another model"), ("weights", "x", "was saved with other weights"),
     ("kv", "8bit", "was saved with --kv 8bit, this run has 4bit"), ("basis", "x", "another KV profile, or by another effllm"),
-    ("sink", 16, "--kv-sink 16, this run has 64"), ("window", 256, "--kv-window 256, this run has 128"),
+    ("sink", 16, "--kv-sink 16, this run has 64"), ("sink", 0, "--kv-sink 0, this run has 64"),
+    ("window", 256, "--kv-window 256, this run has 128"),
+    (CHOOSING, "chosen ones", "tokens see chosen ones, this run has one in which they see all"),
     ("positions", "x", "a context of another length"), ("exact", True, "--exact on, this run has off"),
     ("pages", 9, "pages of version 9, this effllm has 1")])
 def test_a_session_of_something_else_is_refused_by_name(one, part, value, said):

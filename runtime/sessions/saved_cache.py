@@ -140,7 +140,8 @@ def refuse_other(session: SavedSession, own: Mapping[str, object]) -> None:
     for part, (what, hint) in DIFFERENCES.items():
         known = part in own or part in (ADAPTERS, CHOOSING) and "pages" in own  # which all of an identity has
         if known and theirs.get(part) != own.get(part):
-            values = [("off", "on")[each] if isinstance(each, bool) else each or "all" for each in (theirs.get(part), own.get(part))]
+            values = ["all" if each is None else ("off", "on")[each] if isinstance(each, bool) else each
+                      for each in (theirs.get(part), own.get(part))]
             raise UsageError(f"session {session.name} was saved with {what.format(*values)}",
                              f"{hint.format(*values, model=session.model)}; another --session NAME; or "
                              f"{removing(session.name, more='--cache')}, which keeps the text and reads it again")
