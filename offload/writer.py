@@ -47,6 +47,7 @@ class FolderWriter:
         self.discarded = False
         self._places = {name: (file.name, place) for file in files for name, place in file.places.items()}
         self._fds: dict[str, int] = {}
+        self._beside: dict[str, int] = {}  # sizes of what lies beside the weights in the end, once that is known
         self._journal = -1
         try:
             self._open(fingerprint)
@@ -87,6 +88,8 @@ class FolderWriter:
     def commit(self, copies: Mapping[str, Path], texts: Mapping[str, str], replace: bool = False) -> None:
         """Add copies and small files, the marker last, and give the folder its name; `replace` puts it in the place of the one there."""
         with self._space():
+            self._beside = {name: source.stat().st_size for name, source in copies.items()}
+            self._beside |= {name: len(text.encode()) for name, text in texts.items()}
             for name, source in copies.items():
                 _copy(source, self.partial / name)
             for name in sorted(texts, key=lambda name: name == self.marker):
@@ -165,8 +168,9 @@ class FolderWriter:
         return _Space(self)
 
     def missing_nbytes(self) -> int:
-        """Bytes that the unfinished folder still needs of the disk."""
-        return max(0, sum(file.size for file in self.files) - held_nbytes(self.out))
+        """Bytes that the unfinished folder still needs of the disk: of each file those that it does not take yet."""
+        sizes = {file.name: file.size for file in self.files} | self._beside
+        return sum(max(0, size - _taken(self.partial / name)) for name, size in sizes.items())
 
 
 class _Space:
@@ -198,7 +202,15 @@ def partial_folder(out: Path) -> Path:
 def held_nbytes(out: Path) -> int:
     """Bytes of the disk that an unfinished `out` takes already."""
     try:
-        return sum(entry.stat().st_blocks * 512 for entry in os.scandir(partial_folder(out)))
+        return sum(_taken(Path(entry)) for entry in os.scandir(partial_folder(out)))
+    except OSError:
+        return 0
+
+
+def _taken(path: Path) -> int:
+    """Bytes of the disk that a file takes, 0 for one that is not there."""
+    try:
+        return path.stat().st_blocks * 512
     except OSError:
         return 0
 

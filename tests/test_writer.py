@@ -339,6 +339,22 @@ def test_a_full_disk_names_the_bytes_and_loses_nothing(tmp_path: Path, monkeypat
     assert folder_bytes(tmp_path / "out") == folder_bytes(tmp_path / "straight")
 
 
+def test_room_that_is_missing_beside_the_weights_is_told_too(tmp_path: Path) -> None:
+    """It was 0 B where the weights were written already."""
+    (tmp_path / "tokenizer.json").write_bytes(bytes(100_000))
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with FolderWriter(tmp_path / "out", plan_files(GROUPS, {"format": "test"}), "one", MARKER) as writer:
+        write_all(writer)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, before[1]))
+        try:
+            with pytest.raises(DoesNotFit, match="out needs .* KiB more"):
+                writer.commit({"tokenizer.json": tmp_path / "tokenizer.json"}, {MARKER: "{}"})
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        writer.commit({"tokenizer.json": tmp_path / "tokenizer.json"}, {MARKER: "{}"})
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == bytes(100_000)
+
+
 def test_a_limit_on_file_sizes_is_an_error_of_one_line(tmp_path: Path) -> None:
     code = ("import resource, sys\nfrom pathlib import Path\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
