@@ -11,6 +11,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.sessions import kept_prompts
 from effllm.runtime.sessions.kept_prompts import PREFIX, WORTH, KeptPrompts
 from effllm.runtime.sessions.saved import SavedSessions
 from effllm.runtime.sessions.session_store import SessionStore
@@ -145,3 +146,19 @@ def test_prompts_that_made_room_for_others_leave_nothing(engine, tmp_path):
         said += talk.said
         assert len(store.names()) == len(one.kept._all()) <= 1
     assert store.names() and not [line for line in said if "--session-disk" in line or "the prompt is read" in line]
+
+
+def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path, monkeypatch):
+    one, talks = replies(engine, tmp_path), [Talk(about) for about in (FOX, SEA, "A bird sang in the tree. " * 50)]
+    for talk in talks:
+        talk.go_on(one)
+    Talk("The end.").go_on(one)
+    assert len(one.kept._all()) == 3
+    monkeypatch.setattr(kept_prompts, "MOST_TOKENS", 900)  # of two
+    again = replies(engine, tmp_path)
+    assert len(again.kept._all()) == 2
+    for talk, is_found in ((talks[2], True), (talks[0], False)):
+        talk.go_on(again, "Go on.")
+        assert (engine.reused > WORTH) == is_found
+    Talk("The end.").go_on(again)
+    assert len(again.kept._all()) == 2 and sum(len(each.tokens) for each in again.kept._all().values()) <= 900

@@ -159,6 +159,24 @@ def altered(path: Path, at: int) -> None:
     path.write_bytes(data)
 
 
+def test_a_saving_reads_no_other_session_again(store: SessionStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that keeps thousands of prompts would read all of them for each that it saves, and know every page that ever was."""
+    for seed in range(5):
+        save(store, f"n{seed}", seed)
+        store.make_room(1 << 30, f"n{seed}")
+    read, real = [], SessionStore.read
+    monkeypatch.setattr(SessionStore, "read", lambda own, name, *more: read.append(name) or real(own, name, *more))
+    save(store, "new", 9)
+    store.make_room(1 << 30, "new")
+    assert read == ["new"] and len(store.listed()) == 6
+    save(SessionStore(store.folder), "n0", 77)
+    assert not store.make_room(1 << 30, "") and read == ["new", "n0"]
+    store.path("n1").write_text("{}")
+    assert [each.name for each in store.listed() if each.problem] == ["n1"]
+    store.remove(["n1", "n2", "n3"])
+    assert store._known <= {*store._sizes()} and {*store._seen} == {"n0", "n4", "new"}
+
+
 def test_a_session_file_that_was_cut_short_or_altered_is_refused_by_name(store: SessionStore) -> None:
     save(store, "tale", 1)
     path = store.path("tale")

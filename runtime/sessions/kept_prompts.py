@@ -10,6 +10,7 @@ need not give. A conversation that goes on has the bits that it would have had i
 from __future__ import annotations
 
 import hashlib
+from array import array
 from collections.abc import Generator, Sequence
 from copy import copy
 from dataclasses import dataclass
@@ -34,23 +35,26 @@ if TYPE_CHECKING:
     from .saved import SavedSessions
 
 PREFIX = "served-"  # of the names
+MOST_TOKENS = 1 << 20  # of all prompts that are looked for, some 20 bytes of memory each: a small model's have room on the disk for more
 WORTH = 256  # tokens: fewer are read again in about the time that files take
 NO_TEXT = History([], None, SamplerSettings()).to_json()
 
 
 @dataclass(frozen=True)
 class Kept:
-    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be so many of them. `adapted_by`: what
-    adapters added to it, as `Choosing` says it."""
+    """A saved prompt with its answer: the tokens that the cache held, and the text that is known to be these `ids`, "" for none.
+    `adapted_by`: what adapters added to it, as `Choosing` says it."""
 
     name: str
-    tokens: tuple[int, ...]
-    spoken: Spoken | None
+    tokens: array[int]
+    text: str
+    ids: array[int]
     adapted_by: str = ""
 
-    def ids_of(self, prompts: Prompts, prompt: str) -> list[int] | None:
-        """Token ids of a prompt that goes on from this one; None for another."""
-        return prompts.behind((self.spoken.text, list(self.spoken.ids)), prompt) if self.spoken else None
+    @property
+    def held(self) -> tuple[str, list[int]]:
+        """What a `Prompts` holds that goes on from this one."""
+        return self.text, [*self.ids]
 
 
 def hindrance(options: EngineOptions) -> str:
@@ -68,6 +72,11 @@ def spoken_of(tokens: Sequence[int], text: str, ids: Sequence[int]) -> Spoken | 
     """The text that these tokens are known to be, which was cut into `ids`; None where it is not known."""
     known = min(len(tokens), len(ids))
     return Spoken(text, tuple(ids), None) if text and tuple(ids[:known]) == tuple(tokens[:known]) else None
+
+
+def _packed(tokens: Sequence[int]) -> array[int]:
+    """Tokens in 8 bytes each, those of pictures among them."""
+    return array("Q", tokens)
 
 
 class KeptPrompts:
@@ -107,7 +116,7 @@ class KeptPrompts:
             found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
             ids = own
-            prompts.held = (found.spoken.text, list(found.spoken.ids)) if found.spoken else ("", [])
+            prompts.held = found.held
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
@@ -118,7 +127,7 @@ class KeptPrompts:
         for kept in self._all().values():
             if kept.adapted_by != adapted_by:
                 continue
-            own = ids if prompt is None else kept.ids_of(prompts, prompt) or ids
+            own = ids if prompt is None else prompts.behind(kept.held, prompt) or ids
             known = common_prefix(kept.tokens, own)
             if self.engine.cache.states is not None and known < len(kept.tokens):
                 continue  # there is no state before the last token's
@@ -131,7 +140,7 @@ class KeptPrompts:
         if not self._looked[0]:
             self._looked[0] = True
             store = self.sessions.store
-            for name in filter(lambda name: name.startswith(PREFIX), store.newest()):
+            for name in reversed([name for name in store.newest() if name.startswith(PREFIX)]):
                 try:
                     self._note(store.read(name))
                 except EffllmError:  # `effllm session list` says what is wrong with it
@@ -141,7 +150,11 @@ class KeptPrompts:
     def _note(self, saved: SavedSession) -> None:
         cache = saved.cache
         if cache is not None and len(cache.tokens) <= self.engine.n_ctx and self._is_ours(cache):
-            self._all()[saved.name] = Kept(saved.name, cache.tokens, cache.spoken, str(cache.identity.get(ADAPTERS, "")))
+            text, ids = (cache.spoken.text, cache.spoken.ids) if cache.spoken else ("", ())
+            kept = self._all()
+            kept[saved.name] = Kept(saved.name, _packed(cache.tokens), text, _packed(ids), str(cache.identity.get(ADAPTERS, "")))
+            while len(kept) > 1 and sum(len(each.tokens) for each in kept.values()) > MOST_TOKENS:
+                del kept[next(iter(kept))]  # the oldest
 
     def _is_ours(self, cache: SavedCache) -> bool:
         """Made by this model, read and run like this; with whatever choice among its adapters."""
@@ -152,6 +165,7 @@ class KeptPrompts:
     def _save(self, prompts: Prompts) -> Generator[Progress | Notice, None, None]:
         """What the cache holds, in the place of those that it goes on from."""
         tokens = tuple(self.engine.tokens)
+        packed = _packed(tokens)
         spoken = spoken_of(tokens, *prompts.held)
         if (large := self.engine.cache.read_nbytes) > self.sessions.budget:
             yield Notice(f"a prompt's cache of {format_size(large)} is more than --session-disk {format_size(self.sessions.budget)}: it is "
@@ -169,7 +183,7 @@ class KeptPrompts:
                 else:
                     yield event
             before = [each.name for each in self._all().values() if each.name != name and each.adapted_by == adapted_by
-                      and each.tokens == tokens[: len(each.tokens)]]
+                      and each.tokens == packed[: len(each.tokens)]]
             self.sessions.store.remove([each for each in before if self.sessions.store.has(each)])
             for each in [each for each in self._all() if not self.sessions.store.has(each)]:  # these, and those that made room
                 self._all().pop(each)
@@ -181,7 +195,7 @@ class KeptPrompts:
         store = self.sessions.store
         try:
             saved = store.read(kept.name)
-            if saved.cache is None or saved.cache.tokens != kept.tokens:
+            if saved.cache is None or _packed(saved.cache.tokens) != kept.tokens:
                 raise EffllmError(f"session {kept.name} lost its cache")
             with store.reading():
                 yield from restore_cache(self.engine, store, saved)

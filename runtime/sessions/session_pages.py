@@ -24,7 +24,7 @@ class SessionPages:
         """`lasting`: what is saved outlives a loss of power; not so in a folder that goes with the process, where nobody waits for the
         disk."""
         self.folder, self.pages, self.lasting = folder, folder / PAGES, lasting
-        self._known: set[str] = set()  # files that this process has written, or read and found whole
+        self._known: set[str] = set()  # files that this process has written, or read and found whole, and did not remove
 
     def keep_page(self, key: str, parts: Sequence[bytes | memoryview]) -> PageFile:
         """Write a file of pages, unless it is there and whole. Call while `writing`. Raises OSError."""

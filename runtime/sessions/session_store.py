@@ -13,6 +13,7 @@ from __future__ import annotations
 import fcntl
 import os
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -59,6 +60,13 @@ class Listed:
 
 class SessionStore(SessionPages):
     """The sessions in one folder, which need not exist yet."""
+
+    def __init__(self, folder: Path, lasting: bool = True) -> None:
+        """As `SessionPages`."""
+        super().__init__(folder, lasting)
+        # By name what was found of a session, without the sizes of its pages, and the names of these: a server that keeps thousands of
+        # prompts would read all of them for each that it saves.
+        self._seen: dict[str, tuple[tuple[int, int] | None, Listed, frozenset[str]]] = {}
 
     def names(self) -> list[str]:
         """Of what lies here, all that a session can be called. Raises EffllmError where nobody may look."""
@@ -225,7 +233,7 @@ class SessionStore(SessionPages):
         found = []
         for name in self.names():
             try:
-                self.read(name)
+                self._look(name)
             except (DamagedSession, NoSession):
                 continue
             except EffllmError:
@@ -249,14 +257,16 @@ class SessionStore(SessionPages):
     def _collect(self) -> int:
         """Remove pages that no session uses, and what a process that was killed left unfinished. Nothing where a session is `unread`."""
         used: set[str] = set()
-        for name in self.names():
+        names = self.names()
+        for name in names:
             try:
-                cache = self.read(name).cache
+                used |= self._look(name)[1]
             except DamagedSession:
                 continue
             except EffllmError:
                 return 0
-            used.update(file.name for file in (cache.files if cache else ()))
+        self._known &= used
+        self._seen = {name: self._seen[name] for name in names if name in self._seen}
         unused = [self.pages / name for name in self._sizes() if name not in used]
         return sum(map(self._unlink, [*unused, *self.folder.glob(".*.new")]))
 
@@ -268,27 +278,32 @@ class SessionStore(SessionPages):
             names, sizes = self.names(), self._sizes()
         except OSError as error:
             raise self._closed(error) from error
-        read: list[SavedSession] = []
+        seen: list[tuple[Listed, frozenset[str]]] = []
         found: list[Listed] = []
-        users: dict[str, int] = {}
+        users: Counter[str] = Counter()
         for name in names:
             try:
-                read.append(self.read(name))
+                seen.append(self._look(name))
+                users.update(seen[-1][1])
             except NoSession:  # removed meanwhile
                 continue
             except EffllmError as error:
                 found.append(Listed(name, problem=error.message))
-        for session in read:
-            for file in session.cache.files if session.cache else ():
-                users[file.name] = users.get(file.name, 0) + 1
-        for session in read:
-            cache = session.cache
-            files = {file.name for file in cache.files} if cache else set()
-            found.append(Listed(
-                session.name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
-                str(cache.identity.get("kv", "")) if cache else "", sum(sizes.get(name, 0) for name in files),
-                sum(sizes.get(name, 0) for name in files if users[name] == 1), begins=session.begins))
+        for session, files in seen:
+            found.append(replace(session, nbytes=sum(sizes.get(name, 0) for name in files),
+                                 own_nbytes=sum(sizes.get(name, 0) for name in files if users[name] == 1)))
         return sorted(found, key=lambda each: (-each.saved, each.name))
+
+    def _look(self, name: str) -> tuple[Listed, frozenset[str]]:
+        """A session, its pages not weighed, and their names; read once as long as its file stays the same. Raises as `read`."""
+        version = self.version(name)
+        if version is None or self._seen.get(name, (None,))[0] != version:
+            session = self.read(name)
+            cache = session.cache
+            listed = Listed(name, session.model, session.saved, len(session.messages), len(cache.tokens) if cache else 0,
+                            str(cache.identity.get("kv", "")) if cache else "", begins=session.begins)
+            self._seen[name] = version, listed, frozenset(file.name for file in cache.files) if cache else frozenset()
+        return self._seen[name][1:]
 
 
 def _damaged(name: str, path: Path, why: object) -> DamagedSession:
