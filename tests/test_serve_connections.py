@@ -1,6 +1,7 @@
 """Connections of which one side is closed, or that are not read: who waits for an answer gets it, who has gone is noticed."""
 
 import asyncio
+import ctypes
 import gc
 import os
 import signal
@@ -17,6 +18,7 @@ from served import MINUTE, until
 
 from effllm.cli.server import listening
 from effllm.cli.server.desk import Desk
+from effllm.offload import hardware
 
 GET = b"GET /%s HTTP/%s\r\nHost: localhost\r\n\r\n"
 CONTINUE = b"HTTP/1.1 100 Continue\r\n\r\n"
@@ -162,6 +164,15 @@ class Litter(Exception):
 
     def __del__(self) -> None:
         Litter.there -= 1
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="this C library keeps nothing, or says not how to give it back")
+def test_memory_that_is_free_between_things_in_use_is_given_back() -> None:
+    bodies = [b"\1" * 60_000 for _ in range(3000)]  # each too small for a mapping of its own
+    last, held = bodies[::100], hardware.rss()
+    del bodies
+    listening.sweep()
+    assert held - hardware.rss() > 100 << 20 and len(last) == 30
 
 
 def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
