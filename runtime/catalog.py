@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -16,7 +17,7 @@ from .gguf import names
 from .library import storage, unfinished
 from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .library.model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
-from .library.near_names import OLLAMAS, called_elsewhere, near, slips
+from .library.near_names import OLLAMAS, called_elsewhere, near, slips, tagged
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -329,7 +330,11 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
     if name in repos:
         return _absent(reference, name, f"{name} is only partly downloaded", f"to complete it: {pull}")
     is_repo = "/" in name and hub.is_repo(name) and not OLLAMAS.match(name)
-    meant = slips(name, repos | {entry.repo for entry in entries if entry.repo}) if is_repo else _meant_by(name, entries, repos)
+    if is_repo:
+        meant = slips(name, repos | {entry.repo for entry in entries if entry.repo})
+    else:  # what ends in a precision may state a size before it: qwen3:8b-q4_K_M
+        meant = tagged(name, reference.file, entries) if re.fullmatch(names.TAG, reference.file or "", re.IGNORECASE) else []
+        meant = meant or _meant_by(name, entries, repos)
     if (there := _in_ollama(name, env)) is not None:
         meant = [there]
     if meant:

@@ -17,7 +17,7 @@ from .. import hub
 from ..config_reader import show
 from ..gguf.names import PATH, TAG
 from .aliases import catalog
-from .near_names import OLLAMAS, tagged
+from .near_names import OLLAMAS, states_size, tagged
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
 AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
@@ -119,6 +119,8 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
         if not AS_BITS.fullmatch(variant) and (meant := tagged(base, variant, entries)):
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {' or '.join(meant)}?")
         is_one = "/" in base and not OLLAMAS.match(base) or any(entry.alias == base.partition("@")[0].lower() for entry in entries)
+        if not is_one and states_size(variant):
+            raise ModelNotFound(f"there is no model {show(text)}", ELSEWHERE)
         raise UsageError(f"{show(':' + variant)} is not a format that a model can be loaded in",
                          f"known: {', '.join(DEFAULTS)}, or the name or the tag (Q4_K_M) of a .gguf file; "
                          + (f"or leave it out: {show(base)}" if is_one else f"and {show(base)} is not a model here: {ELSEWHERE}"))

@@ -66,6 +66,11 @@ def _billions(size: str) -> float:
     return float(size[:-1]) / (1 if size[-1] == "b" else 1000) if re.fullmatch(r"\d+(\.\d+)?[bm]", size) else 0.0
 
 
+def states_size(tag: str) -> bool:
+    """Whether what stands behind a colon says how large a model is, as Ollama's tags do, or which one is the last."""
+    return bool(spelled(tag).sizes) or tag.lower() == "latest"
+
+
 def tagged(base: str, tag: str, entries: Sequence[CatalogEntry]) -> list[str]:
     """Aliases for what Ollama calls `base:tag`."""
     base = OLLAMAS.sub("", base)
