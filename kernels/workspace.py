@@ -38,7 +38,8 @@ class Dims:
     the words before a token. `mixes`: streams are mixed by numbers of a token's own, where no heads are `grouped`. `between`: layers
     before which the states of a pass are kept for drafts. `differs`: attention is the difference of two halves of the heads. `gated_norms`:
     what norms give has gates, and queries and gates of what is attended to are made of a latent normed and as it is. `gate_width`: of
-    the gates of what latent attention attends to, where layers that choose have them too.
+    the gates of what latent attention attends to, where layers that choose have them too. `narrowed`: experts read fewer numbers than a
+    token has, which are made of what a norm gives.
     """
 
     hidden: int
@@ -82,6 +83,7 @@ class Dims:
     differs: bool = False
     gated_norms: bool = False
     gate_width: int = 0
+    narrowed: bool = False
 
     @property
     def alike(self) -> tuple[Dims, ...]:

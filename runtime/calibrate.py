@@ -44,9 +44,10 @@ TOKENS, LEAST, WINDOW = 16384, 512, 512
 SHORTEST = 64  # of a last window
 VARIED = 128  # different tokens, below which a text shows a model's inputs too narrowly
 READS = {"block_in": ("q", "k", "v", "kv_a", "q_a", "attn_gate", "state_in", "state_gate", "low_in"), "q_in": ("q_b",), "attn_out": ("o",),
-         "state_out": ("state_out",), "mlp_in": ("gate", "up"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
+         "state_out": ("state_out",), "mlp_in": ("gate", "up", "experts_in"), "mlp_hidden": ("down",), "inputs_in": ("input_gate",),
          "inputs_hidden": ("input_out",), "low_hidden": ("low_out",), "lent_in": ("lent_out",), "receptance_in": ("state_r",),
-         "key_in": ("state_k",), "value_in": ("state_v",), "ngrams_in": ("ngram_key", "ngram_value")}  # tap -> roles
+         "key_in": ("state_k",), "value_in": ("state_v",), "ngrams_in": ("ngram_key", "ngram_value"),
+         "experts_out": ("experts_out",)}  # tap -> roles
 DOUBLED_READS = {"doubled_in": ("q_b", "attn_gate")}  # where both are made of a latent, normed and as it is
 SHIFTED_READS = {"shifted_in": ("up",)}  # where an MLP reads each token on its way to the one before
 SHARED_READS = {"mlp_in": SHARED[:2], "shared_hidden": SHARED[2:3]}  # those of a shared expert
@@ -261,7 +262,12 @@ class Calibration:
                 inputs = value if is_read else normalised(value, attrgetter(before[name])(weights))
                 gather(name, inputs)
                 entered = inputs if name == "mlp_in" and apart is None else entered
-            if name == "mlp_in" and apart is not None:
+            if name == "shared_hidden":
+                gather(name, value)
+            if name == "experts_in":  # of a norm already
+                entered = np.array(value)
+                gather(name, entered)
+            if name == "mlp_in" and apart is not None and weights.between is None:
                 entered = normalised(value, apart.norm)
                 gather("experts_in", entered)
 

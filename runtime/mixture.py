@@ -18,8 +18,10 @@ class Mixture:
     which a token's are in `kept_groups`. `apart`: the experts are a branch beside an MLP, as a `quant.weight.Apart` says. `gated`:
     experts have gates. `of_inputs`: shares multiply what goes into an expert, not what it gives. `near`, `of_logits` and `roots` as in
     `Routing`. `picked`: layers in which a table says of each word of the vocabulary which experts its token visits. `handed`: so many more
-    are chosen among that have no matrices and hand on what they are given, or with `idle` nothing. `seen_width`: inside one of as many
-    experts that rows of pictures, and `seen_words` of the vocabulary, visit in the place of the others; None where there are none."""
+    are chosen among that have no matrices and hand on what they are given, or with `idle` nothing. `latent`: experts read
+    so many numbers, which a matrix makes of a token, and give as many, which another widens; 0 where they read the token itself.
+    `seen_width`: inside one of as many experts that rows of pictures, and `seen_words` of the vocabulary, visit in the place of the others;
+    None where there are none."""
 
     experts: int
     per_token: int
@@ -42,6 +44,7 @@ class Mixture:
     picked: frozenset[int] = frozenset()
     handed: int = 0
     idle: bool = False
+    latent: int = 0
     seen_width: int | None = None
     seen_words: frozenset[int] = frozenset()
 

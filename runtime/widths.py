@@ -22,4 +22,4 @@ def dims(config: ModelConfig, ctx: int, chunk: int, rows: int, packed_kv: bool =
                 config.compressed.groups * config.compressed.group_rank if config.compressed else 0, len(own.picked) if own else 0,
                 SLOTS if config.cross_layers else 0, config.mix_rank, config.ngrams and config.ngrams.shape,
                 len(config.ngrams.layers) if config.ngrams else 0, config.says_mixes, between, config.differs, config.norms_gated > 0,
-                config.num_attention_heads * config.latent.value if config.streams_kept else 0)
+                config.num_attention_heads * config.latent.value if config.streams_kept else 0, bool(own and own.latent))

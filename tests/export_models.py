@@ -232,6 +232,9 @@ MODELS = {
     "nemotron_h, experts": Case("nemotron_h", {
         **NEMOTRON, **HEADS, **NEMOTRON_EXPERTS, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
         "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "attention", "moe", "mamba"]}),
+    "nemotron_h, experts of fewer numbers": Case("nemotron_h", {
+        **NEMOTRON, **HEADS, **NEMOTRON_EXPERTS, "moe_intermediate_size": 32, "moe_shared_expert_intermediate_size": 64,
+        "moe_latent_size": 32, "layers_block_type": ["mamba", "moe", "attention", "moe", "mamba"]}),
     "jamba": Case("jamba", {"num_hidden_layers": 4, "attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 5,
                             "num_experts_per_tok": 2, "mamba_d_state": 16, "mamba_dt_rank": 32}),
     "jamba, no experts, tied": Case("jamba", {"num_hidden_layers": 3, "attn_layer_period": 3, "attn_layer_offset": 1, "num_experts": 1,

@@ -177,6 +177,8 @@ CASES = {
         dtype="bfloat16"),
     "nemotron_h, experts": Case("nemotron_h", {
         **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "mamba", "mlp", "mamba"]}),
+    "nemotron_h, experts of fewer numbers": Case("nemotron_h", {
+        **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe"], "moe_latent_size": 24}),
     "nemotron_h, groups of experts, bfloat16": Case("nemotron_h", {
         **NEMOTRON, **NEMOTRON_EXPERTS, "layers_block_type": ["mamba", "moe", "attention", "moe"], "n_group": 4, "topk_group": 2,
         "norm_topk_prob": False, "routed_scaling_factor": 1.0}, dtype="bfloat16"),

@@ -30,6 +30,9 @@ MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes,
               **CASES["nemotron_h"].changes, **CALM, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp"]}),
           "nemotron_h, experts": Case("nemotron_h", {
               **CASES["nemotron_h, experts"].changes, **CALM, "layers_block_type": ["mamba", "moe", "mamba", "attention", "mamba", "moe"]}),
+          "nemotron_h, experts of fewer numbers": Case("nemotron_h", {
+              **CASES["nemotron_h, experts of fewer numbers"].changes, **CALM,
+              "layers_block_type": ["mamba", "moe", "mamba", "attention", "moe", "mamba", "moe"]}),
           "falcon_h1": Case("falcon_h1", {**CASES["falcon_h1"].changes, **CALM, "num_hidden_layers": 4}),
           "olmo_hybrid": Case("olmo_hybrid", {**CASES["olmo_hybrid"].changes, **CALM, "initializer_range": 0.04}),
           "kimi_linear": Case("kimi_linear", {
@@ -55,7 +58,7 @@ PAIRS = ("4 bits", "packed cache")  # of which the others have both halves
 
 
 # Another of a kind of states that has one, or of what lies beside them.
-LIKE_OTHERS = ("nemotron_h", "bailing_hybrid", "minimax", "mamba2", "jamba", "rwkv7", "lfm3")
+LIKE_OTHERS = ("nemotron_h", "nemotron_h, experts of fewer numbers", "bailing_hybrid", "minimax", "mamba2", "jamba", "rwkv7", "lfm3")
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name in LIKE_OTHERS else ()) for name in MODELS])

@@ -163,7 +163,7 @@ def test_what_a_family_cannot_do_is_named(family: str, key: str, value: object) 
     ("hybrid_override_pattern", "-M*M"), ("hybrid_override_pattern", "M*--"), ("hybrid_override_pattern", "MMx*"),
     ("hybrid_override_pattern", "M*-"), ("layers_block_type", ["mamba", "ssm", "attention", "mlp"]), ("layers_block_type", "M*"),
     ("attention_head_dim", 64), ("n_groups", 7), ("mamba_hidden_act", "gelu"), ("use_bias", True), ("time_step_limit", [0.001, 0.1]),
-    ("num_nextn_predict_layers", 1), ("auto_map", {"AutoModel": "modeling_other.Other"})])
+    ("auto_map", {"AutoModel": "modeling_other.Other"})])
 def test_what_nemotron_h_cannot_do_is_named(key: str, value: object) -> None:
     refused({**LLAMA, "model_type": "nemotron_h", **PUBLISHED["nemotron_h"], key: value}, key)
 
@@ -210,7 +210,11 @@ def test_mixtures_of_nemotron_h() -> None:
                                      corrected=True, shared_width=3712, gated=False) and len(config.without_mlp) == 6
     both = parse_config({**base, "num_hidden_layers": 4, "hybrid_override_pattern": "*EM-"}, strict=True)
     assert both.mixture.layers == {0} and both.state_layers == (1,) and both.without_mlp == ()
-    for key, value in (("moe_latent_size", 1024), ("n_shared_experts", 2), ("n_group", 3), ("num_local_experts", 4)):
+    ahead = {**base, "num_nextn_predict_layers": 1, "mtp_hybrid_override_pattern": "*E"}
+    assert parse_config(ahead, strict=True) == config, "as Nemotron 3.5 Lightning"
+    larger = parse_config({**ahead, "hidden_size": 4096, "moe_latent_size": 1024, "moe_intermediate_size": 2688}, strict=True)
+    assert (larger.mixture.latent, larger.mixture.apart) == (1024, True), "as Nemotron 3 Super"
+    for key, value in (("moe_latent_size", 2689), ("n_shared_experts", 2), ("n_group", 3), ("num_local_experts", 4)):
         refused({**base, key: value}, key)
     dense = {**base, "hybrid_override_pattern": "MM*-", "num_hidden_layers": 4}
     assert parse_config({**dense, "moe_latent_size": 7, "n_shared_experts": 3}).mixture is None, "nobody visits them"

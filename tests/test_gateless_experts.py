@@ -37,6 +37,7 @@ from saved_models import saved
 from streamed_models import paging
 from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
+NARROWED = "nemotron_h, experts of fewer numbers"
 TOKENS = (1, 2, 5, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)
 SHARED_WIDTH = 211
 ROUTING = Routing(TOP, True, True, 2.5)
@@ -190,6 +191,44 @@ def test_what_calibration_sees(folder: Path) -> None:
     assert {"shared.up", "shared.down", "state_in", "state_gate", "state_out"} <= set(found[0]) and "shared.gate" not in found[0]
     assert found[0]["experts.0.up"].hessian.shape == (64, 64) and found[0]["experts.0.down"].hessian.shape == (40, 40)
     assert found[0]["shared.down"].hessian.shape == (56, 56) and "up" in found[3] and "experts.0.up" not in found[3]
+
+
+def test_of_experts_that_read_fewer_numbers_calibration_sees_these(tmp_path: Path) -> None:
+    model = written(CASES[NARROWED], tmp_path / "model")
+    found = {each.key: each.roles for each in calibrate(tmp_path / "model", text(model, 300)) if isinstance(each, LayerStats)}
+    sizes = {role: found[0][role].hessian.shape[0] for role in ("experts_in", "experts.3.up", "experts.3.down", "experts_out", "shared.up",
+                                                                "shared.down")}
+    assert sizes == {"experts_in": 64, "experts.3.up": 24, "experts.3.down": 40, "experts_out": 24, "shared.up": 64, "shared.down": 56}
+    assert np.array_equal(found[0]["experts_in"].hessian, found[0]["shared.up"].hessian)
+    assert len(found[0]) == len(set(found[0])) and "experts_in" not in found[1]
+
+
+def test_experts_that_read_fewer_numbers_are_quantized(tmp_path: Path) -> None:
+    calm = replace(CASES[NARROWED], changes={**CASES[NARROWED].changes, "initializer_range": 0.08})  # no lottery of who is visited
+    saved(calm, tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", options("8bit"))
+    config, ids, found = read_config(tmp_path / "out"), list(range(5, 150)), []
+    with TensorStore.open(tmp_path / "out") as store:
+        tensors = check_tensors(config, store, read_container(tmp_path / "out"))
+        assert not any(tensors[0][role].spec.is_raw for role in ("experts_in", "experts_out", "experts.0.up", "shared.down"))
+    for each in (tmp_path / "model", tmp_path / "out"):
+        engine = list(open_engine(each, EngineOptions(device="cpu", kv="32bit", ctx=256)))[-1]
+        found.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
+        engine.close()
+    assert 0 < np.square(found[1] - found[0]).mean() < 0.01 * np.square(found[0]).mean()
+
+
+def test_experts_that_read_fewer_numbers_come_from_the_disk(tmp_path: Path) -> None:
+    """Each as it is needed, with the bits of all in memory."""
+    saved(CASES[NARROWED], tmp_path / "model")
+    run(tmp_path / "model", tmp_path / "out", options("4bit"))
+    found = []
+    for engine in (paging(tmp_path / "out", 16, ctx=256, kv="32bit"), list(open_engine(tmp_path / "out", EngineOptions(
+            device="cpu", kv="32bit", ctx=256)))[-1]):
+        rows = [part.copy() for _, part in engine.score(list(range(40)), pages=8)]
+        found.append(np.concatenate([*rows, *(engine.forward_logits([at]).copy() for at in range(20))]))
+        engine.close()
+    assert np.array_equal(*found)
 
 
 def test_a_converted_folder_holds_two_matrices_an_expert_side_by_side(folder: Path, tmp_path: Path) -> None:

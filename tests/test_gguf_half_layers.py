@@ -18,7 +18,7 @@ from export_models import exported, model, scores
 from gguf_samples import Reader
 from test_paged_models import paged, resident
 
-MIXED, DENSE = "nemotron_h, experts", "nemotron_h"
+MIXED, DENSE, NARROWED = "nemotron_h, experts", "nemotron_h", "nemotron_h, experts of fewer numbers"
 
 
 @pytest.mark.parametrize("name", (MIXED, DENSE))
@@ -63,6 +63,7 @@ def changed(monkeypatch: pytest.MonkeyPatch, change: Callable[[dict], None]) -> 
     (lambda keys: keys.update({"ssm.group_count": 4}), "not a multiple of"),
     (lambda keys: keys.update({"expert_gating_func": 1}), "expert_gating_func is not 2"),
     (lambda keys: keys.update({"moe_latent_size": 1024}), "moe_latent_size"),
+    (lambda keys: keys.update({"nextn_predict_layers": 8}), "nextn_predict_layers 8 of 8 blocks"),
     (lambda keys: keys.update({"expert_shared_count": 2}), "expert_shared_count"),
     (lambda keys: keys.pop("ssm.state_size"), "lacks key nemotron_h_moe.ssm.state_size")])
 def test_what_a_file_cannot_mean_is_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change: Callable, said: str) -> None:
@@ -71,6 +72,28 @@ def test_what_a_file_cannot_mean_is_one_line(tmp_path: Path, monkeypatch: pytest
     with pytest.raises(EffllmError, match=said) as caught:
         read_config(path)
     assert "\n" not in caught.value.message and caught.value.hint
+
+
+def test_blocks_that_guess_ahead_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """llama.cpp counts one in, with attention and experts, behind the last."""
+    source = model(MIXED, tmp_path / "source")
+    expected = read_config(exported(source, tmp_path / "without.gguf"), strict=True)
+    changed(monkeypatch, lambda keys: keys.update({"block_count": 9, "nextn_predict_layers": 1, **{
+        key: np.append(keys[key], count).astype(np.int32) for key, count in zip(half_layers.BY_BLOCK, (2, 32))}}))
+    path = exported(source, tmp_path / "m.gguf")
+    config = read_config(path, strict=True)
+    assert config == expected
+    assert np.array_equal(scores(path, range(5, 40)), scores(tmp_path / "without.gguf", range(5, 40)))
+    assert half_layers.is_behind("blk.8.nextn.eh_proj.weight", config) and not half_layers.is_behind("blk.7.ssm_out.weight", config)
+    assert not half_layers.is_behind("output_norm.weight", config)
+
+
+def test_experts_that_read_fewer_numbers_are_written(tmp_path: Path) -> None:
+    reader = Reader(exported(model(NARROWED, tmp_path / "source"), tmp_path / "m.gguf"))
+    shapes = {tensor.name: tuple(tensor.shape.tolist()) for tensor in reader.tensors}
+    assert reader.fields["nemotron_h_moe.moe_latent_size"].contents() == 32
+    assert shapes["blk.1.ffn_latent_down.weight"] == (64, 32) and shapes["blk.1.ffn_latent_up.weight"] == (32, 64)
+    assert shapes["blk.1.ffn_up_exps.weight"][0] == 32 and shapes["blk.1.ffn_up_shexp.weight"][0] == 64
 
 
 @pytest.mark.parametrize(("name", "changes", "said"), [

@@ -46,7 +46,8 @@ def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
     ahead = {f"routes_ahead_{distance}": dims.experts for distance in range(1, MOST_AHEAD + 1)}
     return {"routes": chunk * dims.experts, **ahead, "shares": visits, "visits": 2 * (3 * visits + dims.experts + 1),
             "rows": visits * dims.hidden, "hidden": visits * dims.expert_ffn, "products": 2 * jobs, "scales": chunk,
-            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.apart)}
+            **dict.fromkeys(("branch", "sum"), chunk * dims.hidden * dims.apart),
+            **({"normed": chunk * dims.hidden} if dims.narrowed else {})}
 
 
 def _most_jobs(experts: int, visits: int) -> int:

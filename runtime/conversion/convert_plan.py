@@ -28,9 +28,10 @@ from ..stores.container import DTYPES, FORMAT, VERSION, read_container
 from ..tensors import ModelTensor, with_own_layer
 
 # roles, in the order in which they are written
-MATRICES = ("lent_out", "state_in", "state_gate", "state_r", "state_k", "state_v", "state_out", "low_in", "low_out", "q", "k", "v", "kv_a",
-            "q_a", "q_b", "attn_gate", "o_in", "o", "gate", "up", "down", "input_gate", "input_out", "mix_down", "mix_up", "ngram_key",
-            "ngram_value", "embed", "layer_embed", "layer_proj", "enter", "leave", NGRAMS, "head", JOIN)
+MATRICES = ("lent_out", "state_in", "state_gate", "state_r", "state_k", "state_v", "state_out", "low_in", "low_out", "q", "k", "v",
+            "kv_a", "q_a", "q_b", "attn_gate", "o_in", "o", "gate", "up", "down", "experts_in", "experts_out", "input_gate", "input_out",
+            "mix_down", "mix_up", "ngram_key", "ngram_value", "embed", "layer_embed", "layer_proj", "enter", "leave", NGRAMS, "head",
+            JOIN)
 OTHER = "other"  # the class of norms and biases
 WIDENED, HALF = QuantSpec.raw("f32"), QuantSpec.raw("f16")  # what other tools' codes are read as, and what they stay as in a run
 KEPT_BITS = 4  # of a base from which on published codes of four bits are kept

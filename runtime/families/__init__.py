@@ -10,36 +10,36 @@ attn_gate makes gates of what is attended to. In a mixture router and `experts.<
 `shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
 Where rows of pictures have a router, experts and a correction of their own, these are `seen.<role>`.
 Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
-them. What a layer is given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what
-leaves it, low_in, low_out and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router,
-predict, correct and stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is
-up and down. Outside the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias,
-head_in and head_norm, a matrix between norm and head and the norm behind it, and
-layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and `streams.<number>.enter` and `.leave`, which make
-streams and one of them, and vector, which makes the vector of what is pooled of a text, behind vector_in where that is there, and
-`blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low, gate_wide and
-up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their own have
-neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place of q, k,
-v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and state_beta, what
-decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them; state_gate_wide
-and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and state_c_norm
-are behind these. RWKV 7 has state_r, state_k and state_v in the place of state_in, `state_<letter>_in` and `_out` of low rank,
+them; those that read numbers which a matrix makes of a token have experts_in, and experts_out, which widens what they give. What a layer is
+given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what leaves it, low_in, low_out
+and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router, predict, correct and
+stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside
+the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, head_in and head_norm, a matrix
+between norm and head and the norm behind it, and layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and
+`streams.<number>.enter` and `.leave`, which make streams and one of them, and vector, which makes the vector of what is pooled of a text,
+behind vector_in where that is there, and `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low,
+gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their
+own have neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place
+of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and
+state_beta, what decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them;
+state_gate_wide and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and
+state_c_norm are behind these. RWKV 7 has state_r, state_k and state_v in the place of state_in, `state_<letter>_in` and `_out` of low rank,
 state_direction, state_remains and state_bonus, and `shift_<letter>` and shift_up, how far rows go to those of the token before. Latent
-attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q.
-What chooses the tokens that a layer sees has index_q, index_k and their norms, index_weights, and index_entered, the norm of what index
-queries are made of; index_places are added to what tokens of a pool say. Queries that grow with their place have grow_scale and
-grow_offset, those of what chooses index_grow_scale and index_grow_offset; rope_alpha, outside the layers, is what a model learned of the
-frequencies of its positions. Keys of several tokens are made by key_rows, key_weights, key_bias and key_norm, and those by which they are
-chosen by index_rows, index_row_weights, index_bias and index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams
-attn_mix, mlp_mix and outside the layers leave_mix say how, each with a base and a scale, and `picks.<layer>`, there too, which experts the
-tokens of a word visit. Where gates say how, these are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows
-of n-grams have ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Streams whose
-channels are multiplied have entry_scale and entry_offset in the first layer, attn_scale, attn_offset, attn_branch_scale and
-attn_branch_offset, and the same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second
-before them. Queries and keys that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to
-pictures have attn_share and mlp_share, numbers that say how much of both they add. Differential attention has lambda_q1, lambda_k1,
-lambda_q2 and lambda_k2, which say how much is taken away. Keys that add a number to scores have mark and mark_rate. What norms give is
-gated by way of a few numbers by input_norm_in, input_norm_out and the same of post_norm.
+attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q. What chooses the tokens
+that a layer sees has index_q, index_k and their norms, index_weights, and index_entered, the norm of what index queries are made of;
+index_places are added to what tokens of a pool say. Queries that grow with their place have grow_scale and grow_offset, those of what
+chooses index_grow_scale and index_grow_offset; rope_alpha, outside the layers, is what a model learned of the frequencies of its positions.
+Keys of several tokens are made by key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows,
+index_row_weights, index_bias and index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and
+outside the layers leave_mix say how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word
+visit. Where gates say how, these are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows of n-grams have
+ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Streams whose channels are
+multiplied have entry_scale and entry_offset in the first layer, attn_scale, attn_offset, attn_branch_scale and attn_branch_offset, and the
+same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second before them. Queries and keys
+that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to pictures have attn_share and
+mlp_share, numbers that say how much of both they add. Differential attention has lambda_q1, lambda_k1, lambda_q2 and lambda_k2, which say
+how much is taken away. Keys that add a number to scores have mark and mark_rate. What norms give is gated by way of a few numbers by
+input_norm_in, input_norm_out and the same of post_norm.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
@@ -231,7 +231,7 @@ class LayerWeights:
     router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
     the number of a key of its value, and a rate for each head. `norm_gates`: what says, of what input_norm and what post_norm gives,
     how much of each channel is read; None for one that has no such gates. `seen`: router, experts and correction of rows of pictures, where
-    words have others.
+    words have others. `between`: what makes of a token the numbers that experts read, and widens what they give.
     """
 
     input_norm: Norm
@@ -282,6 +282,7 @@ class LayerWeights:
     mark: tuple[Linear, object] | None = None
     norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
     seen: tuple[Linear, tuple[Expert, ...], object | None] | None = None
+    between: LowRank | None = None
 
 
 def is_side_by_side(roles: Collection[str]) -> bool:

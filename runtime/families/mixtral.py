@@ -83,8 +83,8 @@ def mixture_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], 
     """Router and experts alone, which have the matrices that have `names`."""
     own, hidden = config.mixture, config.hidden_size
 
-    def matrices(width: int) -> dict[str, tuple[int, int]]:
-        return {role: (hidden, width) if role == "down" else (width, hidden) for role in names}
+    def matrices(width: int, read: int = hidden) -> dict[str, tuple[int, int]]:
+        return {role: (read, width) if role == "down" else (width, read) for role in names}
 
     rules = {"router": TensorRule(f"{prefix}gate.weight", (own.experts, hidden))}
     if own.corrected:
@@ -94,6 +94,6 @@ def mixture_tensors(config: ModelConfig, prefix: str, names: Mapping[str, str], 
     if own.shared_scaled:
         rules["shared.scale"] = TensorRule(f"{prefix}{shared}_gate.weight", (1, hidden))
     for expert in range(own.experts):
-        for role, shape in matrices(own.width).items():
+        for role, shape in matrices(own.width, own.latent or hidden).items():
             rules[expert_role(expert, role)] = TensorRule(f"{prefix}experts.{expert}.{names[role]}.weight", shape)
     return rules

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
 
@@ -34,17 +35,17 @@ KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_
 # Of training, of layers for multi-token prediction, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
     "chunk_size", "expand", "hidden_act", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern",
-    "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "original_max_position_embeddings", "output_router_logits",
-    "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor",
-    "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "num_nextn_predict_layers": 0,
-                                        "sliding_window": None, "use_bias": False}
+    "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers", "original_max_position_embeddings",
+    "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels"})
+REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None,
+                                        "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
 KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}
 WHOLE = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer
 STATES, SPARSE, ALONE = (STATE, "m", "n"), ("n", "g"), (STATE, FULL)
 NAMES = {"up": "up_proj", "down": "down_proj"}  # of an expert
-SECOND = ("post_norm", "up", "down", "router", "correction")
+SECOND = ("post_norm", "up", "down", "router", "correction", "experts_in", "experts_out")
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 21_504, "num_attention_heads": 32}
 USUAL = Defaults(max_position_embeddings=4096, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), eps_key="layer_norm_epsilon",
                  norm_eps=1e-5, act=("mlp_hidden_act", "relu2"), sizes=SIZES, rotary=False)
@@ -104,11 +105,13 @@ def mixture_of(keys: Keys, layers: tuple[int, ...]) -> Mixture:
     if layers and shared != 1:
         raise ConfigError(f"config.json: n_shared_experts is {shared}, which is not supported for nemotron_h models",
                           "published models of this family have one")
-    if layers and latent is not None:
-        raise ConfigError(f"config.json: moe_latent_size = {latent} is not supported", "experts that read the stream itself are: "
-                          "Nemotron 3 Nano")
+    hidden = keys.integer("hidden_size", SIZES["hidden_size"], high=2**20)
+    if layers and (latent or 0) > hidden:
+        raise ConfigError(f"config.json: moe_latent_size = {latent} is more than hidden_size {hidden}",
+                          "experts of published models read fewer numbers than a token has")
     own = mixture(keys, 8, 2, keys.integer("moe_intermediate_size", 7688, high=2**22), keys.flag("norm_topk_prob", True), layers,
-                  "n_routed_experts", sigmoid=True, corrected=True, factor=keys.number("routed_scaling_factor", 1.0), gated=False,
+                  "n_routed_experts", sigmoid=True, corrected=True, apart=latent is not None, latent=latent or 0,
+                  factor=keys.number("routed_scaling_factor", 1.0), gated=False,
                   shared_width=keys.integer("moe_shared_expert_intermediate_size", 7688, high=2**22))
     return grouped(keys, own, 1, 1)
 
@@ -134,7 +137,11 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if layer not in config.without_mlp:
         found |= {"post_norm": TensorRule(f"model.layers.{first + 1}.norm.weight", (config.hidden_size,))}
     if config.mixture is not None and layer in config.mixture.layers:
-        found |= mixture_tensors(config, f"model.layers.{first + 1}.mixer.", NAMES)
+        prefix = f"model.layers.{first + 1}.mixer."
+        found |= mixture_tensors(config, prefix, NAMES)
+        if latent := config.mixture.latent:
+            found |= {"experts_in": TensorRule(f"{prefix}fc1_latent_proj.weight", (latent, config.hidden_size)),
+                      "experts_out": TensorRule(f"{prefix}fc2_latent_proj.weight", (config.hidden_size, latent))}
     elif layer not in config.without_mlp:
         found |= {role: TensorRule(f"model.layers.{first + 1}.mixer.{role}_proj.weight", rules[role].shape) for role in ("up", "down")}
     return found
@@ -149,10 +156,29 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 def _second_half(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
                  tap: Callable[[str, int, object], None]) -> object:
     """Experts, an MLP, or nothing."""
+    if w.between is not None:
+        return narrowed_experts(ops, w, x, config, layer, tap)
     if w.experts:
         return feed_forward(ops, w, x, config, layer, tap)
     if layer not in config.without_mlp:
         return opt.feed_forward(ops, w, x, config, layer, tap)  # of two matrices, without a gate
+    tap("block_out", layer, x)
+    return x
+
+
+def narrowed_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
+                     tap: Callable[[str, int, object], None]) -> object:
+    """Experts over fewer numbers than a token has, beside one over all of them; the router reads all of them too. A tap sees experts_in and
+    experts_out, what goes into the experts and comes out of them all, and shared_hidden."""
+    tap("mlp_in", layer, x)
+    y, act = ops.normed_apart(x, w.post_norm), config.hidden_act
+    (narrow,) = ops.norm_linear(y, None, [w.between.into])
+    tap("experts_in", layer, narrow)
+    narrow = ops.expert_branch(narrow, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, act,
+                               partial(tap, "visits", layer), w.correction, None, y)
+    tap("experts_out", layer, narrow)
+    x = ops.mlp(x, w.post_norm, w.shared.up, w.shared.down, act, partial(tap, "shared_hidden", layer))
+    x = ops.linear_add(narrow, w.between.out, x)
     tap("block_out", layer, x)
     return x
 

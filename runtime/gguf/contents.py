@@ -24,6 +24,7 @@ from ..config import ModelConfig
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
+from . import half_layers
 from .architecture import ROUTER, Architecture
 from .config import Factors
 from .deepseek4 import BEFORE_O, groups_in, is_behind
@@ -130,6 +131,8 @@ class _Reading:
         if name in STACKED:
             names = stacked(name, config)
         names = table_name(name, config) or names
+        if config.family == half_layers.FAMILY and half_layers.is_behind(name, config):
+            return ()
         behind = tuple(f"blk.{config.num_hidden_layers + i}." for i in range(config.mtp_layers))
         return mtp_names(name, names, config) if name.startswith(behind) else names
 

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import damaged
 from ..config import ModelConfig
 from ..families import nemotron_h
@@ -23,7 +23,7 @@ COUNTS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_
           "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
           "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
           "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
-          "moe_latent_size": "moe_latent_size"}
+          "moe_latent_size": "moe_latent_size", "nextn_predict_layers": "num_nextn_predict_layers"}
 BY_BLOCK = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), BY_BLOCK[0])
 # Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.
@@ -31,10 +31,12 @@ NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj"
          "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
          "ssm_steps": "mixer.dt_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
          "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
-         "exp_probs_b": "mixer.gate.e_score_correction_bias"}
+         "exp_probs_b": "mixer.gate.e_score_correction_bias", "ffn_latent_down": "mixer.fc1_latent_proj",
+         "ffn_latent_up": "mixer.fc2_latent_proj"}
 WHOLE = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
-ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm"}
+ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
+BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in
 DECAY = ".mixer.A_log"
 
 
@@ -42,6 +44,11 @@ def add_half_layers(header: GgufHeader, name: str, raw: dict[str, object]) -> No
     """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
     heads, widths = (_by_block(header, f"{name}.{key}", blocks) for key in BY_BLOCK)
+    behind = raw.pop("num_nextn_predict_layers", 0)
+    if type(behind) is not int or not 0 <= behind < len(heads):
+        damaged(path, f"states {name}.{BEHIND} {shown_value(behind)} of {len(heads)} blocks")
+    raw["num_hidden_layers"] = blocks = len(heads) - behind
+    heads, widths = heads[:blocks], widths[:blocks]
     for block, (count, width) in enumerate(zip(heads, widths)):
         if count and width:
             damaged(path, f"states heads and a width of block {block}, which is one thing")
@@ -74,6 +81,12 @@ def block_of(config: ModelConfig, layer: int, role: str) -> int:
     return nemotron_h.first_half(config, layer) + (layer not in config.without_mlp and nemotron_h.in_second_half(role))
 
 
+def is_behind(name: str, config: ModelConfig) -> bool:
+    """Does a tensor of a file belong to a block for multi-token prediction?"""
+    block = name.removeprefix("blk.").partition(".")[0]
+    return block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
+
+
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys below the architecture's name that are its own, or otherwise than other families have them."""
     blocks = nemotron_h.first_half(config, config.num_hidden_layers)
@@ -90,6 +103,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
                               "attention.layer_norm_epsilon": float(config.norm_eps)}  # for which llama.cpp looks too
     if mixture is None:
         return keys
+    if mixture.latent:
+        keys["moe_latent_size"] = mixture.latent
     return keys | {"expert_feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width,
                    "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise, "expert_weights_scale": float(mixture.factor),
                    "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}

@@ -64,7 +64,7 @@ LATER_UNLESS_USED = {  # at their default
     "router_rank", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "streams_kept", "value_dim",
     "values_normed", "vector_inner", "vector_width", "without_mlp", "words_beside", "written_window"}
 LATER_OF_STATES = ", sigmoid=False", ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
-LATER_OF_MIXTURES = (", seen_width=None, seen_words=frozenset()", ", idle=False", ", handed=0",
+LATER_OF_MIXTURES = (", seen_width=None, seen_words=frozenset()", ", latent=0", ", idle=False", ", handed=0",
                      ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None",
                      ", of_inputs=False",
                      ", gated=True", ", apart=False", ", groups=1, kept_groups=1",

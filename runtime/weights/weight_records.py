@@ -172,7 +172,7 @@ class WeightRecords:
         if config.mixture is not None and config.mixture.apart and router is not None and "router_scale" not in roles:
             made, handed = config.mixture.experts, config.mixture.handed
             scales = np.repeat(np.float32([1, not config.mixture.idle]), [made, handed])
-            read = Norm("none") if config.norms_gated else post_norm  # of what is normed and gated beforehand
+            read = Norm("none") if config.norms_gated or config.mixture.latent else post_norm  # of what is made of a norm beforehand
             apart = Apart(read, read, None, None, ops.put(scales, "f32"))
         elif config.mixture is not None and config.mixture.apart and router is not None:
             root = np.float32(config.hidden_size**-0.5)
@@ -180,7 +180,7 @@ class WeightRecords:
                           norm("experts_after"), norm("mlp_after"), vector("expert_scales"))
         if router is not None and self.paging is not None and ops is self.host:
             experts = self.paging.layer(key, roles, lambda role: vector(f"{role}_bias"), apart.router_norm if apart else post_norm,
-                                        None if config.router_rank or config.norms_gated else router,
+                                        None if config.router_rank or config.norms_gated or config.mixture.latent else router,
                                         lambda logits: ranks(logits, config.mixture.routing, correction))
         else:
             experts = tuple(Expert(*map(linear, expert_roles(e))) for e in range(config.mixture.experts)) if router else ()
@@ -198,6 +198,7 @@ class WeightRecords:
                             up=linear("up"), down=linear("down"), o_norm=norm("o_norm"), down_norm=norm("down_norm"), sinks=vector("sinks"),
                             router=router, experts=experts, bundles=self._bundles(roles, raw, ops, vector),
                             correction=correction, shared=shared, seen=seen,
+                            between=LowRank(linear("experts_in"), linear("experts_out")) if "experts_in" in roles else None,
                             state=state_weights(Source(config, key, roles, raw, ops, linear, vector)),
                             latent=latent_weights(config, roles, linear, vector), index=index_weights(config, roles, linear, vector),
                             grows=growth(roles, vector), entered=rescale(roles, "entry", vector),
