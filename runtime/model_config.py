@@ -25,54 +25,55 @@ class ModelConfig:
     `qk_norm`: q and k are normed head by head, with `qk_norm_whole` all heads together, with `qk_norm_each` by weights of each head's own.
     `attn_scale` multiplies scores, None is head_dim ** -0.5. `experts_stored`: the low-bit format in which the checkpoint holds its
     experts, None for that of all else. `position_offset`: the row of the learned positions' table that position 0 has, None for no such
-    table. `mtp_layers`: layers behind the last, for multi-token prediction, of which drafts need one. `state`: what `state_layers` remember
-    a text in, in the place of keys and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the query.
-    `latent`: the widths of latent attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by layer how
-    many key-value heads there are and of which size, where layers differ; `layer_queries`: how many query heads. `kv_sources`: by layer
-    whose keys and values it attends to, where some have none of their own. `layer_ffn`: by layer the width inside its MLP, where layers
-    differ. `values_normed`: values are normed head by head, without a weight; `keys_as_values`: layers in which they are what keys are made
-    of too. `input_width`: of what every layer is given of a token beside the stream, 0 for nothing, of which there is a table of
-    `input_vocab` rows, 0 for none, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the layer's.
-    `without_mlp`: layers that have none. `states_beside`: layers with a state have attention too, both of one input. `factors`: what a
-    tensor's values, or what a matrix gives, is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its
-    activation as checkpoints have them, where no tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not
-    run here. `qk_norm_unit`: q and k are normed head by head without a weight, in layers that turn, with `qk_norm_still` in the others too.
-    `gates_apart`: gates of what is attended to are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes,
-    not the sigmoid; `gates_whole`: a head has one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is
-    normed before it is added, of families with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and
-    MLP read what comes into the layer. `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has a weight.
-    `clip_qkv`: beyond which q, k and v are cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of the norm
-    behind a state, where it is not that of the others. `streams`: of how many a token has side by side each layer works on one, 0 for one
-    as it is; `low_rank`: the width inside a branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their
-    mean the gates of its MLP have to be, None for all, where any have to. `one_scale`: ternary matrices read activations that are rounded
-    by one scale a token, as they were trained (BitNet). `attends_beside`: the layers of those with a state that have attention too, where
-    not all or none have; in front of the state they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an
-    embedding beside the stream, the second of two; with `attention_branches` what a layer adds to one is beside q, k and v too.
-    `value_dim`: how wide a head's values are, where narrower than its keys, as wide as which they are cached. `slopes`: of each query head,
-    by which a score grows with the place of its key (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`:
-    how tokens choose what they see. `both_ways`: they see what comes behind them too, with a window as far as before them.
-    `embedding_normed`: an embedding goes through a norm without a weight; `last_norm`: the kind of the one before the head, and
-    `behind_eps` the epsilon of those behind attention and MLP, where these are not the others'. `gate_bounds`: by layer how far gates of
-    experts, and those of what every token visits, go, None for no bound. `compressed`: beyond a window layers see keys of several tokens,
-    and streams are mixed by numbers of a token's own. `head_act`: between the last norm and the head are a matrix, with `head_in_bias` of a
-    bias, this activation and a norm; `norms_biased`: norms of a family that may go without have biases. `prefixed`: in a prompt with
-    pictures all tokens see each other, those of the answer what is before them. `cross_layers`: those that attend to pictures alone;
-    `words_beside`: rows of the embedding behind those of the vocabulary, of words that are never written. `vector_width`: of what a matrix
-    makes of a state that is pooled, 0 where there is none; `vector_inner`: how many numbers another makes before it, 0 for none.
-    `ranks_lists`: such vectors are made of documents and a query in one text, to be compared. `written_window`: a token of an answer sees
-    the whole prompt and so many of those that were written, itself among them; None for all. `mix_rank`: by way of so many numbers streams
-    say, channel by channel, what a branch reads of them, 0 where they do not; `ngrams`: layers that are given rows of n-grams.
-    `layer_latents`: by layer the widths of latent attention, where layers differ. `queries_grow`: those of each head by numbers of its own
-    with their place; `frequencies_learned`: those of rotary positions are times numbers that a checkpoint holds. `latent_eps`: of norms of
-    latents, where it is not that of most families. `mix_rounds`: where streams are mixed by numbers of a token's own in a model without
-    keys of several tokens, how often what mixes them is divided by its rows and columns, 0 where they are not; and `mix_least`, which is
-    added to what is divided by; what leaves them is their mean. `router_rank`: how many numbers a router begins with, which goes through a
-    small network and adds those of the layer before, 0 where it is one matrix. `differs`: attention is the difference of that of two halves
-    of the heads; values are twice as wide as keys then, which is `head_dim`, and `value_dim` how wide heads are made. `keys_marked`: every
-    key adds a number of its own to scores, and heads are wider in attention by a channel for it, as with slopes. `norms_gated`: what norms
-    give says by way of so many numbers how much of each channel is read, 0 where it does not; queries of latent attention, and gates of
-    what is attended to, are then made of their latent twice, normed and as it is. `streams_kept`: streams are read and written by numbers
-    of a token's own, to which `mix_least` is added, and not mixed with one another.
+    table. `mtp_layers`: layers behind the last, for multi-token prediction, of which drafts need one. `state`: what `state_layers`
+    remember a text in, in the place of keys and values. `gated_queries`: in each head of q a gate of what it attends to stands behind the
+    query. `latent`: the widths of latent attention; num_key_value_heads and head_dim are then those of what is cached. `layer_heads`: by
+    layer how many key-value heads there are and of which size, where layers differ; `layer_queries`: how many query heads. `kv_sources`:
+    by layer whose keys and values it attends to, where some have none of their own. `layer_ffn`: by layer the width inside its MLP, where
+    layers differ. `values_normed`: values are normed head by head, without a weight; `keys_as_values`: layers in which they are what keys
+    are made of too. `input_width`: of what every layer is given of a token beside the stream, 0 for nothing, of which there is a table of
+    `input_vocab` rows, 0 for none, times `input_multiplier`. `layers_scaled`: what leaves a layer is multiplied by a number of the
+    layer's. `without_mlp`: layers that have none; `without_attention`: those of families with attention that have none of it, nor a state.
+    `states_beside`: layers with a state have attention too, both of one input. `factors`: what a tensor's values, or what a matrix gives,
+    is multiplied by, as pairs of a role and a number. `curves`: by layer the numbers of its activation as checkpoints have them, where no
+    tensors hold them. `most_tokens`: of a text, beyond which the model computes what is not run here. `qk_norm_unit`: q and k are normed
+    head by head without a weight, in layers that turn, with `qk_norm_still` in the others too. `gates_apart`: gates of what is attended to
+    are made by a matrix of their own; `gates_softplus`: they are the softplus of what it makes, not the sigmoid; `gates_whole`: a head has
+    one for all its channels. `branches_normed`: what a convolution, attention or an MLP gives is normed before it is added, of families
+    with both kinds of blocks. `side_by_side`: of families with both kinds of blocks, attention and MLP read what comes into the layer.
+    `norms_apart`: where they do, each reads a norm of its own. `norms_unit`: no norm has a weight. `clip_qkv`: beyond which q, k and v are
+    cut off, before they are turned. `head_bias`: the head has one. `state_norm_eps`: of the norm behind a state, where it is not that of
+    the others. `streams`: of how many a token has side by side each layer works on one, 0 for one as it is; `low_rank`: the width inside a
+    branch of what a layer reads, 0 for none; `cuts`: by layer how many deviations beyond their mean the gates of its MLP have to be, None
+    for all, where any have to. `one_scale`: ternary matrices read activations that are rounded by one scale a token, as they were trained
+    (BitNet). `attends_beside`: the layers of those with a state that have attention too, where not all or none have; in front of the state
+    they have one of `shared_blocks` blocks of attention and an MLP in turn, which read an embedding beside the stream, the second of two;
+    with `attention_branches` what a layer adds to one is beside q, k and v too. `value_dim`: how wide a head's values are, where narrower
+    than its keys, as wide as which they are cached. `slopes`: of each query head, by which a score grows with the place of its key
+    (ALiBi); then heads are made as wide as `value_dim`, and head_dim is more. `indexed`: how tokens choose what they see. `both_ways`:
+    they see what comes behind them too, with a window as far as before them. `embedding_normed`: an embedding goes through a norm without
+    a weight; `last_norm`: the kind of the one before the head, and `behind_eps` the epsilon of those behind attention and MLP, where these
+    are not the others'. `gate_bounds`: by layer how far gates of experts, and those of what every token visits, go, None for no bound.
+    `compressed`: beyond a window layers see keys of several tokens, and streams are mixed by numbers of a token's own. `head_act`: between
+    the last norm and the head are a matrix, with `head_in_bias` of a bias, this activation and a norm; `norms_biased`: norms of a family
+    that may go without have biases. `prefixed`: in a prompt with pictures all tokens see each other, those of the answer what is before
+    them. `cross_layers`: those that attend to pictures alone; `words_beside`: rows of the embedding behind those of the vocabulary, of
+    words that are never written. `vector_width`: of what a matrix makes of a state that is pooled, 0 where there is none; `vector_inner`:
+    how many numbers another makes before it, 0 for none. `ranks_lists`: such vectors are made of documents and a query in one text, to be
+    compared. `written_window`: a token of an answer sees the whole prompt and so many of those that were written, itself among them; None
+    for all. `mix_rank`: by way of so many numbers streams say, channel by channel, what a branch reads of them, 0 where they do not;
+    `ngrams`: layers that are given rows of n-grams. `layer_latents`: by layer the widths of latent attention, where layers differ.
+    `queries_grow`: those of each head by numbers of its own with their place; `frequencies_learned`: those of rotary positions are times
+    numbers that a checkpoint holds. `latent_eps`: of norms of latents, where it is not that of most families. `mix_rounds`: where streams
+    are mixed by numbers of a token's own in a model without keys of several tokens, how often what mixes them is divided by its rows and
+    columns, 0 where they are not; and `mix_least`, which is added to what is divided by; what leaves them is their mean. `router_rank`:
+    how many numbers a router begins with, which goes through a small network and adds those of the layer before, 0 where it is one matrix.
+    `differs`: attention is the difference of that of two halves of the heads; values are twice as wide as keys then, which is `head_dim`,
+    and `value_dim` how wide heads are made. `keys_marked`: every key adds a number of its own to scores, and heads are wider in attention
+    by a channel for it, as with slopes. `norms_gated`: what norms give says by way of so many numbers how much of each channel is read, 0
+    where it does not; queries of latent attention, and gates of what is attended to, are then made of their latent twice, normed and as it
+    is. `streams_kept`: streams are read and written by numbers of a token's own, to which `mix_least` is added, and not mixed with one
+    another.
     """
 
     family: str
@@ -123,6 +124,7 @@ class ModelConfig:
     input_multiplier: float = 1.0
     layers_scaled: bool = False
     without_mlp: tuple[int, ...] = ()
+    without_attention: tuple[int, ...] = ()
     states_beside: bool = False
     factors: tuple[tuple[str, float], ...] = ()
     qk_norm_each: bool = False
@@ -209,7 +211,8 @@ class ModelConfig:
 
     def attends(self, layer: int) -> bool:
         """Whether a layer has attention to the text."""
-        return layer not in self.cross_layers and (self.states_beside or layer not in self.state_layers or layer in self.attends_beside)
+        own = self.states_beside or layer not in self.state_layers or layer in self.attends_beside
+        return own and layer not in (*self.cross_layers, *self.without_attention)
 
     def heads_of(self, layer: int) -> tuple[int, int]:
         """Key-value heads of a layer, and their size, which is that of its query heads."""

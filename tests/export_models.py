@@ -186,6 +186,10 @@ MODELS = {
     "smollm3": Case("smollm3", {"num_hidden_layers": 5}),
     "nemotron": Case("nemotron", {"tie_word_embeddings": True}),
     "nemotron, linear": Case("nemotron", rope("linear", factor=4.0, partial_rotary_factor=0.5)),
+    "nemotron_nas": Case("nemotron_nas", {"num_hidden_layers": 5, "head_dim": 16, "block_configs": [
+        {"attention": {"no_op": not heads, "n_heads_in_group": heads}, "ffn": {"no_op": not width, "intermediate_size": width}}
+        for heads, width in ((2, 64), (None, 96), (None, None), (4, 32), (None, 96))], "intermediate_size": 96, **rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}),
     "stablelm": Case("stablelm", {"use_qkv_bias": True, "num_key_value_heads": 4, "hidden_size": 128}),
     "stablelm, tied": Case("stablelm", {"tie_word_embeddings": True, "hidden_size": 128, **rope("default", partial_rotary_factor=0.5)}),
     "stablelm, side by side": Case("stablelm", {"use_parallel_residual": True, "qk_layernorm": True, "hidden_size": 128}),

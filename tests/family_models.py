@@ -170,6 +170,10 @@ CASES = {
         "mamba_conv_bias": False, "position_embedding_type": None, "tie_word_embeddings": False}, dtype="bfloat16"),
     "granitemoehybrid, no positions, bfloat16": Case("granitemoehybrid", {**GRANITE, **GRANITE_4, "position_embedding_type": None},
                                                      dtype="bfloat16"),
+    "nemotron_nas": Case("nemotron_nas", {"num_hidden_layers": 6, "head_dim": 32, "block_configs": [
+        {"attention": {"no_op": not heads, "n_heads_in_group": heads}, "ffn": {"no_op": not width, "intermediate_size": width}}
+        for heads, width in ((2, 56), (None, 88), (4, None), (None, None), (4, 40), (None, 88))], **rope(
+            "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}),
     "nemotron_h": Case("nemotron_h", {
         **NEMOTRON, "layers_block_type": ["mamba", "mlp", "mamba", "attention", "mlp", "mamba", "mlp", "mamba"], "vocab_size": 301}),
     "nemotron_h, no bias, bfloat16": Case("nemotron_h", {

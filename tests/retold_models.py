@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite",
-        "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal"}
+        "nemotron_nas": "llama", "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal"}
 
 
 def as_internlm2(folder: Path) -> None:
@@ -118,6 +118,48 @@ def as_minimax_text_01(folder: Path) -> None:
     save_file({name: tensor for name, tensor in load_file(path).items() if not name.endswith(stored)}, path)
 
 
+def searched(model: torch.nn.Module) -> None:
+    """Give a Llama weights of which a search took what its `block_configs` say: halves of layers that add nothing, inner channels that are
+    always zero, heads of keys and values that are alike."""
+    for layer, block in zip(model.model.layers, model.config.block_configs, strict=True):
+        attention, inside = block["attention"], block["ffn"]
+        if attention["no_op"]:
+            layer.self_attn.o_proj.weight.zero_()
+        elif copies := attention["n_heads_in_group"] // model.model.layers[0].self_attn.num_key_value_groups - 1:
+            for matrix in (layer.self_attn.k_proj, layer.self_attn.v_proj):
+                heads = matrix.weight.view(-1, copies + 1, layer.self_attn.head_dim, matrix.in_features)
+                heads[:, 1:] = heads[:, :1]
+        if inside["no_op"]:
+            layer.mlp.down_proj.weight.zero_()
+        else:
+            layer.mlp.down_proj.weight[:, inside["intermediate_size"] :] = 0
+
+
+def as_nemotron_nas(folder: Path) -> None:
+    """A folder of Llama without what `searched` made superfluous, and block_configs as they were published."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    usual = raw["num_attention_heads"] // raw["num_key_value_heads"]
+    for number, block in enumerate(raw["block_configs"]):
+        attention, inside, prefix = block["attention"], block["ffn"], f"model.layers.{number}."
+        gone = ("self_attn.", "input_layernorm") * attention["no_op"] + ("mlp.", "post_attention_layernorm") * inside["no_op"]
+        for name in [name for name in tensors if name.startswith(tuple(prefix + each for each in gone))]:
+            del tensors[name]
+        for part in "kv" if not attention["no_op"] else "":
+            name, copies = f"{prefix}self_attn.{part}_proj.weight", attention["n_heads_in_group"] // usual
+            tensors[name] = tensors[name].view(-1, copies, raw["head_dim"], raw["hidden_size"])[:, 0].flatten(0, 1).clone()
+        for part in ("gate", "up", "down") if not inside["no_op"] else ():
+            name, width = f"{prefix}mlp.{part}_proj.weight", inside["intermediate_size"]
+            tensors[name] = (tensors[name][:, :width] if part == "down" else tensors[name][:width]).clone()
+        more = {"num_sink_tokens": None, "replace_with_linear": False, "sparsify": None, "unshifted_sink": False,
+                "use_prefill_window_in_sink_attention": False, "window_length": None}
+        block["attention"], block["ffn"] = {**attention, **more}, {**inside, "replace_with_linear": False, "sparsify": None}
+    save_file(tensors, path)
+    _retell(folder, "nemotron-nas", "DeciLMForCausalLM", {}, (), {
+        "block_configs": raw["block_configs"], "intermediate_size": None, "num_key_value_heads": None,
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig"}})
+
+
 def as_phi4mm(folder: Path) -> None:
     """A folder of Phi 4 multimodal as it was published first: adapters beside each matrix."""
     _rename(folder, {rf"(model\.layers\.\d+\..+{name}_proj)\.weight": r"\1.base_layer.weight" for name in ("qkv", "o", "gate_up", "down")})
@@ -149,4 +191,5 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 
 RETOLD: Mapping[str, Callable[[Path], None]] = {
     "bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2, "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan,
-    "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni, "phi4mm": as_phi4mm}
+    "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni,
+    "nemotron_nas": as_nemotron_nas, "phi4mm": as_phi4mm}

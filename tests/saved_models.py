@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from family_sizes import CONTEXT, Case
 from newer_cases import BESIDE, SIGHT, SIGHTS
-from retold_models import LIKE, RETOLD
+from retold_models import LIKE, RETOLD, searched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
 
 # The models that take images, by their text part.
@@ -71,6 +71,8 @@ def _save(case: Case, folder: Path) -> type:
                 buffer.normal_(0, 0.2)
             elif name.endswith("tid2eid"):
                 buffer.copy_(torch.rand(len(buffer), config.n_routed_experts).argsort(1)[:, : buffer.shape[1]])
+        if case.family == "nemotron_nas":
+            searched(model)
     model.to(getattr(torch, case.dtype)).save_pretrained(folder, max_shard_size=case.shard)
     return read
 

@@ -175,6 +175,16 @@ def test_the_text_part_of_a_model_that_takes_images_is_a_model_of_its_own(folder
         assert set.union(*names(out)) == set(store.tensors), "the names of a text model"
 
 
+def test_a_family_that_is_called_with_a_dash_keeps_its_name(tmp_path: Path) -> None:
+    """Others know it by no other, and it is no part of a model that takes images."""
+    block = {"attention": {"no_op": False, "n_heads_in_group": 2}, "ffn": {"no_op": False, "intermediate_size": 128}}
+    saved(Case("nemotron_nas", {**SIZES, "head_dim": 64, "block_configs": [block] * 2}), tmp_path / "model")
+    said = [item.text for item in export_compressed(tmp_path / "model", tmp_path / "out", "INT4") if isinstance(item, Notice)]
+    assert said == [] and config(tmp_path / "out")["model_type"] == "nemotron-nas"
+    engine = list(open_engine(tmp_path / "out", EngineOptions(kv="32bit", device="cpu", ctx=64)))[-1]
+    engine.close()
+
+
 def test_the_text_part_of_a_mistral_names_the_class_of_its_family(tmp_path: Path) -> None:
     """The class of the whole is spelled otherwise than that of either text part."""
     saved(Case("ministral3", {**SIZES, "head_dim": 64, "rope_parameters": GROWING}, images=True), tmp_path / "model")

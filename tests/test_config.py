@@ -159,7 +159,8 @@ def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
     some |= {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2} if family in LATENT else {}
     some = {"hybrid_override_pattern": "M*-M"} if family == "nemotron_h" else some
     some |= {"bailing_moe_v2": {"moe_intermediate_size": 48}, "gemma3n_text": {"num_kv_shared_layers": 0},
-             "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2}, "hunyuan_v1_moe": {"num_experts": 4}, **PARTED}.get(family, {})
+             "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2}, "hunyuan_v1_moe": {"num_experts": 4}, **PARTED,
+             "nemotron_nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}}] * 4}}.get(family, {})
     keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
     module.config(keys)
     listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED

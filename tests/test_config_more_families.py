@@ -24,6 +24,19 @@ PUBLISHED = {
         "head_dim": 128, "hidden_act": "relu2", "initializer_range": 0.0134, "max_position_embeddings": 4096, "mlp_bias": False,
         "norm_eps": 1e-5, "partial_rotary_factor": 0.5, "rope_scaling": None, "rope_theta": 10_000.0, "tie_word_embeddings": False,
         "torch_dtype": "bfloat16", "use_cache": True},
+    "nemotron_nas": {  # Llama 3.3 Nemotron Super 49B, two of whose layers are as these
+        "_attn_implementation_autoset": True, "architectures": ["DeciLMForCausalLM"], "attention_bias": False, "attention_dropout": 0.0,
+        "auto_map": {"AutoConfig": "configuration_decilm.DeciLMConfig", "AutoModelForCausalLM": "modeling_decilm.DeciLMForCausalLM"},
+        "block_configs": [{"attention": {
+            "n_heads_in_group": heads, "no_op": heads is None, "num_sink_tokens": None, "replace_with_linear": False, "sparsify": None,
+            "unshifted_sink": False, "use_prefill_window_in_sink_attention": False, "window_length": None}, "ffn": {
+            "ffn_mult": times, "no_op": times is None, "replace_with_linear": False, "sparsify": None}}
+            for heads, times in ((8, 2.625), (None, 1.0), (4, 5.25), (None, None))], "bos_token_id": 128_000, "eos_token_id": [128_001],
+        "hidden_size": 8192, "initializer_range": 0.02, "intermediate_size": None, "max_position_embeddings": 131_072, "mlp_bias": False,
+        "model_type": "nemotron-nas", "num_attention_heads": 64, "num_key_value_heads": None, "pretraining_tp": 1, "rope_scaling": {
+            "factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192, "rope_type":
+            "llama3"}, "rope_theta": 500_000.0, "tie_word_embeddings": False, "torch_dtype": "bfloat16", "use_cache": True,
+        "vocab_size": 128_256},
     "stablelm": {  # StableLM 2 1.6B
         "architectures": ["StableLmForCausalLM"], "bos_token_id": 0, "hidden_act": "silu", "initializer_range": 0.02, "layer_norm_eps":
         1e-5, "max_position_embeddings": 4096, "partial_rotary_factor": 0.25, "qk_layernorm": False, "rope_theta": 10_000,
@@ -52,7 +65,7 @@ PUBLISHED = {
 
 
 def base(family: str) -> dict[str, object]:
-    usual = {key: value for key, value in LLAMA.items() if key != "head_dim"} if family == "cohere" else LLAMA
+    usual = {key: value for key, value in LLAMA.items() if key != "head_dim"} if family in ("cohere", "nemotron_nas") else LLAMA
     return {**usual, "eos_token_id": 7, "model_type": family, **PUBLISHED[family]}
 
 
@@ -107,3 +120,20 @@ def test_a_shared_expert_of_no_width_is_none() -> None:
     assert not any(role.startswith("shared.") for role in families.get("granitemoeshared").layer_tensors(config, 0))
     shared = parse_config(base("granitemoeshared"), strict=True)
     assert shared.mixture.shared_width == shared.intermediate_size == 1024 and shared.mixture.factor == 0.22
+
+
+def test_blocks_of_llama_nemotron() -> None:
+    config = parse_config(base("nemotron_nas"), strict=True)
+    assert config.without_attention == (1, 3) and config.attention_layers == (0, 2) and config.without_mlp == (3,)
+    assert [config.ffn_of(layer) for layer in range(3)] == [14_336, 5632, 28_672] and config.head_dim == 128
+    assert [config.heads_of(layer) for layer in (0, 2)] == [(8, 128), (16, 128)] and config.intermediate_size == 28_672
+    block = {"attention": {"no_op": False, "num_key_value_heads": 8}, "ffn": {"no_op": False, "intermediate_size": 100}}
+    named = parse_config({**base("nemotron_nas"), "block_configs": [block] * 4}, strict=True)
+    assert named.num_key_value_heads == 8 and named.intermediate_size == 100 and not (named.layer_ffn or named.layer_heads)
+    for half, key, value in (("attention", "replace_with_linear", True), ("attention", "window_length", 8192), ("ffn", "sparsify", [1]),
+                             ("attention", "num_sink_tokens", 4), ("attention", "no_op", 1), ("attention", "num_key_value_heads", 7),
+                             ("ffn", "intermediate_size", -1), ("ffn", "gates", 2)):
+        changed = {**block, half: {**block[half], key: value}}
+        refused({**base("nemotron_nas"), "block_configs": [block, changed, block, block]}, f"block_configs[1].{half}")
+    for blocks in (None, [block] * 3, [{**block, "attention": {"no_op": True}}] * 4, [7] * 4):
+        refused({**base("nemotron_nas"), "block_configs": blocks}, "block_configs")

@@ -47,7 +47,7 @@ NEW = {name: replace(CASES[name], dtype="float32", changes={**CASES[name].change
                     "smollm3", "granite", "opt", "starcoder2", "ernie4_5", "glm", "glm4", "qwen3_5_text", "lfm2",
                     "granitemoehybrid, state spaces", "nemotron_h", "bamba", "falcon_h1", "nemotron", "hyperclovax", "jais2", "stablelm",
                     "apertus", "cohere", "gpt_neox", "phi", "olmo", "bitnet", "gptj", "modernbert_decoder",
-                    "persimmon")}
+                    "persimmon", "nemotron_nas")}
 IDS = np.random.default_rng(3).integers(0, 300, 200).tolist()
 # Which roles of a layer smoothing may change: a norm that feeds matrices, projections whose rows can be divided, and their readers.
 PLAIN = {"input_norm", "q", "k", "v", "o", "post_norm", "gate", "up", "down"}
@@ -150,8 +150,9 @@ def test_calibration_sees_what_a_run_sees(source: Path, engine: Engine) -> None:
             continue
         with engine.model.pager.lease(found.key) as raw:
             weights = engine.model._lease(found.key, raw)
+        of_attention = () if found.key in engine.config.without_attention else ("block_in",)
         of_mlp = () if found.key in engine.config.without_mlp else ("mlp_in", "mlp_hidden")
-        assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {"block_in", *of_mlp}
+        assert {tap for key, tap in seen if key == found.key} & READS.keys() >= {*of_attention, *of_mlp}
         for tap, roles in READS.items():
             if (inputs := seen.get((found.key, tap))) is None:
                 assert found.roles.keys().isdisjoint(roles)
@@ -179,6 +180,7 @@ def test_smoothing_changes_no_answer(source: Path, engine: Engine) -> None:
                     own = own - {"input_norm", "q", "k"}  # nothing stands before what they read
                 beside = plan.config.states_beside  # whose state reads what q, k and v do
                 own = own - {"input_norm", "q", "k"} if beside else own & MLP if found.key in plan.config.state_layers else own
+                own = own & MLP if found.key in plan.config.without_attention else own
                 assert roles == own - (MLP if found.key in plan.config.without_mlp else set())
                 with engine.model.pager.lease(found.key) as raw:
                     for name, values in changed.items():

@@ -177,6 +177,7 @@ PECULIAR = {
     "nemotron_h, experts": [{"mixture": each} for each in ({"renormalise": False}, {"sigmoid": False}, {"factor": 1.0},
                                                            {"corrected": False}, {"shared_width": None})] + [{"hidden_act": "relu"}],
     "nemotron_h, experts of fewer numbers": [{"mixture": {"factor": 1.0}}, {"mixture": {"corrected": False}}, {"hidden_act": "relu"}],
+    "nemotron_nas": [{"ropes": (None,) * 6}, {"norm_eps": 1e-1}],
     "falcon_h1": [{"attn_scale": None}, {"embedding_multiplier": 1.0}, {"logits_scaling": 1.0}, {"ropes": (None,) * 3},
                   *({"factors": {role: 1.0}} for role in ("o", "state_out", "post_norm", "down", "state_gate", "state_in.values",
                                                           "state_in.b", "state_in.c", "state_rate"))],

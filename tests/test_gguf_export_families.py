@@ -100,6 +100,8 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("olmo3", {"rope_parameters": {"full_attention": {"rope_theta": 2e4}, "sliding_attention": {"rope_theta": 1e4}}}, "rope_theta"),
     ("seed_oss", {"attention_out_bias": True}, "biases on o"),
     ("seed_oss", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
+    ("nemotron_nas", {"block_configs": [{"attention": {"no_op": False, "n_heads_in_group": 2}, "ffn": {
+        "no_op": not width, "intermediate_size": width}} for width in (64, 0, 64, 64, 64)]}, "attention in a layer without an MLP"),
     ("nemotron", {"head_dim": 32}, "4 heads of 32"), ("nemotron", {"attention_bias": True}, "biases on o"),
     ("nemotron", {"hidden_act": "relu"}, "relu where relu2"), ("stablelm", {"hidden_act": "gelu"}, "gelu where silu"),
     ("phi", {"hidden_act": "gelu"}, "gelu where gelu_tanh"),

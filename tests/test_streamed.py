@@ -104,7 +104,7 @@ def test_products_in_float32_give_the_same_bits(spec: str, folders, small_parts:
 
 FAMILIES = ("llama, odd vocabulary", "llama, biases", "llama, tied, one KV head", "llama, shards, older dialect", "llama, float16", "qwen3",
             "phi3", "gemma", "gemma2", "olmo2", "olmo3", "ministral3", "seed_oss", "granite", "opt", "opt, no biases",
-            "starcoder2", "exaone4", "arcee", "ernie4_5", "ernie4_5, biases, yarn, bfloat16", "glm", "glm4", "qwen3_5_text",
+            "starcoder2", "nemotron_nas", "exaone4", "arcee", "ernie4_5", "ernie4_5, biases, yarn, bfloat16", "glm", "glm4", "qwen3_5_text",
             "qwen3_5_text, other layers", "lfm2", "lfm2, other taps, bfloat16", "bamba", "muse_glimmer", "modernbert_decoder", "codegen",
             "gpt_bigcode", "gpt_neo", "gptj", "persimmon", "rwkv7", "molmo2_text",
             "granitemoehybrid, state spaces", "nemotron_h", "falcon_h1", "nemotron", "stablelm", "apertus", "bitnet", "zamba2")

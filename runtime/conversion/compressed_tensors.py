@@ -26,7 +26,7 @@ from .. import families
 from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_target, copied
 from ..events import Notice, Progress
-from ..families import kind_of
+from ..families import RENAMED, kind_of
 from ..files.written import whole_already
 from ..images import taken_too
 from ..source import folder_files, is_rounded, open_store
@@ -52,8 +52,10 @@ SPELLED = {"axk1": "AXK1", "axk2": "AXK2", "bitnet": "BitNet", "codegen": "CodeG
            "HunYuanDenseV1", "hunyuan_v1_moe": "HunYuanMoEV1", "hy_v3": "HYV3", "hy_v4": "HYV4", "hyperclovax": "HyperCLOVAX",
            "internlm3": "Llama", "iquestcoder": "Llama", "llama4_text": "Llama4", "mimo_v2_flash": "MiMoV2Flash", "minicpm3": "MiniCPM3",
            "minimax": "MiniMax", "minimax_m2": "MiniMaxM2", "minimax_m3_vl_text": "MiniMaxM3VL", "modernbert_decoder":
-           "ModernBertDecoder", "nanochat": "NanoChat", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe", "qwen3_5_text": "Qwen3_5",
-           "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3", "stablelm": "StableLm", "vaultgemma": "VaultGemma"}
+           "ModernBertDecoder", "nanochat": "NanoChat", "nemotron_nas": "DeciLM", "opt": "OPT", "qwen3_5_moe_text": "Qwen3_5Moe",
+           "qwen3_5_text": "Qwen3_5", "qwen4_exp_text": "Qwen4Exp", "smollm3": "SmolLM3", "stablelm": "StableLm",
+           "vaultgemma": "VaultGemma"}
+DASHED = {family: kind for kind, family in RENAMED.items() if "-" in kind}  # whose files here are not called as configs call them
 NOT_WRITTEN = {**dict.fromkeys(("gpt_oss", "granitemoe", "granitemoe_swa", "granitemoeshared"), "other tools want their experts joined"),
                **dict.fromkeys(("axk2", "deepseek_v32", "deepseek_v4", "glm5_next_text", "glm_moe_dsa", "hy_v4",
                                 "minimax_m3_vl_text", "mistral_large4_text", "qwen4_exp_text"),
@@ -120,7 +122,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
         raise UsageError(f"{source} is quantized already ({how})", "export the original checkpoint")
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
-    if raw["model_type"] != config.family:
+    if raw["model_type"] not in (config.family, DASHED.get(config.family)):
         kind = raw["model_type"]
         yield Notice(f"{kind} takes {taken_too(raw)} too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
@@ -152,6 +154,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
             if any(item.roles == ("head",) for item in items):
                 described["tie_word_embeddings"] = False
+            described["model_type"] = DASHED.get(config.family, described["model_type"])
             described["architectures"] = described.get("architectures") or [reader(config.family)]
             described["quantization_config"] = quantization_config(bits, _ignored(items))
             files = {name: path for name, path in copied(source).items() if name != MARKER}

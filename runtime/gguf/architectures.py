@@ -15,6 +15,7 @@ from . import (
     bitnet,
     channel_decays,
     cohere2_moe,
+    deci,
     deepseek4,
     falcon_h1,
     gemma3n,
@@ -104,6 +105,7 @@ ARCHITECTURES = {
                                 experts=("mlp", qwen3_moe.NAMES), layer_names={**_GLM_NAMES, **kolibri1.NAMES}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                                                            **_CAUSAL}, experts=("block_sparse_moe", mixtral.NAMES)),
+    deci.NAME: Architecture(deci.FAMILY, interleaved=True),
     mllama.NAME: Architecture(mllama.FAMILY, interleaved=True, layer_names=mllama.NAMES, whole=mllama.WHOLE, required=mllama.REQUIRED,
                               read=mllama.READ),
     "llama-embed": Architecture("llama", interleaved=True, config={"is_causal": False}, read=frozenset({"attention.causal"})),
@@ -295,7 +297,7 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "bailing_moe_v2": "bailingmoe2", "mimo": "qwen2", cohere2_moe.FAMILY: cohere2_moe.NAME,
+    "cohere": "command-r", "bailing_moe_v2": "bailingmoe2", "mimo": "qwen2", deci.FAMILY: deci.NAME, cohere2_moe.FAMILY: cohere2_moe.NAME,
     "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3", "gemma4_text": "gemma4",
     "glm": "chatglm", "glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama",

@@ -22,6 +22,7 @@ from . import (
     bitnet,
     channel_decays,
     cohere2_moe,
+    deci,
     gemma4,
     glm5_next,
     gpt_oss,
@@ -131,6 +132,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     yield config.ranks_lists, "ranks documents by matrices of its own"
     yield from _departures_of_layers(config)
     yield from stateful.departures(config)
+    if family == deci.FAMILY:
+        yield from deci.departures(config)
     if family == minicpm3.FAMILY:
         yield from minicpm3.departures(config)
     elif config.latent is not None:
@@ -291,6 +294,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.family in (bitnet.FAMILY, gemma4.FAMILY):
         keys |= (bitnet if config.family == bitnet.FAMILY else gemma4).stated(config)
+    if config.family == deci.FAMILY:
+        keys |= deci.stated(config)
     if config.mixture is not None:
         keys |= _of_mixture(config, config.mixture)
     return keys

@@ -24,7 +24,7 @@ from ..config import ModelConfig
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
-from . import half_layers
+from . import deci, half_layers
 from .architecture import ROUTER, Architecture
 from .config import Factors
 from .deepseek4 import BEFORE_O, groups_in, is_behind
@@ -249,4 +249,6 @@ def heads_of(name: str, config: ModelConfig) -> int:
     """Heads of queries or keys whose rows are interleaved in llama files; 0 for what is neither."""
     if ".q_proj." in name:
         return config.num_attention_heads
-    return config.num_key_value_heads if ".k_proj." in name else 0
+    if ".k_proj." not in name:
+        return 0
+    return config.heads_of(int(name.split(".")[2]))[0] if config.family == deci.FAMILY else config.num_key_value_heads

@@ -42,6 +42,7 @@ from . import (
     apertus,
     bitnet,
     channel_decays,
+    deci,
     falcon_h1,
     half_layers,
     latent_attention,
@@ -208,6 +209,8 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
     parts = {part: whole for whole, own in found.fused.items() for part in own}
     layers = [(key, roles) for key, roles in tensors.items() if key != "outer"]
     for key, roles in (("outer", outer), *layers, (config.num_hidden_layers, beside)):
+        if config.family == deci.FAMILY and key != "outer":
+            heads["k"] = config.heads_of(key)[0] if key < config.num_hidden_layers else 0
         grouped: dict[str, list[tuple[str, ModelTensor]]] = {}
         for role, tensor in roles.items():
             if role in found.parts:

@@ -12,6 +12,7 @@ from . import (
     bitnet,
     channel_decays,
     cohere2_moe,
+    deci,
     deepseek4,
     falcon_h1,
     gemma3n,
@@ -254,6 +255,7 @@ def _scored(header: GgufHeader, raw: Raw) -> None:
 
 OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "afmoe": _afmoe, apertus.FAMILY: _apertus, "bailing_moe_v2": _bailing, bitnet.FAMILY: _windowed(bitnet.add_bitnet), "cohere": _cohere,
+    deci.FAMILY: lambda of, raw: deci.add_deci(of.header, raw),
     "cohere2": _cohere2, cohere2_moe.FAMILY: _cohere2_moe, deepseek4.FAMILY: _deepseek4, "dots1": _glm,
     "ernie4_5_moe": _ernie_moe, "exaone_moe": _exaone_moe,
     falcon_h1.FAMILY: _windowed(falcon_h1.add_falcon_h1), gemma3n.FAMILY: _gemma3n, "glm4_moe": _glm,

@@ -59,7 +59,7 @@ class Both:
 
 @dataclass(frozen=True)
 class Nothing:
-    """Of a layer that remembers nothing of a text: it attends to pictures alone (`picture_keys.py`)."""
+    """Of a layer that remembers nothing of a text: it attends to pictures alone (`picture_keys.py`), or not at all."""
 
 
 LayerSpec = "AttnSpec | SharedPages | StateShape | Both | Nothing"  # what a layer remembers a text in: pages of keys and values or a state
@@ -80,7 +80,7 @@ def layer_specs(config: ModelConfig) -> list[LayerSpec]:
     paged = dict(zip(config.attention_layers, attention_specs(config), strict=True))
     found: list[LayerSpec] = []
     for layer in range(config.num_hidden_layers):
-        if layer in config.cross_layers:
+        if layer in config.cross_layers or layer in config.without_attention:
             found.append(Nothing())
         elif layer not in config.state_layers:
             found.append(paged.get(layer) or _shared(config, layer))

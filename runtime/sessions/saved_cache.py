@@ -62,7 +62,7 @@ LATER_UNLESS_USED = {  # at their default
     "layers_scaled", "low_rank", "mix_least", "mix_rank", "mix_rounds", "most_tokens", "ngrams", "norms_apart", "norms_biased",
     "norms_gated", "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "queries_grow", "ranks_lists",
     "router_rank", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "streams_kept", "value_dim",
-    "values_normed", "vector_inner", "vector_width", "without_mlp", "words_beside", "written_window"}
+    "values_normed", "vector_inner", "vector_width", "without_attention", "without_mlp", "words_beside", "written_window"}
 LATER_OF_STATES = ", sigmoid=False", ", narrow=True, bound=None", ", writes=1.0", ", tiled=False", ", normed=True"
 LATER_OF_MIXTURES = (", seen_width=None, seen_words=frozenset()", ", latent=0", ", idle=False", ", handed=0",
                      ", roots=False, picked=frozenset()", ", of_logits=False", ", near=None",

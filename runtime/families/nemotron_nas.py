@@ -1,0 +1,103 @@
+"""Llama Nemotron (Super 49B, Ultra 253B): Llama 3 from which a search took attention or the MLP of some layers, and made others narrower.
+
+A config says block by block what is left. Those that have a matrix in the place of attention or of an MLP (the 51B) are refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys, show
+from . import LayerWeights, TensorRule, llama, narrowing
+from .deepseek_v3 import refuse_other_code
+from .llama import feed_forward, outer_tensors
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
+    from ..rope import RopeTable
+
+__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+
+KEYS_USED = llama.KEYS_USED | {"auto_map", "block_configs"}
+KEYS_HARMLESS = frozenset({"_attn_implementation_autoset"})
+REFUSED_UNLESS: Mapping[str, object] = llama.REFUSED_UNLESS
+ATTENTION, INSIDE = "attention", "ffn"
+# Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has no effect on an answer.
+SIZES = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), INSIDE: ("ffn_mult", "intermediate_size")}
+OTHERWISE = {ATTENTION: ("llama4", "mamba", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink",
+                         "use_prefill_window_in_sink_attention", "window_length"), INSIDE: ("moe", "replace_with_linear", "sparsify")}
+HARMLESS = {ATTENTION: (), INSIDE: ("hidden_act",)}
+MULTIPLE = 256  # of widths inside an MLP
+CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # which the checkpoints bring, and is never run
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    layers, heads, hidden = (keys.integer(name, None, high=high) for name, high in (
+        ("num_hidden_layers", MAX_LAYERS), ("num_attention_heads", 4096), ("hidden_size", 2**20)))
+    blocks = keys.raw["block_configs"] if keys.holds("block_configs") else None
+    if None in (layers, heads, hidden) or not isinstance(blocks, list) or len(blocks) != layers:
+        raise ConfigError("config.json: block_configs does not say of each of num_hidden_layers what is in it",
+                          "take config.json again from who published the model")
+    groups, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
+    if not any(groups) or not any(widths):
+        raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
+    stated = Keys({**keys.raw, "num_key_value_heads": max(groups), "intermediate_size": max(widths)}, keys.where)
+    stated.asked = keys.asked
+    bias = keys.flag("attention_bias", False)
+    made = decoder_config(stated, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
+                          mlp_bias=keys.flag("mlp_bias", False), without_attention=tuple(i for i, each in enumerate(groups) if not each),
+                          without_mlp=tuple(i for i, each in enumerate(widths) if not each),
+                          layer_ffn=tuple(each or max(widths) for each in widths) if len({*widths} - {0}) > 1 else (),
+                          layer_heads=tuple((each or max(groups), keys.integer("head_dim", None) or hidden // heads) for each in groups)
+                          if len({*groups} - {0}) > 1 else ())
+    return made
+
+
+def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int:
+    """How many heads of keys and values attention of a block has, or how wide its MLP is inside; 0 where it has none."""
+    said = block.get(half) if isinstance(block, dict) else None
+    if not isinstance(said, dict) or not isinstance(said.get("no_op", False), bool):
+        raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(said)}, which says nothing of it")
+    where = f"config.json: block_configs[{number}].{half}"
+    for name, value in said.items():
+        if name in OTHERWISE[half] and value or name not in ("no_op", *SIZES[half], *OTHERWISE[half], *HARMLESS[half]):
+            raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "models run whose blocks have attention and MLPs as "
+                              "Llama has them, or none: Nemotron Super 49B and Ultra 253B")
+    if said.get("no_op", False):
+        return 0
+    share, size = (said.get(name) for name in SIZES[half])
+    if type(size) is int and 0 < size <= 2**22 and (half == INSIDE or heads % size == 0):
+        return size
+    if half == ATTENTION and type(share) is int and 0 < share <= heads and heads % share == 0:
+        return heads // share
+    if half == INSIDE and type(share) in (int, float) and 0 < share < 1024:
+        return -(-int(2 * share * hidden / 3) // MULTIPLE) * MULTIPLE
+    raise ConfigError(f"{where} is {show(said)}, which does not say how much of it there is",
+                      f"it states {' or '.join(SIZES[half])}, of heads so many as divide those of queries")
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    rules, gone = llama.layer_tensors(config, layer), ()
+    if layer in config.without_attention:
+        gone = ("input_norm", "q", "k", "v", "o")
+    if layer in config.without_mlp:
+        gone = (*gone, "post_norm", "gate", "up", "down")
+    return {role: rule for role, rule in rules.items() if role.removesuffix("_bias") not in gone}
+
+
+@narrowing
+def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
+          layer: int, tap: Callable[[str, int, object], None]) -> object:
+    """As `llama.block`, without the half that a layer lacks."""
+    if w.o is not None:
+        x = llama.attention(ops, w, x, kv, positions, rope, config, layer, tap)
+    if w.up is not None:
+        return feed_forward(ops, w, x, config, layer, tap)
+    tap("block_out", layer, x)
+    return x

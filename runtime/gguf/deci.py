@@ -1,0 +1,54 @@
+"""What GGUF files say otherwise of Llama Nemotron (llama.cpp's `deci`): heads and widths layer by layer, 0 where a layer has none."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import ModelConfig
+from ..families.nemotron_nas import ATTENTION, INSIDE
+
+NAME, FAMILY = "deci", "nemotron_nas"
+BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
+WIDTH, TURNED = "attention.key_length", "rope.dimension_count"
+
+
+def add_deci(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what is in each layer. Raises CheckpointError."""
+    layers, path = raw["num_hidden_layers"], header.path
+    queries, groups, widths = (_by_layer(header, f"{NAME}.{key}", layers) for key in BY_LAYER)
+    heads = sorted({each for each in queries if each})
+    if len(heads) != 1 or any(each and not own for each, own in zip(queries, groups)):
+        raise CheckpointError(f"{path} states {NAME}.{QUERIES} or {NAME}.{GROUPS} of layers with a matrix in the place of attention, which "
+                              "is not supported", "Nemotron Super 49B and Ultra 253B run, not the 51B")
+    raw |= {"num_attention_heads": heads[0], "block_configs": [
+        {ATTENTION: {"no_op": not own, "num_key_value_heads": count}, INSIDE: {"no_op": not width, "intermediate_size": width}}
+        for own, count, width in zip(queries, groups, widths)]}
+    width, turned = raw.setdefault("head_dim", raw["hidden_size"] // heads[0]), header.metadata.get(f"{NAME}.{TURNED}")
+    if turned not in (None, width):
+        damaged(path, f"states {NAME}.{TURNED} {shown_value(turned)} for heads of {width}")
+
+
+def _by_layer(header: GgufHeader, key: str, layers: object) -> list[int]:
+    value = header.metadata.get(key)
+    if type(value) is int and type(layers) is int and 0 < layers <= 4096:
+        value = np.full(layers, value)  # of layers that are alike
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != layers or (value < 0).any():
+        damaged(header.path, f"states {key} that is not a number for each of {shown_value(layers)} layers")
+    return value.tolist()
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield any(config.attends(layer) for layer in config.without_mlp), "has attention in a layer without an MLP, which llama.cpp leaves out"
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name that are its own."""
+    layers = range(config.num_hidden_layers)
+    return {QUERIES: np.array([config.attends(layer) and config.num_attention_heads for layer in layers], np.int32),
+            GROUPS: np.array([config.attends(layer) and config.heads_of(layer)[0] for layer in layers], np.int32),
+            WIDTHS: np.array([layer not in config.without_mlp and config.ffn_of(layer) for layer in layers], np.int32)}
