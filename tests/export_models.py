@@ -265,6 +265,11 @@ MODELS = {
                                         "initializer_range": 0.1}),
     "deepseek_v2, queries by way": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP}),
     "deepseek_v3": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, "n_group": 4, "topk_group": 2, "initializer_range": 0.15, **SAME_SCALES}),
+    "mistral4": Case("mistral4", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "first_k_dense_replace": 1, "initializer_range": 0.15,
+                                  "rope_parameters": {**GROWING, "partial_rotary_factor": 1 / 3}}, inside="mistral3"),
+    "mistral4, at once, tied": Case("mistral4", {
+        **LATENT, **OF_BLOCKS, **ONE_GROUP, "q_lora_rank": None, "num_hidden_layers": 27, "initializer_range": 0.1, "tie_word_embeddings":
+        True, "first_k_dense_replace": 0, "rope_parameters": {**GROWING, "partial_rotary_factor": 1 / 3}}, inside="mistral3"),
     "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
     "gpt_oss": Case("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 24, "num_hidden_layers":
                                 4, "intermediate_size": 64, "initializer_range": 0.15}),

@@ -154,6 +154,10 @@ ARCHITECTURES = {
     latent_attention.NAME: Architecture("deepseek_v3", experts=("mlp", qwen3_moe.NAMES), required=latent_attention.REQUIRED,
                                         keys={**_GLM_COUNTS, **latent_attention.KEYS}, read=latent_attention.READ,
                                         layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
+    latent_attention.GROWN: Architecture(latent_attention.GROWN_FAMILY, experts=("mlp", qwen3_moe.NAMES),
+                                         required=latent_attention.REQUIRED, keys={
+                                             **_GLM_COUNTS, **latent_attention.KEYS, latent_attention.GROWING: GROWTH},
+                                         read=latent_attention.READ, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, read=frozenset({bitnet.ACT})),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
@@ -297,7 +301,8 @@ ARCHITECTURES = {
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
-    "cohere": "command-r", "bailing_moe_v2": "bailingmoe2", "mimo": "qwen2", deci.FAMILY: deci.NAME, cohere2_moe.FAMILY: cohere2_moe.NAME,
+    "cohere": "command-r", "bailing_moe_v2": "bailingmoe2", "mimo": "qwen2", deci.FAMILY: deci.NAME,
+    latent_attention.GROWN_FAMILY: latent_attention.GROWN, cohere2_moe.FAMILY: cohere2_moe.NAME,
     "ernie4_5_moe": "ernie4_5-moe", "exaone_moe": "exaone-moe", "falcon_h1": "falcon-h1", "gemma3_text": "gemma3", "gemma4_text": "gemma4",
     "glm": "chatglm", "glm4_moe": "glm4moe", "gpt_neox": "gptneox", "granitemoehybrid": "granite", "granitemoeshared": "granitemoe",
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama",

@@ -63,7 +63,6 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "
                "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm_moe_dsa": INDEXED,
                "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
-               "mistral4": ": this version does not write how their queries grow",
                "mllama_text_model": ": llama.cpp does not run them",
                "opt": ": llama.cpp does not run them"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
@@ -92,7 +91,7 @@ LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary freque
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
-              "laguna", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY, glm5_next.FAMILY)
+              "laguna", "mistral4", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY, glm5_next.FAMILY)
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 # Families of which files know all that they may have of windows, and more: their modules say so.
@@ -138,7 +137,7 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from minicpm3.departures(config)
     elif config.latent is not None:
         yield from latent_attention.departures(config, 1.0 if config.rope is None else _table(config).attention_scaling)
-        if BY_FAMILY[family] == latent_attention.NAME:
+        if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
             yield from latent_attention.unread(config)
     yield from _departures_of_positions(config)
     yield from _departures_of_experts(config)

@@ -1,9 +1,9 @@
 """What GGUF files say otherwise of models with latent attention: widths by other names, and the matrix that heads share out in two halves.
 
 Files of the architecture deepseek2 are of DeepSeek V2 or V3 by how they score experts; GLM-4.7-Flash, Moonlight and Kimi K2 are files of
-V3's kind. Newer ones hold that matrix as `attn_k_b`, a head's rows of keys turned over, and `attn_v_b`; older ones as it is in a
-checkpoint. Either is put together in 16 or 32 bits. yarn states how scores are sharpened as a tenth of the checkpoint's mscale_all_dim,
-and takes mscale to be the same.
+V3's kind. Files of mistral4 are of Mistral Small 4, with the same keys and how queries grow. Newer ones hold that matrix as `attn_k_b`, a
+head's rows of keys turned over, and `attn_v_b`; older ones as it is in a checkpoint. Either is put together in 16 or 32 bits. yarn states
+how scores are sharpened as a tenth of the checkpoint's mscale_all_dim, and takes mscale to be the same.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from ...kernels.latent_shape import LatentShape
 from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
+from ..config_rope import GROWTH
 
-NAME = "deepseek2"
+NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
         "expert_group_used_count": "topk_group", "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("attention.kv_lora_rank", "rope.dimension_count", "attention.key_length", "attention.value_length")
@@ -42,24 +43,28 @@ MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     path, data = header.path, header.metadata
+    name, families = data["general.architecture"], FAMILIES
+    if name == GROWN:  # the one that has another in its name
+        families = {1: GROWN_FAMILY}
     scored = raw.pop("scoring_func", UNSAID)
     if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected, shares sum to 1
         scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
-    if scored not in FAMILIES:
-        raise CheckpointError(f"{path} states {NAME}.expert_gating_func {shown_value(scored)}, which is not supported",
-                              f"known: {', '.join(map(str, FAMILIES))}")
-    raw["model_type"] = FAMILIES[scored]
-    if data.get(f"{NAME}.{GROWING}"):  # Mistral Large 3
+        scored = 1 if name == GROWN else scored
+    if scored not in families:
+        raise CheckpointError(f"{path} states {name}.expert_gating_func {shown_value(scored)}, which is not supported",
+                              f"known: {', '.join(map(str, families))}")
+    raw["model_type"] = families[scored]
+    if name == NAME and data.get(f"{NAME}.{GROWING}"):  # Mistral Large 3
         raise CheckpointError(f"{path} states {NAME}.{GROWING}: queries that grow with their position are not supported for this "
                               "architecture", "models of Mistral's whose architecture is mistral3 run")
-    older = f"{NAME}.{WIDTHS[0]}" not in data
+    older = f"{name}.{WIDTHS[0]}" not in data
     keys = ("attention.key_length", "attention.value_length") if older else WIDTHS
-    query, value, rope = (data.get(f"{NAME}.{key}") for key in (*keys, "rope.dimension_count"))
+    query, value, rope = (data.get(f"{name}.{key}") for key in (*keys, "rope.dimension_count"))
     for key, width in zip((*keys, "rope.dimension_count"), (query, value, rope)):
         if type(width) is not int or not 0 < width < 1 << 16:
-            damaged(path, f"states {NAME}.{key} {shown_value(width)}, expected a width")
+            damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
     if rope >= query:
-        damaged(path, f"states {NAME}.rope.dimension_count {rope} of heads of {query}")
+        damaged(path, f"states {name}.rope.dimension_count {rope} of heads of {query}")
     raw |= {"qk_rope_head_dim": rope, "qk_nope_head_dim": query - rope, "v_head_dim": value,
             "num_key_value_heads": raw["num_attention_heads"]}
     raw.pop("head_dim", None)
@@ -72,6 +77,9 @@ def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     raw.setdefault("topk_group", 1)
     if raw["model_type"] == "deepseek_v2":
         raw["topk_method"] = "group_limited_greedy" if raw["n_group"] != 1 else "greedy"
+        raw.pop("num_nextn_predict_layers", None)
+        return
+    if name == GROWN:
         raw.pop("num_nextn_predict_layers", None)
         return
     behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
@@ -99,6 +107,8 @@ def stated(config: ModelConfig) -> dict[str, Value]:
         keys |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
     if (all_dim := config.rope.params.get("mscale_all_dim")) is not None:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
+    if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
+        keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
     return keys
 
 
