@@ -265,6 +265,13 @@ MODELS = {
                                         "initializer_range": 0.1}),
     "deepseek_v2, queries by way": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, **ONE_GROUP}),
     "deepseek_v3": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, "n_group": 4, "topk_group": 2, "initializer_range": 0.15, **SAME_SCALES}),
+    "mellum": Case("mellum", {**EXPERTS, "moe_intermediate_size": 64, "head_dim": 32, "sliding_window": 24, "num_hidden_layers": 5,
+                              "layer_types": ["full_attention", *["sliding_attention"] * 3, "full_attention"], "rope_parameters": {
+                                  "full_attention": {"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 64,
+                                                     "rope_theta": 20_000.0},
+                                  "sliding_attention": {"rope_type": "default", "rope_theta": 20_000.0}}}),
+    "mellum, no windows, tied": Case("mellum", {**EXPERTS, "moe_intermediate_size": 32, "head_dim": 32, "tie_word_embeddings": True,
+                                                "layer_types": ["full_attention"] * 3}),
     "mistral4": Case("mistral4", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "first_k_dense_replace": 1, "initializer_range": 0.15,
                                   "rope_parameters": {**GROWING, "partial_rotary_factor": 1 / 3}}, inside="mistral3"),
     "mistral4, at once, tied": Case("mistral4", {

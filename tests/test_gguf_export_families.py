@@ -102,6 +102,9 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("seed_oss", rope("llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64), "kind llama3"),
     ("nemotron_nas", {"block_configs": [{"attention": {"no_op": False, "n_heads_in_group": 2}, "ffn": {
         "no_op": not width, "intermediate_size": width}} for width in (64, 0, 64, 64, 64)]}, "attention in a layer without an MLP"),
+    ("mellum", {"rope_parameters": {kind: {"rope_type": "default", "rope_theta": theta} for kind, theta in (
+        ("full_attention", 9e3), ("sliding_attention", 5e2))}}, "another rope_theta in layers with a window"),
+    ("mellum", {"mlp_layer_types": ["dense", *["sparse"] * 4]}, "has layers without experts"),
     ("nemotron", {"head_dim": 32}, "4 heads of 32"), ("nemotron", {"attention_bias": True}, "biases on o"),
     ("nemotron", {"hidden_act": "relu"}, "relu where relu2"), ("stablelm", {"hidden_act": "gelu"}, "gelu where silu"),
     ("phi", {"hidden_act": "gelu"}, "gelu where gelu_tanh"),

@@ -32,6 +32,7 @@ from . import (
     llama4,
     mamba,
     mamba2,
+    mellum,
     minicpm3,
     mllama,
     muse_glimmer,
@@ -106,6 +107,8 @@ ARCHITECTURES = {
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                                                            **_CAUSAL}, experts=("block_sparse_moe", mixtral.NAMES)),
     deci.NAME: Architecture(deci.FAMILY, interleaved=True),
+    mellum.NAME: Architecture(mellum.FAMILY, config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES), pattern=True,
+                              keys=mellum.KEYS, required=mellum.REQUIRED, read=mellum.READ),
     mllama.NAME: Architecture(mllama.FAMILY, interleaved=True, layer_names=mllama.NAMES, whole=mllama.WHOLE, required=mllama.REQUIRED,
                               read=mllama.READ),
     "llama-embed": Architecture("llama", interleaved=True, config={"is_causal": False}, read=frozenset({"attention.causal"})),
@@ -314,7 +317,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
-                            "laguna", "lfm2", "llama", "mamba", "mamba2", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",
+                            "laguna", "lfm2", "llama", "mamba", "mamba2", "mellum", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",
                             "olmo2", "olmoe", "phi3", "qwen2", "qwen3", rwkv7.FAMILY, "seed_oss", "smollm3", "stablelm", "starcoder2")}
 
 

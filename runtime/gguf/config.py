@@ -30,6 +30,7 @@ from . import (
     laguna,
     latent_attention,
     listwise,
+    mellum,
     minicpm3,
     qwen4,
     sections,
@@ -60,6 +61,8 @@ BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, gemma_
             deci.NAME: deci.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK, half_layers.MIXED: half_layers.BY_BLOCK}
 # Architectures with heads and windows by layer, which say all of their positions.
 TWO_KINDS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
+# And those of which layers with a window turn by a table of their own.
+TWO_TABLES = {laguna.NAME: laguna.two_tables, mellum.NAME: mellum.two_tables, step35.NAME: step35.two_tables}
 Factors = Mapping[str, np.ndarray]  # tensor name -> rotary divisors
 
 
@@ -153,8 +156,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
             sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, sections.IN_TURN[name])
     growth = raw.pop(GROWTH, None)
     raw |= {} if name in TWO_KINDS else _rope(header, name, raw, factors)
-    if name in (laguna.NAME, step35.NAME):
-        (laguna if name == laguna.NAME else step35).two_tables(header, raw)
+    if name in TWO_TABLES:
+        TWO_TABLES[name](header, raw)
     if growth is not None:
         _grow(header, name, raw, growth)
     for role in ("bos", "eos"):

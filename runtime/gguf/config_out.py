@@ -32,6 +32,7 @@ from . import (
     laguna,
     latent_attention,
     llama4,
+    mellum,
     minicpm3,
     muse_glimmer,
     qwen4,
@@ -52,7 +53,7 @@ INDEXED = ": this version writes no indexer, without which they would run as ano
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
                                 "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2", "lfm3",
-                                "longcat_flash", "mellum", "mimo_v2_flash", "minimax", "molmo2_text", "mpt", "olmo_hybrid", "persimmon",
+                                "longcat_flash", "mimo_v2_flash", "minimax", "molmo2_text", "mpt", "olmo_hybrid", "persimmon",
                                 "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
                                 "modernbert_decoder", "nanochat", "zamba2", "zaya"),
@@ -96,8 +97,8 @@ LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers 
 CONVOLVED = ("lfm2", "lfm2_moe")
 # Families of which files know all that they may have of windows, and more: their modules say so.
 OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
-                  kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, muse_glimmer.FAMILY: muse_glimmer.departures,
-                  qwen4.FAMILY: qwen4.departures,
+                  kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, mellum.FAMILY: mellum.departures,
+                  muse_glimmer.FAMILY: muse_glimmer.departures, qwen4.FAMILY: qwen4.departures,
                   step35.FAMILY: step35.departures, **dict.fromkeys((swash.DENSE, swash.MIXED), swash.departures)}
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
@@ -293,8 +294,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
     if config.family in (bitnet.FAMILY, gemma4.FAMILY):
         keys |= (bitnet if config.family == bitnet.FAMILY else gemma4).stated(config)
-    if config.family == deci.FAMILY:
-        keys |= deci.stated(config)
+    if config.family in (deci.FAMILY, mellum.FAMILY):
+        keys |= (deci if config.family == deci.FAMILY else mellum).stated(config)
     if config.mixture is not None:
         keys |= _of_mixture(config, config.mixture)
     return keys
@@ -302,7 +303,7 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
 
 def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
     keys: dict[str, Value] = {"expert_count": mixture.experts, "expert_used_count": mixture.per_token}
-    if config.family in (gpt_oss.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
+    if config.family in (gpt_oss.FAMILY, mellum.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
         keys["expert_feed_forward_length"] = mixture.width
     if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
         keys["expert_shared_feed_forward_length"] = mixture.shared_width

@@ -66,8 +66,8 @@ BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
-HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", "kimi-linear", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2", "stablelm",
-          "step35")
+HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2",
+          "stablelm", "step35")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
 

@@ -1,0 +1,47 @@
+"""What GGUF files say otherwise of Mellum 2: rotary positions of layers with a window by a key of their own, which nothing stretches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value
+from ..config import ModelConfig
+from ..config_rope import GLOBAL, LOCAL
+
+NAME = FAMILY = "mellum"
+THETA, EVERY = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
+READ = frozenset({THETA})
+KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size"}
+REQUIRED = ("expert_feed_forward_length",)
+
+
+def add_mellum(raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
+    """Put into `raw`, a config.json in the making, how far layers of these kinds see."""
+    raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}
+
+
+def two_tables(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put the rotary positions of `raw`, which hold of layers without a window, into a section beside one of those with a window."""
+    everywhere = {"rope_type": "default", **(raw.pop("rope_scaling", None) or {}), "rope_theta": raw.pop("rope_theta", 10_000.0)}
+    theta = header.metadata.get(f"{NAME}.{THETA}", everywhere["rope_theta"])
+    raw["rope_parameters"] = {GLOBAL: everywhere, LOCAL: {"rope_type": "default", "rope_theta": theta}}
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name that are its own."""
+    local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), None)
+    if local is None:
+        return {}
+    return {"attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_),
+            THETA: float(local.theta)}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+    yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    yield any(rope.theta != config.rope.theta for rope in local), \
+        "has another rope_theta in layers with a window, which llama.cpp passes over"
+    yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
