@@ -96,6 +96,19 @@ def test_experts_that_read_fewer_numbers_are_written(tmp_path: Path) -> None:
     assert shapes["blk.1.ffn_up_exps.weight"][0] == 32 and shapes["blk.1.ffn_up_shexp.weight"][0] == 64
 
 
+def test_a_file_of_ollama_leaves_it_to_be_seen_how_many_numbers_experts_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = model(NARROWED, tmp_path / "source")
+    expected = read_config(exported(source, tmp_path / "usual.gguf"), strict=True)
+    for role, name in (("experts_in", "ffn_latent_in"), ("experts_out", "ffn_latent_out")):
+        monkeypatch.setitem(half_layers.ROLES, role, name)
+    changed(monkeypatch, lambda keys: keys.pop("moe_latent_size"))
+    path = exported(source, tmp_path / "m.gguf")
+    assert "blk.1.ffn_latent_in.weight" in {tensor.name for tensor in Reader(path).tensors}
+    config = read_config(path, strict=True)
+    assert config == expected and half_layers.is_behind("mtp.layers.0.norm.weight", config)
+    assert np.array_equal(scores(path, range(5, 40)), scores(tmp_path / "usual.gguf", range(5, 40)))
+
+
 @pytest.mark.parametrize(("name", "changes", "said"), [
     (MIXED, {"n_group": 2, "topk_group": 1, "n_routed_experts": 12}, "chooses experts by groups"),
     (MIXED, {"layers_block_type": ["mamba", "moe", "attention", "mlp"]}, "MLPs beside experts"),

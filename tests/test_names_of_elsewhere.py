@@ -21,7 +21,8 @@ from effllm.runtime.catalog import Absent, resolve
                                              ("llama3.3:70b", "llama3.3-70b"), ("qwen2.5-coder:7b", "qwen2.5-coder-7b"),
                                              ("qwen2.5vl:7b", "qwen2.5-vl-7b"), ("qwen3-coder-next:latest", "qwen3-coder-next"),
                                              ("deepseek-r1:70b", "deepseek-r1-70b"), ("mxbai-embed-large:335m", "mxbai-embed-large"),
-                                             ("nemotron-3-nano:30b", "nemotron-3-nano-30b-a3b"), ("qwq:32b-q8_0", "qwq-32b"),
+                                             ("nemotron-3-nano:30b", "nemotron-3-nano-30b-a3b"),
+                                             ("nemotron-3-super:120b", "nemotron-3-super-120b-a12b"), ("qwq:32b-q8_0", "qwq-32b"),
                                              ("gemma3:270m-it-bf16", "gemma3-270m"), ("ollama.com/library/llama3.1:8b", "llama3")])
 def test_a_tag_of_ollama_leads_to_the_name_here(name: str, meant: str) -> None:
     with pytest.raises(ModelNotFound) as refused:

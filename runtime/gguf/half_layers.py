@@ -13,7 +13,7 @@ from ..config import ModelConfig
 from ..families import nemotron_h
 from . import state_spaces
 
-FAMILY = "nemotron_h"
+FAMILY, LATENT = "nemotron_h", "moe_latent_size"
 DENSE, MIXED = "nemotron_h", "nemotron_h_moe"  # architectures
 # Below the architecture's name -> config.json.
 KEYS = {**{key: ours for key, ours in state_spaces.KEYS.items() if key.startswith("ssm.")},
@@ -23,7 +23,7 @@ COUNTS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_
           "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
           "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
           "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
-          "moe_latent_size": "moe_latent_size", "nextn_predict_layers": "num_nextn_predict_layers"}
+          LATENT: LATENT, "nextn_predict_layers": "num_nextn_predict_layers"}
 BY_BLOCK = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
 REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), BY_BLOCK[0])
 # Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.
@@ -31,8 +31,9 @@ NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj"
          "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
          "ssm_steps": "mixer.dt_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
          "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
-         "exp_probs_b": "mixer.gate.e_score_correction_bias", "ffn_latent_down": "mixer.fc1_latent_proj",
-         "ffn_latent_up": "mixer.fc2_latent_proj"}
+         "exp_probs_b": "mixer.gate.e_score_correction_bias",
+         **dict.fromkeys(("ffn_latent_down", "ffn_latent_in"), "mixer.fc1_latent_proj"),
+         **dict.fromkeys(("ffn_latent_up", "ffn_latent_out"), "mixer.fc2_latent_proj")}
 WHOLE = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
 OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
 ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
@@ -62,6 +63,9 @@ def add_half_layers(header: GgufHeader, name: str, raw: dict[str, object]) -> No
     inner, count = raw.pop(state_spaces.INNER), raw["mamba_num_heads"]
     if type(inner) is not int or type(count) is not int or count < 1 or inner < 1 or inner % count:
         damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is not a multiple")
+    if "moe" in kinds and LATENT not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
+        narrow = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
+        raw |= {} if narrow is None or len(narrow.shape) != 2 else {LATENT: narrow.shape[0]}
     raw |= {"layers_block_type": kinds, "mamba_head_dim": inner // count,
             "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
             "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
@@ -84,7 +88,7 @@ def block_of(config: ModelConfig, layer: int, role: str) -> int:
 def is_behind(name: str, config: ModelConfig) -> bool:
     """Does a tensor of a file belong to a block for multi-token prediction?"""
     block = name.removeprefix("blk.").partition(".")[0]
-    return block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
+    return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
 
 
 def stated(config: ModelConfig) -> dict[str, Value]:
@@ -104,7 +108,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     if mixture is None:
         return keys
     if mixture.latent:
-        keys["moe_latent_size"] = mixture.latent
+        keys[LATENT] = mixture.latent
     return keys | {"expert_feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width,
                    "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise, "expert_weights_scale": float(mixture.factor),
                    "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
