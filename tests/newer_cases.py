@@ -24,7 +24,9 @@ from related_cases import RELATED
 
 # Sizes of what sees, of models in which a text part lies; the rest is as small as the others'.
 SIGHT = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 32, "patch_size": 8}
-SIGHTS = {"qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
+SIGHTS = {"hyperclovax_vision_v2": {"model_type": "qwen2_5_vl_vision", "depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads":
+                                    2, "patch_size": 8, "out_hidden_size": 64},
+          "qwen2_vl": {"depth": 1, "embed_dim": 32, "hidden_size": 64, "num_heads": 2, "patch_size": 8},
           "qwen2_5_vl": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "out_hidden_size": 64},
           "exaone4_5": {"depth": 1, "hidden_size": 32, "intermediate_size": 16, "num_heads": 2, "num_key_value_heads": 1, "patch_size": 8,
                         "out_hidden_size": 64},
@@ -335,6 +337,8 @@ NEWER = {
         "tie_word_embeddings": True, "num_key_value_heads": 1}, dtype="bfloat16"),
     "hyperclovax": Case("hyperclovax", {"attention_multiplier": 0.3, "embedding_multiplier": 10.0, "logits_scaling": 0.125,
                                         "residual_multiplier": 0.4, "head_dim": 32, "vocab_size": 301}),
+    "hyperclovax, images": Case("hyperclovax", {"attention_multiplier": 0.3, "head_dim": 32, "tie_word_embeddings": False},
+                                inside="hyperclovax_vision_v2"),
     "hyperclovax, biases, tied, bfloat16": Case("hyperclovax", {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True},
                                                 dtype="bfloat16"),
     "iquestcoder": Case("iquestcoder", {"head_dim": 32, "num_key_value_heads": 1, "tie_word_embeddings": True}),

@@ -100,6 +100,14 @@ def as_nemotron_omni(folder: Path) -> None:
         "auto_map": {"AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"}}))
 
 
+def as_hyperclovax_seeing(folder: Path) -> None:
+    """A folder of HyperCLOVA X that sees as it was published, under a name that says less."""
+    _rename(folder, {r"^model\.language_model\.": "model.language_model.model.", r"^lm_head": "model.language_model.lm_head"})
+    path = folder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": "vlm", "architectures": ["HCXVisionV2ForCausalLM"],
+                                "auto_map": {"AutoConfig": "configuration_vlm.HCXVisionConfig"}}))
+
+
 def as_qianfan(folder: Path) -> None:
     """As of `as_kimi`, of Qianfan-OCR."""
     _rename(folder, {r"language_model\.model\.encoder\.layers\.": "language_model.model.layers."})
@@ -190,6 +198,7 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 
 
 RETOLD: Mapping[str, Callable[[Path], None]] = {
-    "bailing_moe_v2": as_bailing, "exaone": as_exaone, "internlm2": as_internlm2, "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan,
+    "bailing_moe_v2": as_bailing, "exaone": as_exaone, "hyperclovax_vision_v2": as_hyperclovax_seeing,
+    "internlm2": as_internlm2, "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan,
     "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni,
     "nemotron_nas": as_nemotron_nas, "phi4mm": as_phi4mm}

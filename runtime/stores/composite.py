@@ -43,9 +43,11 @@ UNTIED = ("deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", 
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
-             "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.NEMOTRON_SEEING)
+             "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_SEEING,
+             *families.NEMOTRON_SEEING)
 # Whose checkpoints bring code that became part of transformers.
-KNOWN_CODE = ("ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr", *families.NEMOTRON_SEEING)
+KNOWN_CODE = ("ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr", *families.HYPERCLOVAX_SEEING,
+              *families.NEMOTRON_SEEING)
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(families.NEMOTRON_SEEING, frozenset({
@@ -88,7 +90,7 @@ ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whet
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
 INNER = {"unlimited_ocr": "language_config", **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
-OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2"))}
+OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": ("HCXVisionV2ForCausalLM",)}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 # What text parts of some models say of images.

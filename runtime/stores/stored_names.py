@@ -20,8 +20,8 @@ from ..families.mixtral import MOST_EXPERTS
 from .native_names import TRANSLATED, translated
 
 THINKER = "thinker."  # before all that writes, of models that speak
-PARTS_BEFORE, HEAD = ("model.language_model.", "language_model.model.", "language_model.backbone.", "model.text_model.",
-                      "language_model."), "lm_head."
+PARTS_BEFORE, HEAD = ("model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.backbone.",
+                      "model.text_model.", "language_model."), "lm_head."
 # Of families whose first checkpoints are of the model without its head.
 WITHOUT_BEFORE = {"bloom": ("h.", "word_embeddings", "ln_f."), "gpt2": ("h.", "wte.", "wpe.", "ln_f.")}
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "embedding_projection.", "norm.", "ple.")

@@ -33,7 +33,7 @@ SENSING_PARTS = (
     "mlp1", "mlp_AR", "mm_projector", "multi_modal_projector", "patch_merge_mlp", "patch_merger", "pre_mm_projector_norm",
     "projector", "resampler_model", "sound_encoder", "sound_projection", "spatial_projectors", "talker", "token2wav", "vision_adapter",
     "vision_backbone", "vision_embedder", "vision_encoder", "vision_final_layernorm", "vision_language_adapter", "vision_model",
-    "vision_projection", "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector")
+    "vision_projection", "vision_projector", "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|"
                    rf"(?:{'|'.join(SENSING_PARTS)})\..+)")
 # A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
