@@ -3,6 +3,8 @@ calibration shows of them, how they are stored and what a plan says of them."""
 
 from __future__ import annotations
 
+import json
+import shutil
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -10,6 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
@@ -216,6 +219,34 @@ def test_experts_that_read_fewer_numbers_are_quantized(tmp_path: Path) -> None:
         found.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
         engine.close()
     assert 0 < np.square(found[1] - found[0]).mean() < 0.01 * np.square(found[0]).mean()
+
+
+def test_what_modelopt_quantizes_around_them_runs_from_its_codes(tmp_path: Path) -> None:
+    """As Nemotron 3 Super is published in four bits: one kind of weights here, another there."""
+    saved(CASES[NARROWED], tmp_path / "plain")
+    shutil.copytree(tmp_path / "plain", tmp_path / "codes")
+    tensors, layers = load_file(tmp_path / "plain" / "model.safetensors"), {}
+    codes = dict(tensors)
+    chosen = ("latent_proj.weight", "shared_experts.up_proj.weight", "mixer.out_proj.weight")
+    for name in [name for name in tensors if name.endswith(chosen)]:
+        scale = tensors[name].abs().max() / 448
+        codes[name] = (tensors[name] / scale).to(torch.float8_e4m3fn)
+        tensors[name] = codes[name].float() * scale
+        codes[f"{name}_scale"] = scale.float()
+        layers[name.removesuffix(".weight")] = {"quant_algo": "FP8"}
+    raw = json.loads((tmp_path / "plain" / "config.json").read_text())
+    raw["quantization_config"] = {"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION", "quantized_layers": layers}
+    (tmp_path / "codes" / "config.json").write_text(json.dumps(raw))
+    for folder, held in (("plain", tensors), ("codes", codes)):
+        save_file(held, tmp_path / folder / "model.safetensors", {"format": "pt"})
+    found = []
+    for folder in ("plain", "codes"):
+        engine = list(open_engine(tmp_path / folder, EngineOptions(device="cpu", kv="32bit", ctx=256, exact=True)))[-1]
+        found.append(np.concatenate([rows.copy() for _, rows in engine.score(list(range(5, 60)))]))
+        specs = {engine.model.tensors[0][role].spec.is_raw for role in ("experts_in", "experts_out", "shared.up")}
+        assert specs == {folder == "plain"}
+        engine.close()
+    assert np.abs(found[1] - found[0]).max() < 1e-3 * np.abs(found[0]).max()
 
 
 def test_experts_that_read_fewer_numbers_come_from_the_disk(tmp_path: Path) -> None:

@@ -34,10 +34,11 @@ KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_
                        "routed_scaling_factor", "ssm_state_size", "time_step_limit", "topk_group", "use_conv_bias"})
 # Of training, of layers for multi-token prediction, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
-    "chunk_size", "expand", "hidden_act", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap", "mtp_hybrid_override_pattern",
-    "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers", "original_max_position_embeddings",
-    "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling",
-    "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels"})
+    "chunk_size", "expand", "hidden_act", "keep_mtp_spec_in_bf16", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
+    "mtp_hybrid_override_pattern", "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers",
+    "original_max_position_embeddings", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps",
+    "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
+    "use_mamba_kernels"})
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None,
                                         "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
