@@ -161,15 +161,27 @@ def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
     body = {"messages": ASKED, "max_tokens": 1}
     for headers in ({"Host": "evil.example"}, {"Host": f"evil.example:{server.port}"}, {"Host": "127.0.0.1.evil.example"},
                     {"Origin": "https://evil.example"}, {"Origin": "null"}, {"Origin": "https://app"}, {"Origin": "ftp://127.0.0.1"},
-                    {"Origin": "http://localhost.evil.example"},
+                    {"Origin": "http://localhost.evil.example"}, {"Host": "host.docker.internal.evil.example"}, {"Host": "docker.internal"},
+                    {"Origin": "http://host.docker.internal"},
                     {"Origin": "http://[::1"}):
         reply = server.ask("POST", CHAT, body, **headers)
         assert reply.status == 403 and "access-control-allow-origin" not in reply.headers, headers
     for headers in ({"Host": "localhost"}, {"Host": f"LOCALHOST:{server.port}"}, {"Host": "127.0.0.7"}, {"Host": "[::1]:80"},
+                    {"Host": f"host.docker.internal:{server.port}"}, {"Host": "host.containers.internal"},
                     {"Origin": "tauri://localhost"}, {"Origin": "app://obsidian.md"}, {"Origin": "vscode-webview://0a"},
                     {"Origin": f"http://127.0.0.1:{server.port}"}, {"Origin": "http://localhost:3000"}):
         reply = server.ask("POST", CHAT, body, **headers)
         assert reply.status == 200 and reply.headers.get("access-control-allow-origin") == headers.get("Origin"), headers
+
+
+def test_who_serves_reads_why_a_request_was_refused() -> None:
+    with serving("--api-key", "k") as server:
+        server.ask("GET", "/v1/models", Origin="https://chat.example")
+        server.until("GET /v1/models 403 · pages of https://chat.example may not ask: --cors https://chat.example lets them")
+        server.ask("GET", "/v1/models", Host="evil.example:80")
+        server.until("403 · this server answers to localhost and 127.0.0.1, not to evil.example:80: ask by one of these")
+        server.ask("GET", "/v1/models")
+        server.until("GET /v1/models 401 · the key is missing or wrong")
 
 
 def test_origins_that_are_let_in() -> None:

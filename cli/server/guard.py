@@ -7,6 +7,7 @@ known by its Origin; one whose name was made to mean this machine (DNS rebinding
 from __future__ import annotations
 
 import hmac
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -24,10 +25,12 @@ OPEN = ("/health", "/v1/health")  # without a key: who asks whether a server liv
 ANYONE = "*"
 # Of programs with windows of their own, on this machine: a site cannot have such an origin, whatever its name is.
 PROGRAMS = ("app", "tauri", "vscode-file", "vscode-webview")
+HOST_OF_CONTAINERS = re.compile(r"host\.[a-z]+\.internal\.?", re.IGNORECASE)
 RECORD = "effllm.record"
 VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # of Google's API beside ours; of its programs
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
 MOST_HELD = 16 * LARGEST_BODY
+MOST_NAMED = 60  # characters of a name that is refused
 
 
 @dataclass(frozen=True)
@@ -42,11 +45,12 @@ class Rules:
 
     def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.on_loopback and host and not is_loopback(name_of(host)):
-            return Problem(403, "this server answers to localhost and 127.0.0.1, not to the name in Host", REFUSED, code="host_not_allowed",
-                           hint="ask by one of these, or serve with --host ADDRESS")
+        if self.on_loopback and host and not is_loopback(name_of(host)) and not is_host_of_containers(name_of(host)):
+            return Problem(403, f"this server answers to localhost and 127.0.0.1, not to {host[:MOST_NAMED]}", REFUSED,
+                           code="host_not_allowed", hint="ask by one of these, or serve with --host ADDRESS")
         if origin is not None and not self.allows(origin, host):
-            return Problem(403, "pages of this origin may not ask: --cors ORIGIN lets them", REFUSED, code="origin_not_allowed")
+            named = origin[:MOST_NAMED]
+            return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
         is_open = path in OPEN or any(each(path, headers) for each in self.open)
         if self.key is not None and not is_open and not self._has_key(path, headers, query):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
@@ -85,6 +89,12 @@ def is_loopback(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_host_of_containers(name: str) -> bool:
+    """Whether a name is that of the machine in its containers, as host.docker.internal: where these run in a machine of their own (Docker
+    Desktop, Podman, OrbStack, Lima), it leads to this one's loopback. Nobody outside can have a name under .internal, which is reserved."""
+    return bool(HOST_OF_CONTAINERS.fullmatch(name))
 
 
 class Guard:
@@ -126,6 +136,7 @@ class Guard:
             is_preflight = scope["method"] == "OPTIONS" and origin is not None and "access-control-request-method" in headers
             refused = self._rules.refused(OPEN[0] if is_preflight else scope["path"], headers, scope.get("query_string", b""))
             if refused is not None:
+                record.ending = refused.message
                 await problem_response(refused, scope["path"])(scope, receive, sending)
             elif is_preflight:
                 await preflight(headers)(scope, receive, sending)
