@@ -18,6 +18,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
 from effllm.runtime.gguf.names import meant
+from effllm.runtime.library import listing
 from effllm.runtime.library.listing import local_models, model_names
 
 REPO = "org/name"
@@ -51,6 +52,28 @@ WHOLE, SPLIT = f"{REPO}:fable-Q8_0.gguf", f"{REPO}:Q4_0/fable-Q4_0-00001-of-0000
 
 def listed(person: Person) -> dict[str, dict]:
     return {model["name"]: model for model in person.types("list", "--json").json["models"]}
+
+
+def test_a_second_list_reads_no_vocabulary(hub: Hub, person: Person, files: dict[str, bytes], tmp_path: Path,
+                                           monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what was pulled, of an alias, and of files in parts; what lies in another file's place is read again."""
+    assert person.types("pull", SPLIT).code == 0
+    own, read, look = tmp_path / "own.gguf", [], listing._local_file
+    own.write_bytes(files["fable-Q8_0.gguf"])
+    assert person.types("alias", "mine", own).code == 0
+    monkeypatch.setattr(listing, "_local_file", lambda name, path, *more: read.append(path) or look(name, path, *more))
+    first = local_models(person.env)
+    assert {model.name: model.source for model in first}.keys() == {"fable", "mine", SPLIT} and len(read) == 2
+    assert local_models(person.env) == first and len(read) == 2
+    asked = ("import sys\nfrom effllm.cli.app import main\nsys.argv = ['effllm', 'list', '--json']\n"
+             "try:\n    main()\nfinally:\n    print('numpy' in sys.modules, file=sys.stderr)\n")
+    ran = subprocess.run([sys.executable, "-P", "-c", asked], capture_output=True, text=True, check=True, env={**os.environ, **person.env})
+    assert '"mine"' in ran.stdout and ran.stderr.strip() == "False"
+    own.write_bytes(b"GGUF" + bytes(100))
+    assert {model.name for model in local_models(person.env)} == {"fable", SPLIT}
+    write_model(FABLE, own, "Q4_0", change=add_fable_tokenizer)
+    now = {model.name: model for model in local_models(person.env)}
+    assert now["mine"].bits < {model.name: model for model in first}["mine"].bits
 
 
 def test_a_file_is_pulled_run_listed_verified_and_removed(hub: Hub, person: Person) -> None:

@@ -1,5 +1,5 @@
-"""What the headers of other programs' files told when they were last listed, so that a list of fifty does not read fifty vocabularies; and
-what models in folders take beside text, so that a list with one that sees does not load what reads towers.
+"""What the headers of GGUF files told when they were last listed, so that a list of fifty does not read fifty vocabularies, nor load NumPy
+for one; and what models in folders take beside text, so that a list with one that sees does not load what reads towers.
 
 A file is known by its place, its size and its time, all parts of a split one, and a folder by those of its files; any other is read again.
 What could not run is kept nowhere: the next effllm may run it.

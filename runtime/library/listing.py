@@ -21,19 +21,13 @@ from ..gguf.beside import projectors_beside
 from ..speculation.draft_types import DraftShape, draft_in
 from . import programs, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
+from .counted import counted, weights
 from .listed_before import Facts, ListedBefore
 from .model_name import Reference, parse_reference
 
 if TYPE_CHECKING:
-    from ...offload.checkpoint import TensorStore
-    from ...offload.header import TensorInfo
     from ..config import ModelConfig
     from ..encoders.shape import EncoderConfig
-    from ..stores.container import StoredTensor
-
-# The endings of codes of GPTQ, AWQ and compressed-tensors, and of what stands beside those of bitsandbytes and ModelOpt.
-IN_WORDS = (".qweight", ".weight_packed", ".weight.absmax", ".SCB", ".weight_scale_2")
-PARTS = ("F8_E8M0", "U32")  # the types of scales that are powers of two, and of MLX's words
 
 
 @dataclass(frozen=True)
@@ -100,9 +94,13 @@ def _of_programs(env: Mapping[str, str], before: ListedBefore) -> Iterator[Local
         if (file := (kept.file, kept.projector)) not in read:
             read[file] = before.of(*file, _facts)
         if (facts := read[file]) is not None:
-            yield LocalModel(kept.name, facts.family, kept.file, facts.size_bytes, facts.params, kept.title, kept.licence or facts.licence,
-                             facts.bits, facts.context, None, facts.has_template or _is_asked(kept), kept.projector,
-                             tuple(facts.takes), facts.writes)
+            yield _told(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept), kept.projector)
+
+
+def _told(facts: Facts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
+          projector: Path | None) -> LocalModel:
+    return LocalModel(name, facts.family, file, facts.size_bytes, facts.params, source, licence or facts.licence, facts.bits, facts.context,
+                      revision, has_template, projector, tuple(facts.takes), facts.writes)
 
 
 def _is_asked(kept: programs.Kept) -> bool:
@@ -252,7 +250,8 @@ def _local(name: str, folder: Path, source: str, licence: str | None, revision: 
            before: ListedBefore | None = None) -> LocalModel | None:
     """None for what cannot run here."""
     if is_gguf(folder):
-        return _local_file(name, folder, source, licence, revision)
+        said = name, folder, source, licence, revision
+        return _local_file(*said) if before is None else _file_as_before(before, *said)
     try:
         return _read_folder(name, folder, source, licence, revision, before)
     except EffllmError:
@@ -271,12 +270,21 @@ def _read_folder(name: str, folder: Path, source: str, licence: str | None, revi
     drafts = draft_in(folder)
     config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
     with (TensorStore.open if drafts is None else open_either)(folder) as store:
-        elements = _counted(folder, store) if made is None else sum(_weights(*each) for each in made.tensors.items())
+        elements = counted(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
                           made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
                           revision or _text(said.get("revision")), has_template(folder),
                           takes=_taken_as_before(folder, config, before), writes=_writes(config))
+
+
+def _file_as_before(before: ListedBefore, name: str, path: Path, source: str, licence: str | None,
+                    revision: str | None) -> LocalModel | None:
+    """`_local_file` of a file whose vocabulary is read once, and again where the file, or what it sees with, is another."""
+    sees = projectors_beside(path)
+    projector = sees[0] if len(sees) == 1 else None
+    facts = before.of(path, projector, _facts)
+    return None if facts is None else _told(facts, name, path, source, licence, revision, facts.has_template, projector)
 
 
 def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
@@ -329,24 +337,6 @@ def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
     from ..config import ModelConfig
 
     return isinstance(config, ModelConfig) and config.writes
-
-
-def _counted(folder: Path, store: TensorStore) -> int:
-    """How many weights a folder that effllm did not make holds. Of codes in words, or beside scales of other kinds, their number tells
-    nothing: their store is asked."""
-    if not any(name.endswith(IN_WORDS) or info.dtype in PARTS for name, info in store.tensors.items()):
-        return sum(_weights(*each) for each in store.tensors.items())
-    from ..source import open_store
-
-    with open_store(folder) as wide:
-        return sum(prod(info.shape) for info in wide.tensors.values())
-
-
-def _weights(name: str, tensor: TensorInfo | StoredTensor) -> int:
-    """How many a tensor holds; of MXFP4, two in a byte, and none in what belongs to them."""
-    if getattr(tensor, "dtype", "") == "U8" and name.endswith(("_proj_blocks", "_proj_scales")):
-        return 2 * prod(tensor.shape) if name.endswith("_blocks") else 0
-    return prod(tensor.shape)
 
 
 def _text(value: object) -> str | None:
