@@ -2,42 +2,20 @@
 
 from __future__ import annotations
 
-import difflib
-import json
 import os
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
-from . import chosen_adapters, tools
+from . import chosen_adapters, clipboard, tools
 from .attached import attach, attach_picture, attach_sound, attach_video
 from .attachment import completed_paths, named_path, written_in_editor
-from .flags import names_and_types
-from .options import NO_BREAKERS, RunFlags, SamplingFlags, WeightFlags, demand_room, most_tokens
+from .chat_settings import OLLAMAS, change, settable, suggestion
 
 if TYPE_CHECKING:
     from .conversation import Conversation
-
-# name in /set -> (field of SamplerSettings, type): the same names as on the command line
-SETTINGS = names_and_types(SamplingFlags)
-
-BREAKERS = "dry-sequence-breaker"
-LIMITS = {"predict": "max_tokens", "reasoning-budget": "most_thought"}  # of tokens: their names in a session
-FORMS = ("schema", "grammar")  # of which the answers are held to one
-# What Ollama calls them after /set, and what it sets there that is no setting of an answer.
-OLLAMAS = {"temperature": "temp", "format": "schema", "num_predict": "predict", "n": "predict", "n_predict": "predict",
-           "typical_p": "typical", "top_n_sigma": "top-nsigma", "mirostat_tau": "mirostat-ent", "mirostat_eta": "mirostat-lr",
-           "dry_sequence_breakers": BREAKERS}
-ELSEWHERE = {"system": "/system TEXT sets the system prompt",
-             **dict.fromkeys(("noverbose", "quiet"), "answers come without figures; effllm chat MODEL --stats shows them"),
-             "nohistory": "it is always kept, in the file history of effllm's state folder",
-             "noformat": "/set schema off, or /set grammar off",
-             **dict.fromkeys(("wordwrap", "nowordwrap"), "on a terminal, lines break between words; /export FILE has the text unbroken"),
-             **dict.fromkeys(("num-ctx", "ctx", "c"), "set the context at the start: effllm chat MODEL -c 4096"),
-             "verbose": "/stats tells what the last answer cost; effllm chat MODEL --stats, what each does", "history": "it is always kept",
-             "nothink": "/set think off", "lora": "/lora NAME SCALE sets how much of an adapter answers have"}
 
 EDITED_SHOWN = 12  # lines of a message from the editor
 
@@ -121,82 +99,6 @@ def system(chat: Conversation, rest: str) -> None:
     if rest:
         chat.session.system = None if rest in ("off", '""') else rest
     chat.screen.note(f"system prompt: {chat.session.system}" if chat.session.system else "no system prompt (/system TEXT sets one)")
-
-
-def change(chat: Conversation, rest: str) -> None:
-    """`/set`, `/set NAME`, `/set NAME VALUE`."""
-    name, _, value = rest.strip().removeprefix("parameter ").partition(" ")
-    name = OLLAMAS.get(name, name.replace("_", "-"))
-    if not name:
-        for each in settable():
-            chat.screen.note(f"  {each:<20} {current(chat, each)}")
-        return
-    if name in ELSEWHERE:
-        raise UsageError(f"/set does not change {name}", ELSEWHERE[name])
-    if name not in settable() and name in {**names_and_types(RunFlags), **names_and_types(WeightFlags)}:
-        raise UsageError(f"/set does not change {name}", f"--{name} is chosen at the start: effllm chat --help")
-    if name not in settable():
-        raise UsageError(f"there is no setting {name!r}{suggestion(name, settable())}", "/set lists them")
-    if value:
-        assign(chat, name, value.strip())
-    chat.screen.note(f"{name} is {current(chat, name)}")
-
-
-def settable() -> list[str]:
-    return [*SETTINGS, *LIMITS, "think", "markdown", *FORMS]
-
-
-def current(chat: Conversation, name: str) -> object:
-    session = chat.session
-    if name in LIMITS:
-        tokens = getattr(session, LIMITS[name])
-        return "unlimited" if tokens is None else tokens
-    if name == "think":
-        return session.think
-    if name in FORMS:
-        return session.form.name if session.form and session.form.flag == f"--{name}" else "off"
-    if name == "markdown":
-        return "on" if chat.screen.markdown else "off"
-    value = getattr(session.settings, SETTINGS[name][0])
-    if name == BREAKERS:
-        return " ".join(json.dumps(text, ensure_ascii=False)[1:-1].replace('\\"', '"') for text in value) or NO_BREAKERS
-    return "random" if value is None else value
-
-
-def assign(chat: Conversation, name: str, value: str) -> None:
-    session = chat.session
-    if name == "think":
-        if value not in ("auto", "on", "off"):
-            raise UsageError(f"think is auto, on or off, not {value!r}", "/set think off")
-        session.think = value
-    elif name in FORMS:
-        from ..runtime.forms.constraint import form_of
-
-        session.hold_to(None if value == "off" else form_of(**{**dict.fromkeys(FORMS), name: value}))
-    elif name == "markdown":
-        if value not in ("on", "off"):
-            raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")
-        chat.screen.markdown = value == "on"
-        if value == "on" and not chat.screen.markdown:
-            raise UsageError("the answers go where no styles are shown", "a terminal other than TERM=dumb, without NO_COLOR")
-    elif name in LIMITS:
-        tokens = most_tokens(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
-        if name == "predict":
-            demand_room(tokens, "/set predict -1 is no limit")
-        setattr(session, LIMITS[name], tokens)
-    elif name == BREAKERS:
-        session.settings = replace(session.settings, **SamplingFlags(dry_sequence_breakers=value.split()).said())
-    else:
-        field, kind = SETTINGS[name]
-        free = name == "seed" and value in ("random", "-1")
-        session.settings = replace(session.settings, **{field: None if free else converted(name, value, kind)})
-
-
-def converted(name: str, value: str, kind: type) -> object:
-    try:
-        return kind(value)
-    except ValueError as error:
-        raise UsageError(f"{name} takes a {'whole number' if kind is int else 'number'}, not {value!r}", f"/set {name} shows it") from error
 
 
 def show(chat: Conversation, rest: str) -> None:
@@ -340,9 +242,11 @@ COMMANDS = (
     SlashCommand("stats", "/stats", "show the speed and memory of the last answer", stats),
     SlashCommand("save", "/save [NAME]", "save the conversation and its cache; /save FILE.json saves only the text", save),
     SlashCommand("load", "/load NAME", "continue a saved conversation", load),
+    SlashCommand("copy", clipboard.USAGE, "copy the last answer, or its last block of code, to the clipboard", clipboard.copy),
     SlashCommand("export", "/export FILE", "write the conversation as FILE.md or FILE.json", export),
 )
-ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "redo": "regen", "read": "file", "new": "clear", "reset": "clear"}
+ALIASES = {"bye": "exit", "quit": "exit", "?": "help", "retry": "regen", "redo": "regen", "regenerate": "regen", "read": "file",
+           "new": "clear", "reset": "clear"}
 BY_NAME = {command.name: command for command in COMMANDS}
 
 
@@ -373,11 +277,6 @@ def named(name: str, rest: str = "") -> SlashCommand:
     return found
 
 
-def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
-    close = difflib.get_close_matches(name, list(known), 1)
-    return f", did you mean {prefix}{close[0]}?" if close else ""
-
-
 def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     """(word, meaning) of what can follow a line that begins with a slash."""
     command, space, typed = line.rpartition(" ")
@@ -386,5 +285,5 @@ def complete(chat: Conversation, line: str) -> Iterable[tuple[str, str]]:
     if command.strip() in ("/file", "/image", "/video", "/audio", "/export"):
         return [(path, "") for path in completed_paths(typed)]
     words = {"/set": settable(), "/tools": ["on", "off"], **dict.fromkeys(("/tools on", "/tools off"), tools.names(chat)),
-              "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
+             "/copy": ["code"], "/load": saved(chat), "/lora": chat.session.engine.prepared.adapted.names}.get(command.strip(), [])
     return [(word, "") for word in words if word.startswith(typed)]

@@ -205,6 +205,10 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "dry-sequence-breaker is \\n fox" in chat.say("/set dry-sequence-breaker \\n fox")
     assert "dry-sequence-breaker is none" in chat.say("/set dry_sequence_breakers none")
     assert "xtc_threshold must be" in chat.say("/set xtc-threshold 3")
+    assert 'stop is "END" "\\n\\n"' in chat.say('/set parameter stop END "\\n\\n"') and "in quotation marks" in chat.say('/set stop "a')
+    assert "a stop string is empty" in chat.say('/set stop ""') and 'stop is "END"' in chat.say("/set stop")
+    assert 'stop is "e"' in chat.say('/set stop "e"') and "e" not in chat.say(STORY).splitlines()[-1]
+    assert "stop is off" in chat.say("/set stop off")
     chat.say("/set dry-multiplier 0")
     chat.say("/set top-nsigma -1")
     chat.say("/set temp 0")
@@ -254,9 +258,9 @@ def test_a_full_context_is_told_and_the_chat_goes_on(chat: Chat) -> None:
 def test_commands_are_listed_completed_and_corrected(chat: Chat) -> None:
     listed = chat.say("/help")
     for name in ("help", "exit", "bye", "clear", "regen", "undo", "compact", "system", "set", "show", "stats", "save", "load", "edit",
-                 "file", "export", "retry", "continue"):
+                 "file", "copy", "export", "retry", "continue"):
         assert f"/{name}" in listed, name
-    assert "did you mean /regen?" in chat.say("/regne")
+    assert "did you mean /regen?" in chat.say("/regne") and "/regen, /retry" in chat.say("/help regenerate")
     for typed, meant in (("/temp 0.1", "/set temp 0.1"), ("/temperature 0", "/set temp 0"), ("/top_k", "/set top-k"),
                          ("/think on", "/set think on")):
         assert f"there is no command {typed.split()[0]}, did you mean {meant}?" in chat.say(typed)

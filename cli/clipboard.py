@@ -1,0 +1,74 @@
+"""`/copy`: the last answer of a chat, or its last block of code, in the clipboard, without the breaks that a terminal's edge gave it.
+
+A program of the machine puts it there, or the terminal does, by OSC 52: the way from a machine that one is logged in to over SSH, where
+those programs would fill the clipboard of the other end. Not every terminal takes that, and none answers, so a line says what was tried.
+"""
+
+from __future__ import annotations
+
+import base64
+import re
+import shutil
+import subprocess
+from collections.abc import Mapping
+from contextlib import suppress
+from typing import TYPE_CHECKING
+
+from .. import EffllmError, UsageError
+from ..runtime.images.marks import unmarked
+from ..runtime.tokens.terminal_text import sanitize
+
+if TYPE_CHECKING:
+    from .conversation import Conversation
+
+USAGE = "/copy [code]"
+BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
+# What puts its input into the clipboard, where a variable says that its window system is there. tmux passes OSC 52 on for few.
+PROGRAMS = (("TMUX", ("tmux", "load-buffer", "-w", "-")), ("WAYLAND_DISPLAY", ("wl-copy",)),
+            ("DISPLAY", ("xclip", "-selection", "clipboard")), ("DISPLAY", ("xsel", "--input", "--clipboard")), (None, ("pbcopy",)))
+REMOTE = ("SSH_CONNECTION", "SSH_TTY")
+MOST_SENT = 74_000  # bytes: terminals cut what is longer than 100,000 letters in base64
+SECONDS = 5.0
+
+
+def copy(chat: Conversation, rest: str) -> None:
+    """`/copy`, `/copy code`."""
+    if rest not in ("", "code"):
+        raise UsageError(f"/copy takes code or nothing, not {rest!r}", "/copy code is the last block of code alone")
+    said = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
+    if not said:
+        raise UsageError("there is no answer yet", "type a question first")
+    text = sanitize(unmarked(said[-1])).strip()
+    if rest:
+        blocks = BLOCK.findall(text)
+        if not blocks:
+            raise UsageError("the last answer has no block of code", "/copy takes all of it")
+        text = blocks[-1][1].rstrip("\n")
+    if not text:
+        raise UsageError("the last answer is empty", "/regen writes another one")
+    screen, count = chat.screen, f"{len(text)} letters"
+    if (program := put_by_program(text, screen.environment.variables)) is not None:
+        screen.note(f"{count} are in the clipboard ({program})")
+        return
+    if not screen.environment.can_redraw(chat.output):
+        raise EffllmError("there is no clipboard here", "/export FILE writes the conversation")
+    if len(raw := text.encode()) > MOST_SENT:
+        raise EffllmError(f"{len(raw)} bytes are more than terminals take for a clipboard", "/export FILE writes the conversation")
+    chat.output.write(f"\x1b]52;c;{base64.b64encode(raw).decode()}\x07")
+    chat.output.flush()
+    screen.note(f"{count} were sent to the terminal for its clipboard; where it takes none, /export FILE writes them")
+
+
+def put_by_program(text: str, variables: Mapping[str, str]) -> str | None:
+    """The program that has put it there; None where none could."""
+    is_remote = any(map(variables.get, REMOTE))
+    for window_system, argv in PROGRAMS:
+        if window_system is not None and not variables.get(window_system) or is_remote and window_system != "TMUX":
+            continue
+        if (path := shutil.which(argv[0], path=variables.get("PATH"))) is None:
+            continue
+        with suppress(OSError, subprocess.SubprocessError):
+            subprocess.run([path, *argv[1:]], input=text.encode(), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, check=True,
+                           timeout=SECONDS, env=dict(variables))
+            return argv[0]
+    return None
