@@ -39,7 +39,7 @@ Rows = Annotated[bool, flag(OUTPUT, "--json", "", "print one JSON array, as -o j
 
 
 SETUP = ("model", "size", "params", "backend", "threads", "kv")  # columns of what was measured, not of what came
-SPARE = ("memory", "read")  # what a narrow terminal does without, the first one first; --json has all
+SPARE = ("memory", "read", "of the roof", "predicted")  # what a narrow terminal does without, the first one first; --json has all
 
 
 def register(app: typer.Typer) -> None:
