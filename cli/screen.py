@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import re
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from io import StringIO
@@ -45,6 +46,7 @@ class Screen:
         self._answer_open = False  # the last thing written to stdout did not end a line
         self._dim_open = False  # the same for thinking on stderr
         self._status = ""
+        self.is_log = False  # remarks begin with the time: of a server, whose lines are read hours later
         self._noted: set[str] = set()
         self._paces: dict[str, Pace] = {}  # of each phase
         self._pace: Pace | None = None  # of the phase whose turn it is
@@ -181,8 +183,9 @@ class Screen:
         if self._answer_open and (self._safe or self.environment.streams_are_one):
             self.environment.write((self._answer_wrap.pause() if self._answer_wrap else "") + "\n")
             self._answer_open = False
-        text = sanitize(text).replace("\n", " ")
         terminal = self.environment.is_terminal(self.environment.stderr)
+        stamp = "" if not self.is_log else time.strftime("%H:%M:%S " if terminal else "%Y-%m-%d %H:%M:%S ")
+        text = stamp + sanitize(text).replace("\n", " ")
         for line in broken(text, self.environment.width, hang) if terminal else [text]:
             self._stderr(self._dim(line) + "\n")
 

@@ -4,7 +4,7 @@ one model is served here, several as `serve_many.py` says."""
 from __future__ import annotations
 
 import os
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -13,7 +13,7 @@ import typer
 
 from .. import UsageError
 from .answer import counted
-from .figures import rounded
+from .figures import duration, rounded
 from .flags import add_command, flag, is_typed
 from .loading import at_bits, at_hand, find_or_absent, judge, loaded, seeing_with, wish_to_reason, with_draft
 from .options import (
@@ -250,9 +250,18 @@ class Report:
         say_page(self._screen, url, self._service.shows_page)
         if json:
             self._screen.json({"url": url, "model": self._service.name, "context": context, "parallel": parallel})
+        begin_log(self._screen)
 
     def request(self, method: str, path: str, status: int, record: Record) -> None:
         say_request(self._screen, self._quiet, method, path, status, record)
+
+
+def begin_log(screen: Screen) -> None:
+    """From here on lines have the time, unless they go to the system's journal, which adds its own."""
+    screen.is_log = True
+    with suppress(OSError, ValueError):  # such as a stream of a test, which has no descriptor
+        status = os.fstat(screen.environment.stderr.fileno())
+        screen.is_log = screen.environment.variables.get("JOURNAL_STREAM") != f"{status.st_dev}:{status.st_ino}"
 
 
 def say_page(screen: Screen, url: str, is_shown: bool) -> None:
@@ -264,10 +273,15 @@ def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int
     """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none."""
     if record.is_minor:
         return
-    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *([cost(record.stats)] if record.stats else ())]
-    parts += [cut(each, MOST_SAID) for each in (record.made, record.ending, record.problem) if each]
+    did = [each for each in (record.stats and cost(record.stats), record.made) if each]
+    parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {passed(record.seconds)}" for each in did)]
+    parts += [cut(each, MOST_SAID) for each in (record.ending, record.problem) if each]
     if record.problem or not quiet:
         screen.note(" · ".join(parts))
+
+
+def passed(seconds: float) -> str:
+    return f"{rounded(seconds, 2)} s" if seconds < 60 else duration(seconds)
 
 
 def cost(stats: Stats) -> str:

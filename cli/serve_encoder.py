@@ -29,7 +29,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     overseer = screen.environment.overseer
     demand_meant(context, ref, None if overseer is None else frozenset(each.name for each in context.command.params))
     from ..runtime.answers.encodings import Encodings
-    from .serve import say_request
+    from .serve import begin_log, say_request
     from .server.desk import Desk
     from .server.encodings import EncodingService
     from .server.guard import Guard
@@ -47,6 +47,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
         screen.note(f"{url} serves {place.name}, which {does} of texts of up to {encoder.n_ctx} tokens; Ctrl-C ends it")
         if place.json:
             screen.json({"url": url, "model": place.name, "context": encoder.n_ctx, "parallel": 1})
+        begin_log(screen)
 
     def report(method: str, path: str, status: int, record: Record) -> None:
         say_request(screen, place.quiet, method, path, status, record)

@@ -20,7 +20,7 @@ from .flags import flags_of, is_typed, long_name
 from .loading import find_any, judge, wanted_bits
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, WeightFlags
 from .screen import Screen, cut
-from .serve import rules_of, say_page, say_request, slot_folder
+from .serve import begin_log, rules_of, say_page, say_request, slot_folder
 
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
@@ -96,6 +96,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             say_page(screen, url, served.shows_page)
             if served.json:
                 screen.json({"url": url, "models": names})
+            begin_log(screen)
 
         front = Front(shelf, residents, key, engine.ctx, served.shows_page)
         listen(Guard(front.application(), rules, report.request), listening, residents, ready, screen.note_once, residents.closed, GRACE_S)

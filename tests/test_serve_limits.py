@@ -182,6 +182,11 @@ def test_who_serves_reads_why_a_request_was_refused() -> None:
         server.until("403 · this server answers to localhost and 127.0.0.1, not to evil.example:80: ask by one of these")
         server.ask("GET", "/v1/models")
         server.until("GET /v1/models 401 · the key is missing or wrong")
+        server.ask("POST", CHAT, {"messages": ASKED, "max_tokens": 4}, Authorization="Bearer k")
+        server.until(" 4 tokens out")
+        *first, last = server.err.splitlines()
+        assert re.fullmatch(r"[-\d]{10} [:\d]{8} POST \S+ 200 · 17 tokens in, 4 tokens out, [\d.]+ tokens/s, [\d.]+ s", last)
+        assert first[0].startswith("http://127.0.0.1:"), "the line to copy has no time before it"
 
 
 def test_origins_that_are_let_in() -> None:

@@ -1,8 +1,10 @@
 """The parts of `effllm serve` that an engine of the packaged size is too quick for: waits, failures in the midst, and who may ask."""
 
 import asyncio
+import io
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -16,8 +18,12 @@ import pytest
 from starlette.requests import Request
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from pulls import Terminal
+
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.cli.serve import own_name
+from effllm.cli.environment import Environment
+from effllm.cli.screen import Screen
+from effllm.cli.serve import begin_log, own_name
 from effllm.cli.server import listening, streams
 from effllm.cli.server.application import Service
 from effllm.cli.server.desk import Desk
@@ -256,6 +262,23 @@ def test_hosts_of_this_machine() -> None:
     everyone, nobody = Rules(False, origins=("*",)), Rules(False)
     assert everyone.allows("https://a.example", "b") and nobody.allows("https://a.example:1", "A.example:1")
     assert not nobody.allows("http://localhost:3000", "machine:8080"), "a page on the asking machine is not on this one"
+
+
+def test_lines_of_a_server_have_the_time_but_in_the_journal(tmp_path: Path) -> None:
+    with (tmp_path / "err").open("w+") as err:
+        status = os.fstat(err.fileno())
+        for stream in ("", f"{status.st_dev}:{status.st_ino}", f"{status.st_dev}:{status.st_ino + 1}"):
+            screen = Screen(Environment(io.StringIO(), io.StringIO(), err, {"JOURNAL_STREAM": stream}))
+            begin_log(screen)
+            screen.note("POST /v1/responses 200")
+        err.seek(0)
+        first, journal, other = err.read().splitlines()
+    assert journal == "POST /v1/responses 200" and all(re.fullmatch(r"[-\d]{10} [:\d]{8} " + journal, line) for line in (first, other))
+    terminal = Terminal()
+    screen = Screen(Environment(io.StringIO(), io.StringIO(), terminal, {"JOURNAL_STREAM": "1:2"}))
+    begin_log(screen)
+    screen.note("POST")
+    assert re.fullmatch(r"(\x1b\[\d*m)?[:\d]{8} POST(\x1b\[0m)?\n", terminal.getvalue())
 
 
 def test_files_are_not_named() -> None:

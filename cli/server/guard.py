@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hmac
 import re
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from ipaddress import ip_address
@@ -108,7 +109,7 @@ class Guard:
         if scope["type"] != "http":
             return
         headers, record, status, own, asked = Headers(scope=scope), Record(), GONE, 0, scope["path"]
-        scope = by_googles_path(scope, headers)
+        scope, began = by_googles_path(scope, headers), time.monotonic()
         origin = headers.get("origin")
         scope[RECORD] = record
 
@@ -151,6 +152,7 @@ class Guard:
                 self._held -= own
             else:
                 record.behind.add_done_callback(lambda _: self._release(own))
+            record.seconds = time.monotonic() - began
             self._say(scope["method"], asked, status, record)
 
     def _release(self, nbytes: int) -> None:

@@ -44,6 +44,7 @@ class Record:
     problem: str = ""  # what a person at the terminal is told of it
     passed_on: bool = False  # to a server of its own, which says it
     is_minor: bool = False  # a part of the page that browsers are shown
+    seconds: float = 0.0  # from its first line to the end of its answer
     behind: asyncio.Task[None] | None = None  # what goes on behind its answer, and holds what it sent
 
 
