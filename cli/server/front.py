@@ -25,7 +25,7 @@ from ... import EffllmError
 from . import page, responses_fields
 from .bodies import body_of, read
 from .compaction import COMPACT
-from .fields import Body, parsed
+from .fields import UNNAMED, Body, parsed
 from .form_data import parts_of
 from .gemini_models import GENERATED, in_list
 from .gemini_models import PATHS as GEMINI
@@ -253,7 +253,7 @@ class Front:
 
     async def meant(self, name: str | None) -> Shelved:
         """The model that a request is for. Raises Problem."""
-        if name := untagged(name or ""):
+        if (name := untagged(name or "")) and name not in UNNAMED:
             return self.residents.named(name) or await asyncio.to_thread(self.shelf.find, name)
         loaded = self.residents.loaded()
         if len(loaded) != 1:

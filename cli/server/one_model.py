@@ -21,7 +21,7 @@ from .adapters import Adapters
 from .bodies import read
 from .desk import Desk
 from .embeddings import Embeddings
-from .fields import Kind
+from .fields import UNNAMED, Kind
 from .guard import RECORD
 from .ollama_fields import untagged
 from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of
@@ -111,7 +111,7 @@ class OneModel:
 
     def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
-        if self.also is not None and not known:
+        if self.also is not None and not known and name not in UNNAMED:
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
                           param=param, code=NO_MODEL)
 

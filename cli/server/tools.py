@@ -68,7 +68,7 @@ def _choice(choice: str | dict[str, Any] | None) -> str:
     """auto, none, required, or the name of a function. Raises Problem."""
     if choice is None or choice in (AUTO, NONE, REQUIRED):
         return choice or AUTO
-    name = _name(choice) if isinstance(choice, dict) and choice.get("type") in ("function", CUSTOM) else None
+    name = _name(choice) if isinstance(choice, dict) and choice.get("type", "function") in ("function", CUSTOM) else None
     if name is None or name in (AUTO, NONE, REQUIRED):
         raise Problem(400, 'tool_choice is none, auto, required or {"type": "function", "function": {"name": ...}}', param="tool_choice")
     return name
