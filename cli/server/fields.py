@@ -14,7 +14,8 @@ from .problems import LEAVE_IT, Problem
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
-UNNAMED = ("dummy", "tgi")  # what huggingface_hub sends where only an address was named, now and before
+# What clients of the Hugging Face hub send where only an address was named: Python's, now and before; JavaScript's sends the address.
+UNNAMED = re.compile(r"dummy|tgi|https?://.*", re.IGNORECASE)
 THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an assistant reasoned, as programs of one server or another send it back
 # What no answer here can have -> the values with which a request asks for nothing.
 NOT_HERE: dict[str, tuple[object, ...]] = {

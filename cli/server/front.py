@@ -253,7 +253,7 @@ class Front:
 
     async def meant(self, name: str | None) -> Shelved:
         """The model that a request is for. Raises Problem."""
-        if (name := untagged(name or "")) and name not in UNNAMED:
+        if (name := untagged(name or "")) and not UNNAMED.fullmatch(name):
             return self.residents.named(name) or await asyncio.to_thread(self.shelf.find, name)
         loaded = self.residents.loaded()
         if len(loaded) != 1:

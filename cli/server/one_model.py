@@ -111,7 +111,7 @@ class OneModel:
 
     def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
-        if self.also is not None and not known and name not in UNNAMED:
+        if self.also is not None and not known and not UNNAMED.fullmatch(name):
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
                           param=param, code=NO_MODEL)
 

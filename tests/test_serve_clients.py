@@ -1,4 +1,4 @@
-"""huggingface_hub's client of chats, pointed at an address, against a real server."""
+"""What clients say for a model where they know an address alone, against a real server of one model and of all: huggingface_hub's."""
 
 import json
 import sys
@@ -38,6 +38,8 @@ def test_an_address_alone_means_the_model_that_is_there(server: Served) -> None:
     form = {"type": "json_schema", "json_schema": {"name": "told", "schema": SCHEMA}}
     said = client.chat_completion(ASKED, max_tokens=200, temperature=0, response_format=form).choices[0].message.content
     assert json.loads(said)["of"] in ("fox", "king")
+    address = {"model": f"http://127.0.0.1:{server.port}/v1/chat/completions"}  # as the client in JavaScript says
+    assert server.chat(**address).json["choices"] == wanted["choices"]
 
 
 def test_a_name_is_still_a_name(server: Served) -> None:
