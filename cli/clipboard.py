@@ -23,9 +23,11 @@ if TYPE_CHECKING:
 
 USAGE = "/copy [code]"
 BLOCK = re.compile(r"^[ \t]*(`{3,}|~{3,})[^\n]*\n(.*?)(?:^[ \t]*\1|\Z)", re.MULTILINE | re.DOTALL)
-# What puts its input into the clipboard, where a variable says that its window system is there. tmux passes OSC 52 on for few.
-PROGRAMS = (("TMUX", ("tmux", "load-buffer", "-w", "-")), ("WAYLAND_DISPLAY", ("wl-copy",)),
-            ("DISPLAY", ("xclip", "-selection", "clipboard")), ("DISPLAY", ("xsel", "--input", "--clipboard")), (None, ("pbcopy",)))
+# What puts its input into the clipboard, where a variable says that its window system is there. tmux, which passes nobody's OSC 52 on as
+# it is set up at first, sends its own to the terminal.
+TMUX = "TMUX"
+PROGRAMS = (("WAYLAND_DISPLAY", ("wl-copy",)), ("DISPLAY", ("xclip", "-selection", "clipboard")),
+            ("DISPLAY", ("xsel", "--input", "--clipboard")), (None, ("pbcopy",)), (TMUX, ("tmux", "load-buffer", "-w", "-")))
 REMOTE = ("SSH_CONNECTION", "SSH_TTY")
 MOST_SENT = 74_000  # bytes: terminals cut what is longer than 100,000 letters in base64
 SECONDS = 5.0
@@ -48,7 +50,8 @@ def copy(chat: Conversation, rest: str) -> None:
         raise UsageError("the last answer is empty", "/regen writes another one")
     screen, count = chat.screen, f"{len(text)} letters"
     if (program := put_by_program(text, screen.environment.variables)) is not None:
-        screen.note(f"{count} are in the clipboard ({program})")
+        screen.note(f"{count} are in the buffer of tmux, which hands them on to the terminal's clipboard" if program == "tmux" else
+                    f"{count} are in the clipboard ({program})")
         return
     if not screen.environment.can_redraw(chat.output):
         raise EffllmError("there is no clipboard here", "/export FILE writes the conversation")
@@ -63,7 +66,7 @@ def put_by_program(text: str, variables: Mapping[str, str]) -> str | None:
     """The program that has put it there; None where none could."""
     is_remote = any(map(variables.get, REMOTE))
     for window_system, argv in PROGRAMS:
-        if window_system is not None and not variables.get(window_system) or is_remote and window_system != "TMUX":
+        if window_system is not None and not variables.get(window_system) or is_remote and window_system != TMUX:
             continue
         if (path := shutil.which(argv[0], path=variables.get("PATH"))) is None:
             continue

@@ -69,11 +69,14 @@ def test_a_program_gets_the_answer_without_the_breaks_of_the_terminal(chats, tmp
     assert (tmp_path / "xclip").read_text() == SAID
 
 
-def test_tmux_is_asked_before_all_and_also_far_away(chats, tmp_path: Path) -> None:
-    chat = chats(DISPLAY=":0", TMUX="/tmp/tmux,1,0", SSH_CONNECTION="a 1 b 2")
-    chat.say("code")
-    assert "(tmux)" in chat.say("/copy code")
+def test_tmux_is_asked_far_away_and_where_there_is_nothing_better(chats, tmp_path: Path) -> None:
+    far = chats(DISPLAY=":0", TMUX="/tmp/tmux,1,0", SSH_CONNECTION="a 1 b 2")
+    far.say("code")
+    assert "buffer of tmux" in far.say("/copy code")
     assert (tmp_path / "tmux").read_text() == CODE and not (tmp_path / "xclip").exists()
+    here = chats(DISPLAY=":0", TMUX="/tmp/tmux,1,0")
+    here.say("words")
+    assert "(xclip)" in here.say("/copy") and (tmp_path / "xclip").read_text() == WORDS and (tmp_path / "tmux").read_text() == CODE
 
 
 @pytest.mark.parametrize("variables", [{}, {"DISPLAY": ":0", "SSH_TTY": "/dev/pts/1"}, {"WAYLAND_DISPLAY": "wayland-0"}],
