@@ -145,11 +145,7 @@ class ConformerBlock:
         """In place on x float32 [T, D]."""
         for part in self.parts:
             part.run(x, crew)
-
-        def norm(rows: slice) -> None:
-            x[rows] = self.after(x[rows])
-
-        crew.each(norm, len(x))
+        self.after.over(x, crew)
         crew.work.done += 1
 
 

@@ -181,11 +181,7 @@ class FastBlock:
         self.attention.run(x, heard, waves, crew)
         self.convolution.run(x, crew, heard)
         self.behind.run(x, crew)
-
-        def norm(rows: slice) -> None:
-            x[rows] = self.after(x[rows])
-
-        crew.each(norm, len(x))
+        self.after.over(x, crew)
         crew.work.done += 1
 
 
