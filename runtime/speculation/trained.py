@@ -21,7 +21,8 @@ from ...offload.size import format_size
 from ...quant.weight import Linear, Norm, Weight
 from ..events import Progress
 from ..tensors import as_float32, tensors_of, typed
-from ..weights.weight_records import WeightRecords, made_norm
+from ..weights.role_source import made_norm
+from ..weights.weight_records import WeightRecords
 
 if TYPE_CHECKING:
     import numpy as np

@@ -2,55 +2,53 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...offload.header import damaged, shown
-from ...quant.weight import Linear, Norm
+from ...quant.weight import Norm
 from ...quant.wide_weights import Compressor, Hyper, Wide
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..tensors import ModelTensor
+    from .role_source import RoleSource
 
 HYPER, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # roles of matrices, beside which lie `_base` and `_scale`
 PICKS = "picks."  # before the number of a layer: roles of tables that say which experts a word's tokens visit
 
 
-def hyper_weights(config: ModelConfig, role: str, linear: Callable[[str], Linear], vector: Callable[[str], object],
-                  put: Callable[[np.ndarray], object]) -> Hyper:
-    """How a branch meets the streams; `linear` and `vector` make a role's matrix and vector on a backend, `put` one of numbers."""
-    norm = Norm("rms", put(np.ones(config.streams * config.hidden_size, np.float32)), None, config.norm_eps)
-    return Hyper(config.streams, norm, linear(role), vector(f"{role}_base"), vector(f"{role}_scale"), *config.mixes, role == LEAVES)
+def hyper_weights(found: RoleSource, role: str) -> Hyper:
+    """How a branch meets the streams, or what leaves the last layer is made of them."""
+    config = found.config
+    return Hyper(config.streams, found.ones(config.streams * config.hidden_size), found.linear(role), found.vector(f"{role}_base"),
+                 found.vector(f"{role}_scale"), *config.mixes, role == LEAVES)
 
 
-def hyper_around(config: ModelConfig, linear: Callable[[str], Linear], vector: Callable[[str], object],
-                 put: Callable[[np.ndarray], object]) -> tuple[Hyper, Hyper] | None:
+def hyper_around(found: RoleSource) -> tuple[Hyper, ...] | None:
     """How both branches of a layer meet the streams, in a model without keys of several tokens."""
-    return tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER) if config.says_mixes else None
+    return tuple(hyper_weights(found, role) for role in HYPER) if found.config.says_mixes else None
 
 
-def wide_weights(config: ModelConfig, layer: int, linear: Callable[[str], Linear], vector: Callable[[str], object],
-                 put: Callable[[np.ndarray], object]) -> Wide | None:
+def wide_weights(found: RoleSource) -> Wide | None:
     """Attention of a layer of these models, and how both of its branches meet the streams."""
-    own = config.compressed
+    config, linear, own = found.config, found.linear, found.config.compressed
     if own is None:
         return None
 
-    def norm(weight: object) -> Norm:
-        return Norm("rms", weight, None, config.norm_eps)
+    def norm(role: str) -> Norm:
+        return Norm("rms", found.vector(role), None, config.norm_eps)
 
-    shape, made = own.shapes[layer], None
+    shape, made = own.shapes[found.layer], None
     if shape is not None:
         names = ("key_rows", "key_weights", *(("index_rows", "index_row_weights") if shape.index else ()))
-        index = (vector("index_bias"), norm(vector("index_norm"))) if shape.index else (None, None)
-        made = Compressor(tuple(map(linear, names)), vector("key_bias"), norm(vector("key_norm")), *index)
-    heads = norm(put(np.ones(config.head_dim, np.float32)))
+        index = (found.vector("index_bias"), norm("index_norm")) if shape.index else (None, None)
+        made = Compressor(tuple(map(linear, names)), found.vector("key_bias"), norm("key_norm"), *index)
     groups = tuple(linear(f"groups.{group}.o_in") for group in range(own.groups))
-    mixes = tuple(hyper_weights(config, role, linear, vector, put) for role in HYPER)
-    return Wide(linear("q_a"), norm(vector("q_a_norm")), linear("q_b"), heads, groups, made, *mixes)
+    mixes = tuple(hyper_weights(found, role) for role in HYPER)
+    return Wide(linear("q_a"), norm("q_a_norm"), linear("q_b"), found.ones(config.head_dim), groups, made, *mixes)
 
 
 def picks_of(config: ModelConfig, tables: Mapping[int, tuple[ModelTensor, np.ndarray]]) -> dict[int, np.ndarray]:

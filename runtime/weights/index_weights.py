@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING
 
-from ...quant.weight import Index, Linear, Norm
+from ...quant.weight import Index, Norm
 
 if TYPE_CHECKING:
     import numpy as np
@@ -13,28 +12,26 @@ if TYPE_CHECKING:
     from ...kernels.index_shape import IndexShape
     from ..block_ops import BlockOps
     from ..cache import LayerCache
-    from ..config import ModelConfig
     from ..rope import RopeTable
-    from ..tensors import ModelTensor
+    from .role_source import RoleSource
 
 
-def index_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
-                  vector: Callable[[str], object]) -> Index | None:
-    """What chooses in a layer, of its tensors by role; `linear` and `vector` make a role's matrix and vector on a backend."""
-    if "index_q" not in roles:
+def index_weights(found: RoleSource) -> Index | None:
+    """What chooses in a layer."""
+    if "index_q" not in found.roles:
         return None
-    kind, eps = config.indexed.norm
+    linear, vector, (kind, eps) = found.linear, found.vector, found.config.indexed.norm
 
     def norm(role: str) -> Norm | None:
-        return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in roles else None
+        return Norm(kind, vector(role), vector(f"{role}_bias"), eps) if role in found.roles else None
 
     return Index(linear("index_q"), norm("index_q_norm"), linear("index_k"), norm("index_k_norm"), linear("index_weights"),
-                 norm("index_entered"), growth(roles, vector, "index_"), vector("index_places") if "index_places" in roles else None)
+                 norm("index_entered"), growth(found, "index_"), vector("index_places"))
 
 
-def growth(roles: Collection[str], vector: Callable[[str], object], whose: str = "") -> tuple[object, object] | None:
-    """By what queries of a layer, or of its indexer, grow with their place head by head, of its tensors by role."""
-    return (vector(f"{whose}grow_scale"), vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in roles else None
+def growth(found: RoleSource, whose: str = "") -> tuple[object, object] | None:
+    """By what queries of a layer, or of its indexer, grow with their place head by head."""
+    return (found.vector(f"{whose}grow_scale"), found.vector(f"{whose}grow_offset")) if f"{whose}grow_scale" in found.roles else None
 
 
 def choose(ops: BlockOps, w: Index, q: object, k: object, weights: object | None, kv: LayerCache, positions: np.ndarray,

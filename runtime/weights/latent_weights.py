@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
-from ...quant.weight import Latent, Linear, Norm
+from ...quant.weight import Latent, Norm
 
 if TYPE_CHECKING:
-    from ..model_config import ModelConfig
-    from ..tensors import ModelTensor
+    from .role_source import RoleSource
 
 EPS = 1e-6  # of the norms between the matrices, whatever a config says of the others, but for a few families
 
 
-def latent_weights(config: ModelConfig, roles: Mapping[str, ModelTensor], linear: Callable[[str], Linear | None],
-                   vector: Callable[[str], object]) -> Latent | None:
-    """Of a layer's tensors by role, where it has such; `linear` and `vector` make a role's matrix and vector on a backend. What a config
-    multiplies both latents by is in their norms."""
+def latent_weights(found: RoleSource) -> Latent | None:
+    """Of a layer that has such. What a config multiplies both latents by is in their norms."""
+    config, roles, linear = found.config, found.roles, found.linear
     if "kv_b" not in roles:
         return None
 
     def norm(role: str) -> Norm:
-        weight, factor = vector(role), config.factor(role)
+        weight, factor = found.vector(role), config.factor(role)
         return Norm("rms", weight if factor == 1.0 else weight * factor, None, EPS if config.latent_eps is None else config.latent_eps)
 
     q_norm, kv_norm = norm("q_a_norm") if "q_a" in roles else None, norm("kv_a_norm") if "kv_a" in roles else None

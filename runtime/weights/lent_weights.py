@@ -6,17 +6,15 @@ reads each of them several times. What a layer adds to one lies with the layer.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...quant.weight import Lent, Linear, LowRank, Norm, SharedBlock, Weight
-from ..tensors import ModelTensor, as_float32, typed
+from ...quant.weight import Lent, LowRank, SharedBlock
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ..adapters.adapted import Adapted
     from ..config import ModelConfig
+    from ..tensors import ModelTensor
+    from .role_source import RoleSource
 
 BLOCKS, LENT_OUT, ATTENTION = "blocks.", "lent_out", ("q", "k", "v")
 MATRICES = (*ATTENTION, "o", "gate", "up", "down")
@@ -45,28 +43,17 @@ def uses(config: ModelConfig, role: str) -> int:
     return sum(role.startswith(block_role(block_of(config, layer), "")) for layer in config.attends_beside)
 
 
-def shared_blocks(config: ModelConfig, roles: Mapping[str, ModelTensor], raw: Mapping[str, np.ndarray], ops: object,
-                  adapted: Adapted) -> tuple[SharedBlock, ...]:
-    """The blocks on the backend `ops`, of raw bytes by name."""
-
-    def linear(role: str) -> Linear:
-        tensor = roles[role]
-        data = ops.put(typed(raw[tensor.name], tensor.spec), tensor.spec.scheme)
-        shaped = data.reshape(tensor.shape) if tensor.spec.is_raw else data
-        return Linear(Weight(tensor.spec, tensor.shape, {"data": shaped}), None, adapted.beside("outer", role, ops))
-
-    def norm(role: str) -> Norm:
-        return Norm(config.norm_kind, ops.put(as_float32(roles[role], raw), "f32"), None, config.norm_eps)
-
+def shared_blocks(found: RoleSource) -> tuple[SharedBlock, ...]:
+    """The blocks, of tensors outside the layers."""
     made = []
-    for number in range(config.shared_blocks):
-        own = {role: linear(block_role(number, role)) for role in MATRICES}
-        made.append(SharedBlock(norm(block_role(number, "input_norm")), mlp_norm=norm(block_role(number, "post_norm")), **own))
+    for number in range(found.config.shared_blocks):
+        own = {role: found.linear(block_role(number, role)) for role in MATRICES}
+        made.append(SharedBlock(found.norm(block_role(number, "input_norm")), mlp_norm=found.norm(block_role(number, "post_norm")), **own))
     return tuple(made)
 
 
-def lent(config: ModelConfig, layer: int, linear: Callable[[str], Linear | None], blocks: Sequence[SharedBlock]) -> Lent:
-    """What a layer has of the block that it is lent; `linear` makes a role's matrix."""
-    beside = [LowRank(into, linear(f"{role}_wide")) for role in ATTENTION if (into := linear(f"{role}_low")) is not None]
-    into = linear("mlp_low")
-    return Lent(blocks[block_of(config, layer)], tuple(beside), tuple(LowRank(into, linear(role)) for role in WIDE), linear(LENT_OUT))
+def lent(found: RoleSource, blocks: Sequence[SharedBlock]) -> Lent:
+    """What a layer has of the block that it is lent."""
+    beside = [made for role in ATTENTION if (made := found.low_rank(f"{role}_low", f"{role}_wide")) is not None]
+    into, block = found.linear("mlp_low"), blocks[block_of(found.config, found.layer)]
+    return Lent(block, tuple(beside), tuple(LowRank(into, found.linear(role)) for role in WIDE), found.linear(LENT_OUT))

@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING
 
 from ...quant.state_weights import Ngrams
-from ...quant.weight import Linear, Norm
+from ...quant.weight import Norm
 from ...quant.wide_weights import Residual
 
 if TYPE_CHECKING:
-    import numpy as np
-
-    from ..config import ModelConfig
+    from .role_source import RoleSource
 
 AROUND, LEAVES = ("attn_mix", "mlp_mix"), "leave_mix"  # what roles begin with of a layer's branches, and of what leaves the last layer
 KIND = "rms+1"  # of norms, which are stored less one
 
-Roles, Make, Vector = Collection[str], Callable[[str], Linear], Callable[[str], object]
+
+def _norm(found: RoleSource, role: str) -> Norm:
+    return Norm(KIND, found.vector(role), None, found.config.norm_eps)
 
 
-def residual(config: ModelConfig, role: str, roles: Roles, linear: Make, vector: Vector) -> Residual:
-    """How a branch, or what leaves the last layer, meets the streams; `linear` and `vector` make a role's matrix and vector."""
-    norm = Norm(KIND, vector(f"{role}.mix_norm"), None, config.norm_eps)
-    inject = linear(f"{role}.mix_in") if f"{role}.mix_in" in roles else None
-    return Residual(config.streams, norm, linear(f"{role}.mix_down"), linear(f"{role}.mix_up"), inject)
+def residual(found: RoleSource, role: str) -> Residual:
+    """How a branch, or what leaves the last layer, meets the streams."""
+    return Residual(found.config.streams, _norm(found, f"{role}.mix_norm"),
+                    *(found.linear(f"{role}.mix_{part}") for part in ("down", "up", "in")))
 
 
-def residuals_around(config: ModelConfig, roles: Roles, linear: Make, vector: Vector) -> tuple[Residual, Residual] | None:
+def residuals_around(found: RoleSource) -> tuple[Residual, ...] | None:
     """How both branches of a layer meet the streams, where gates say so."""
-    return tuple(residual(config, role, roles, linear, vector) for role in AROUND) if config.mix_rank else None
+    return tuple(residual(found, role) for role in AROUND) if found.config.mix_rank else None
 
 
-def ngram_weights(config: ModelConfig, roles: Roles, linear: Make, vector: Vector, put: Callable[[np.ndarray], object]) -> Ngrams | None:
+def ngram_weights(found: RoleSource) -> Ngrams | None:
     """What a layer makes of n-grams; taps go tap by tap along the channels there."""
-    if "ngram_key" not in roles:
+    if "ngram_key" not in found.roles:
         return None
-    norms = (Norm(KIND, vector(f"ngram_{name}_norm"), None, config.norm_eps) for name in ("query", "key", "conv"))
-    taps = vector("ngram_conv").reshape(-1, config.ngrams.shape.kernel)
-    return Ngrams(linear("ngram_key"), linear("ngram_value"), put(taps), *norms)
+    taps = found.values("ngram_conv").reshape(-1, found.config.ngrams.shape.kernel)
+    return Ngrams(found.linear("ngram_key"), found.linear("ngram_value"), found.put(taps.T),
+                  *(_norm(found, f"ngram_{name}_norm") for name in ("query", "key", "conv")))

@@ -5,7 +5,6 @@ Roles are the same for all kinds where the parameters are (see `families`), so t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -20,11 +19,11 @@ from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
 from ...quant.state_weights import Cca, Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
-from ...quant.weight import Linear, LowRank, Norm
-from ..tensors import ModelTensor, as_float32
+from ...quant.weight import Linear, Norm
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
+    from .role_source import RoleSource
 
 
 PARTS = ("state_in.values", "state_in.b", "state_in.c")  # of what state spaces convolve, as factors have them
@@ -42,31 +41,6 @@ class StateWeights:
     own: object
 
 
-@dataclass(frozen=True)
-class Source:
-    """A layer's number, its tensors by role and their bytes; `linear` and `vector` make a role's matrix and vector on the backend `ops`."""
-
-    config: ModelConfig
-    layer: int
-    roles: Mapping[str, ModelTensor]
-    raw: Mapping[str, np.ndarray]
-    ops: object
-    linear: Callable[[str], Linear]
-    vector: Callable[[str], object]
-
-    def values(self, role: str) -> np.ndarray:
-        """float32, flat, on the host."""
-        return as_float32(self.roles[role], self.raw)
-
-    def put(self, values: np.ndarray) -> object:
-        return self.ops.put(np.ascontiguousarray(values), "f32")
-
-    def conv(self) -> object:
-        """Taps of the convolution, which go tap by tap along the channels there."""
-        taps = self.values("state_conv").reshape(-1, self.config.state.taps)
-        return self.put((taps * channel_factors(self.config)[:, None] if self.config.factors else taps).T)
-
-
 def channel_factors(config: ModelConfig) -> np.ndarray:
     """What each channel of a convolution of state spaces is multiplied by, float32: values, B and C."""
     own = config.state
@@ -74,14 +48,20 @@ def channel_factors(config: ModelConfig) -> np.ndarray:
     return np.repeat(np.array([config.factor(role) for role in PARTS], np.float32), parts)
 
 
-def delta(found: Source) -> StateWeights:
+def conv(found: RoleSource) -> object:
+    """Taps of the convolution, which go tap by tap along the channels there."""
+    taps = found.values("state_conv").reshape(-1, found.config.state.taps)
+    return found.put((taps * channel_factors(found.config)[:, None] if found.config.factors else taps).T)
+
+
+def delta(found: RoleSource) -> StateWeights:
     """Decays are stored as logarithms."""
     norm = Norm("rms", found.vector("state_norm"), None, found.config.state_norm_eps or found.config.norm_eps)
-    own = Delta(found.conv(), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
+    own = Delta(conv(found), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"), norm)
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_beta", "state_rate"))), found.linear("state_out"), own)
 
 
-def kda(found: Source) -> StateWeights:
+def kda(found: RoleSource) -> StateWeights:
     """As `delta`; what gates and decays are made of may be narrow."""
     made = delta(found)
     inputs, gate, beta, rate = made.products
@@ -90,7 +70,7 @@ def kda(found: Source) -> StateWeights:
     return StateWeights((inputs, gate, rate, beta), made.out, wide)
 
 
-def lightning(found: Source) -> StateWeights:
+def lightning(found: RoleSource) -> StateWeights:
     """No decay is stored: a head's falls with its number, and with the layer's."""
     config, heads = found.config, np.arange(1, found.config.state.heads + 1)
     slopes = 0.5 ** (8 * heads / len(heads)) * (1 - found.layer / (config.num_hidden_layers - 1 + SMALL) + SMALL)
@@ -98,12 +78,12 @@ def lightning(found: Source) -> StateWeights:
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), own)
 
 
-def short_conv(found: Source) -> StateWeights:
+def short_conv(found: RoleSource) -> StateWeights:
     """All of it is one product, taps, and another."""
-    return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(found.conv()))
+    return StateWeights((found.linear("state_in"),), found.linear("state_out"), ShortConv(conv(found)))
 
 
-def cca(found: Source) -> StateWeights:
+def cca(found: RoleSource) -> StateWeights:
     """All that reads the input is one product; what is attended to goes through o."""
     own, heads = found.config.state, found.values("state_heads")
     taps = found.values("state_conv").reshape(own.convolved, own.first)
@@ -113,7 +93,7 @@ def cca(found: Source) -> StateWeights:
     return StateWeights((found.linear("state_in"),), found.linear("o"), weights)
 
 
-def mamba1(found: Source) -> StateWeights:
+def mamba1(found: RoleSource) -> StateWeights:
     """Decays are stored as logarithms; a norm without a tensor has no weights."""
     own, eps = found.config.state, found.config.state_norm_eps or found.config.norm_eps
 
@@ -122,29 +102,27 @@ def mamba1(found: Source) -> StateWeights:
         return Norm("rms", weight, None, eps) if own.normed else None
 
     norms = norm("state_rate_norm", own.rank), norm("state_b_norm", own.depth), norm("state_c_norm", own.depth)
-    weights = Mamba1(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))),
+    weights = Mamba1(conv(found), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))),
                      *map(found.vector, ("state_dt", "state_skip")), *map(found.linear, ("state_rate", "state_keys", "state_rate_wide")),
                      *norms)
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate"))), found.linear("state_out"), weights)
 
 
-def mamba2(found: Source) -> StateWeights:
+def mamba2(found: RoleSource) -> StateWeights:
     """Decays are stored as logarithms."""
     eps = found.config.state_norm_eps or found.config.norm_eps
     norm = Norm("rms", found.vector("state_norm"), None, eps) if found.config.state.normed else None
-    own = Mamba2(found.conv(), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
+    own = Mamba2(conv(found), found.vector("state_conv_bias"), found.put(np.exp(found.values("state_decay"))), found.vector("state_dt"),
                  found.vector("state_skip"), norm, found.config.factor("state_gate"), found.config.factor("state_rate"))
     return StateWeights(tuple(map(found.linear, ("state_in", "state_gate", "state_rate"))), found.linear("state_out"), own)
 
 
-def rwkv7(found: Source) -> StateWeights:
+def rwkv7(found: RoleSource) -> StateWeights:
     """Directions and the like are stored as they are; the first layer has no shares of its own values."""
     norm = Norm("layer", found.vector("state_norm"), found.vector("state_norm_bias"), found.config.state.eps)
-    low = {letter: LowRank(*(found.linear(f"state_{letter}_{side}") for side in ("in", "out")))
-           for letter in "wavg" if f"state_{letter}_in" in found.roles}
+    low = (found.low_rank(f"state_{letter}_in", f"state_{letter}_out") for letter in "wavg")
     shift = found.put(np.concatenate([found.values(f"shift_{letter}") for letter in "rwkvag"]))
-    own = Rwkv7(shift, *map(found.vector, ("shift_up", "state_direction", "state_remains", "state_bonus")), norm, low["w"], low["a"],
-                low.get("v"), low["g"])
+    own = Rwkv7(shift, *map(found.vector, ("shift_up", "state_direction", "state_remains", "state_bonus")), norm, *low)
     return StateWeights(tuple(map(found.linear, ("state_r", "state_k", "state_v"))), found.linear("state_out"), own)
 
 
@@ -152,6 +130,6 @@ KINDS = {CcaShape: cca, ConvShape: short_conv, DeltaShape: delta, KdaShape: kda,
          Mamba2Shape: mamba2, Rwkv7Shape: rwkv7}
 
 
-def state_weights(found: Source) -> StateWeights | None:
+def state_weights(found: RoleSource) -> StateWeights | None:
     """Of a layer that has a state."""
     return KINDS[type(found.config.state)](found) if {"state_heads", "state_out"} & found.roles.keys() else None

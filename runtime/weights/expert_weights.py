@@ -1,0 +1,83 @@
+"""The parameters of a layer's mixture of experts, as blocks and ops read them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ...kernels.reference_moe import ranks
+from ...quant.weight import Apart, Expert, Norm, RouterPath, SharedExpert
+from ..families import SEEN, SHARED, expert_roles
+
+if TYPE_CHECKING:
+    from ...quant.weight import Linear, LowRank
+    from .paged_experts import LayerExperts, Paging
+    from .role_source import RoleSource
+
+
+@dataclass(frozen=True)
+class MixtureWeights:
+    """The fields of `LayerWeights` that a mixture fills."""
+
+    router: Linear | None
+    correction: object | None
+    experts: tuple[Expert, ...] | LayerExperts
+    shared: SharedExpert | None
+    apart: Apart | None
+    path: RouterPath | None
+    seen: tuple[Linear, tuple[Expert, ...], object | None] | None
+    between: LowRank | None
+
+
+def mixture_weights(found: RoleSource, post_norm: Norm, paging: Paging | None) -> MixtureWeights:
+    """Of a layer whose MLP would read what `post_norm` gives; experts that `paging` reads stay on the disk."""
+    config, own = found.config, found.config.mixture
+    router, correction = found.linear("router"), found.vector("correction")
+    if router is None:
+        return MixtureWeights(None, correction, (), _shared(found), None, _path(found), None, None)
+    if correction is None and own.corrected:  # by nothing, as groups are chosen all the same
+        correction = found.put(np.zeros(own.experts, np.float32))
+    apart = _apart(found, post_norm) if own.apart else None
+    if paging is None:
+        experts = _experts(found)
+    else:
+        experts = paging.layer(found.layer, found.roles, lambda role: found.vector(f"{role}_bias"),
+                               apart.router_norm if apart else post_norm,
+                               None if config.router_rank or config.norms_gated or own.latent else router,
+                               lambda logits: ranks(logits, own.routing, correction))
+    seen = None
+    if f"{SEEN}router" in found.roles:
+        seen = found.linear(f"{SEEN}router"), _experts(found, SEEN), found.vector(f"{SEEN}correction")
+    between = found.low_rank("experts_in", "experts_out")
+    return MixtureWeights(router, correction, experts, _shared(found), apart, _path(found), seen, between)
+
+
+def _experts(found: RoleSource, whose: str = "") -> tuple[Expert, ...]:
+    return tuple(Expert(*(found.linear(whose + role) for role in expert_roles(e))) for e in range(found.config.mixture.experts))
+
+
+def _apart(found: RoleSource, post_norm: Norm) -> Apart:
+    """Without numbers of its own, a branch reads what the MLP would, and only experts that are idle count for nothing."""
+    config, own = found.config, found.config.mixture
+    if "router_scale" in found.roles:
+        router_norm = found.ones(config.hidden_size, found.values("router_scale") * np.float32(config.hidden_size**-0.5))
+        return Apart(router_norm, found.norm("expert_norm"), found.norm("experts_after"), found.norm("mlp_after"),
+                     found.vector("expert_scales"))
+    read = Norm("none") if config.norms_gated or own.latent else post_norm  # of what is made of a norm beforehand
+    return Apart(read, read, None, None, found.put(np.repeat(np.float32([1, not own.idle]), [own.experts, own.handed])))
+
+
+def _shared(found: RoleSource) -> SharedExpert | None:
+    if SHARED[1] not in found.roles:
+        return None
+    factor = found.config.residual_multiplier * found.config.factor(SHARED[2])
+    return SharedExpert(*map(found.linear, SHARED), factor, found.config.act_of(found.layer, shared=True))
+
+
+def _path(found: RoleSource) -> RouterPath | None:
+    if "router_in" not in found.roles:
+        return None
+    return RouterPath(found.linear("router_in"), found.vector("router_share"), found.norm("router_norm"), found.linear("router_first"),
+                      found.linear("router_second"))
