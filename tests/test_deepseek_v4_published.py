@@ -18,7 +18,7 @@ from effllm.quant.weight import Weight
 from effllm.runtime import families
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
-from effllm.runtime.library.listing import _local
+from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.stores.expected_formats import expected_formats
@@ -150,7 +150,7 @@ def test_a_plan_expects_what_the_files_hold(folder: Path) -> None:
             for role, rule in families.get(config.family).layer_tensors(config, layer).items():
                 if (expected := formats(role, rule)) is not None:
                     assert tensors[layer][role].spec == expected, role
-        assert _local("m", folder, "", None).params == parameters(tensors) + 4  # and what is left out
+        assert local_model("m", folder).params == parameters(tensors) + 4  # and what is left out
 
 
 def test_experts_in_few_slots_and_weights_from_the_disk_give_the_same_bits(folder: Path) -> None:

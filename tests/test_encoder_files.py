@@ -14,7 +14,7 @@ from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.encoder import headers
-from effllm.runtime.library.listing import local_model
+from effllm.runtime.library.local_model import local_model
 
 LONG = ["the fox is king, ? . who rules [SEP] of Beasts", "foxs foxx boat zzz \u00e4rger", "A b\tc\n\nD"]
 WIDE = {"hidden_size": 64, "intermediate_size": 96}

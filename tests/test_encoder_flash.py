@@ -20,7 +20,7 @@ from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.shape import read_encoder_config
-from effllm.runtime.library.listing import local_model
+from effllm.runtime.library.local_model import local_model
 
 # What the published config states beside the sizes.
 SAID = {"architectures": ["XLMRobertaForSequenceClassification"], "attention_probs_dropout_prob": 0.1, "auto_map": {

@@ -18,7 +18,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
 from effllm.runtime.gguf.names import meant
-from effllm.runtime.library import listing
+from effllm.runtime.library import local_model as reading
 from effllm.runtime.library.listing import local_models, model_names
 
 REPO = "org/name"
@@ -58,10 +58,10 @@ def test_a_second_list_reads_no_vocabulary(hub: Hub, person: Person, files: dict
                                            monkeypatch: pytest.MonkeyPatch) -> None:
     """Of what was pulled, of an alias, and of files in parts; what lies in another file's place is read again."""
     assert person.types("pull", SPLIT).code == 0
-    own, read, look = tmp_path / "own.gguf", [], listing._local_file
+    own, read, look = tmp_path / "own.gguf", [], reading._local_file
     own.write_bytes(files["fable-Q8_0.gguf"])
     assert person.types("alias", "mine", own).code == 0
-    monkeypatch.setattr(listing, "_local_file", lambda name, path, *more: read.append(path) or look(name, path, *more))
+    monkeypatch.setattr(reading, "_local_file", lambda name, path, *more: read.append(path) or look(name, path, *more))
     first = local_models(person.env)
     assert {model.name: model.source for model in first}.keys() == {"fable", "mine", SPLIT} and len(read) == 2
     assert local_models(person.env) == first and len(read) == 2

@@ -28,7 +28,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.library.listing import local_model
+from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import section_of

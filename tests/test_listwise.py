@@ -21,7 +21,7 @@ from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.library.listing import local_model
+from effllm.runtime.library.local_model import local_model
 from effllm.runtime.text import Tokenizer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))

@@ -29,7 +29,7 @@ from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.library.listing import _local
+from effllm.runtime.library.local_model import local_model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -321,7 +321,7 @@ def test_the_tool_shows_lists_plans_and_runs_them(checkpoint: tuple[Path, object
     assert json.loads(types("plan", str(folder), "--json"))["weights_bytes"] == shown["size_bytes"]
     said = json.loads(types("run", str(folder), "Once", "--raw", "-n", "3", "--temp", "0", "--json", "-c", "128"))
     assert said["usage"]["completion_tokens"] == 3
-    model = _local("m", folder, "", None)
+    model = local_model("m", folder)
     assert model.params == shown["parameters"]
 
 

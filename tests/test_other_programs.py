@@ -327,7 +327,7 @@ def test_a_second_list_reads_no_headers_and_says_the_same(person: Person, tree: 
     tree.add("none", b"GGUF" + bytes(100))
     first, read = local_models(person.env), []
     noted = storage.data_folder(person.env) / listed_before.FILE
-    monkeypatch.setattr(listing, "_local_file", lambda name, path, *more: read.append(path))
+    monkeypatch.setattr(listing, "local_file", lambda name, path, *more: read.append(path))
     assert local_models(person.env) == first and read == [tree.blob(b"GGUF" + bytes(100))], "what could not run is looked at anew"
     kept = noted.read_text()
     odd = kept.replace('"bits": ', '"bits": "x", "bit": ')

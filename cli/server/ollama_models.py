@@ -83,7 +83,7 @@ def listed(name: str, engine: Engine) -> Listed:
 
 def listed_encoder(name: str, folder: Path) -> Listed:
     """An encoder, from its headers. Raises EffllmError."""
-    from ...runtime.library.listing import local_model
+    from ...runtime.library.local_model import local_model
 
     facts = local_model(name, folder)
     return Listed(name, facts.family, facts.params, f"{facts.bits:.4g}bit", facts.size_bytes, digest_of(folder), folder.stat().st_mtime,

@@ -17,7 +17,8 @@ from ... import EffllmError
 from ...runtime import hub
 from ...runtime.catalog import ModelRef, resolve
 from ...runtime.library import storage
-from ...runtime.library.listing import LocalModel, local_model, local_models, model_names
+from ...runtime.library.listing import local_models, model_names
+from ...runtime.library.local_model import LocalModel, local_model
 from ...runtime.library.model_name import parse_reference
 from .problems import Problem, said
 

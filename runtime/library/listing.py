@@ -3,60 +3,28 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from ... import EffllmError, ModelNotFound, UsageError, typed
-from ...offload.header import is_gguf
 from .. import hub
 from ..catalog import ModelRef, find_entry, resolve
 from ..config_reader import show
-from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf import names
-from ..gguf.beside import projectors_beside
-from ..speculation.draft_types import DraftShape, draft_in
 from . import programs, storage, unfinished
 from .aliases import CatalogEntry, catalog, entry_folder
-from .counted import counted, weights
 from .listed_before import Facts, ListedBefore
+from .local_model import LocalModel, facts_of, local_model, read_folder, told
 from .model_name import Reference, parse_reference
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..encoders.shape import EncoderConfig
-
-
-@dataclass(frozen=True)
-class LocalModel:
-    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
-    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: what it takes beside text, "pictures" or
-    "sounds". `writes`: text, not vectors or rankings alone."""
-
-    name: str
-    family: str
-    folder: Path
-    size_bytes: int
-    params: int
-    source: str
-    licence: str | None
-    bits: float = 0.0
-    context: int = 0
-    revision: str | None = None
-    has_template: bool = False
-    mmproj: Path | None = None
-    takes: tuple[str, ...] = ()
-    writes: bool = True
 
 
 def local_models(env: Mapping[str, str]) -> list[LocalModel]:
     """Models that can run now: the packaged one, what effllm made, the hub cache, what other programs keep; nothing damaged, partial or of
     another family."""
     entries, found, before = catalog(env), [], ListedBefore(env)
-    local = partial(_local, before=before)
+    local = partial(local_model, before=before)
     for kept in storage.kept_models(env):
         found.append(local(_kept_name(kept, entries, env), kept.folder, "effllm", None, kept.revision))
     for folder in storage.put_there(env):
@@ -92,15 +60,9 @@ def _of_programs(env: Mapping[str, str], before: ListedBefore) -> Iterator[Local
     read = dict[tuple[Path, Path | None], Facts | None]()
     for kept in programs.all_kept(env):
         if (file := (kept.file, kept.projector)) not in read:
-            read[file] = before.of(*file, _facts)
+            read[file] = before.of(*file, facts_of)
         if (facts := read[file]) is not None:
-            yield _told(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept), kept.projector)
-
-
-def _told(facts: Facts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
-          projector: Path | None) -> LocalModel:
-    return LocalModel(name, facts.family, file, facts.size_bytes, facts.params, source, licence or facts.licence, facts.bits, facts.context,
-                      revision, has_template, projector, tuple(facts.takes), facts.writes)
+            yield told(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept), kept.projector)
 
 
 def _is_asked(kept: programs.Kept) -> bool:
@@ -108,12 +70,6 @@ def _is_asked(kept: programs.Kept) -> bool:
     from ..templates.go_templates import format_of
 
     return kept.stored is not None and any(format_of(layer.text()) for layer in kept.stored.of("template"))
-
-
-def _facts(file: Path, projector: Path | None) -> Facts | None:
-    model = _local_file("", file, "", None, None, projector)
-    return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
-                                            model.has_template, list(model.takes), model.writes)
 
 
 def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
@@ -144,7 +100,7 @@ def unreadable_models(env: Mapping[str, str], here: Iterable[LocalModel]) -> lis
     for folder, name in made.items():
         if os.path.abspath(folder) not in runs and (folder / storage.MARKER).is_file():
             try:
-                _read_folder(name, folder, "", None)
+                read_folder(name, folder, "", None)
             except EffllmError as error:
                 found.append(Unreadable(name, folder, error.message))
     return found
@@ -241,108 +197,6 @@ def _leads_to(name: str, kept: storage.Kept, env: Mapping[str, str]) -> bool:
         return False
 
 
-def local_model(name: str, folder: Path) -> LocalModel | None:
-    """What headers tell of a folder or a GGUF file that is nowhere among `local_models`; None for what cannot run here."""
-    return _local(name, folder, "folder", None)
-
-
-def _local(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
-           before: ListedBefore | None = None) -> LocalModel | None:
-    """None for what cannot run here."""
-    if is_gguf(folder):
-        said = name, folder, source, licence, revision
-        return _local_file(*said) if before is None else _file_as_before(before, *said)
-    try:
-        return _read_folder(name, folder, source, licence, revision, before)
-    except EffllmError:
-        return None
-
-
-def _read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
-                 before: ListedBefore | None = None) -> LocalModel:
-    from ...offload.checkpoint import TensorStore
-    from ...offload.pickled import open_either
-    from ..config import read_config
-    from ..encoders import is_encoder
-    from ..encoders.shape import read_encoder_config
-    from ..stores.container import read_container
-
-    drafts = draft_in(folder)
-    config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
-    with (TensorStore.open if drafts is None else open_either)(folder) as store:
-        elements = counted(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
-        said = made.source if made else {}
-        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
-                          made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
-                          revision or _text(said.get("revision")), has_template(folder),
-                          takes=_taken_as_before(folder, config, before), writes=_writes(config))
-
-
-def _file_as_before(before: ListedBefore, name: str, path: Path, source: str, licence: str | None,
-                    revision: str | None) -> LocalModel | None:
-    """`_local_file` of a file whose vocabulary is read once, and again where the file, or what it sees with, is another."""
-    sees = projectors_beside(path)
-    projector = sees[0] if len(sees) == 1 else None
-    facts = before.of(path, projector, _facts)
-    return None if facts is None else _told(facts, name, path, source, licence, revision, facts.has_template, projector)
-
-
-def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
-                projector: Path | None = None) -> LocalModel | None:
-    from ..encoders import is_encoder
-    from ..encoders.shape import read_encoder_config
-    from ..gguf.settings import stated_licence
-    from ..gguf.store import open_gguf_store, read_gguf_config, read_header
-
-    try:
-        if is_encoder(path):
-            config, header = read_encoder_config(path), read_header(path)
-        else:
-            config, header = read_gguf_config(path), read_header(path)
-            open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
-    except EffllmError:
-        return None
-    sees = [projector] if projector is not None else projectors_beside(path)
-    nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
-    return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
-                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
-                      _taken(path, config, sees) if sees or header.sees else (), _writes(config))
-
-
-def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListedBefore | None) -> tuple[str, ...]:
-    """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
-    return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
-
-
-def _may_take(folder: Path) -> bool:
-    from ..images import HEARING, SIGHTS, kind_of
-
-    return kind_of(folder) in SIGHTS.keys() | HEARING.keys()
-
-
-def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
-    """What a model takes beside text. Heads of towers are read of those alone that may have one."""
-    if model.is_dir() and not _may_take(model):
-        return ()
-    from ..images.album import album_of
-
-    try:
-        album = album_of(model, config, str(projectors[0]) if len(projectors) == 1 else None)
-    except EffllmError:  # of another model, or of a type that is not read: text works
-        return ()
-    return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)
-
-
-def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
-    from ..config import ModelConfig
-
-    return isinstance(config, ModelConfig) and config.writes
-
-
-def _text(value: object) -> str | None:
-    return value if isinstance(value, str) else None
-
-
 def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
     """An alias of the person's for MODEL. Raises ModelNotFound for one that is neither here nor in the catalog: its facts are not known."""
     reference = parse_reference(text, env)
@@ -369,21 +223,9 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
 
 def _entry_of(alias: str, text: str, ref: ModelRef, place: Mapping[str, str | None], reference: Reference) -> CatalogEntry:
     """With what headers tell. Raises ModelNotFound for what cannot run here."""
-    model = _local(text, ref.folder, "", ref.licence, ref.revision)
+    model = local_model(text, ref.folder, "", ref.licence, ref.revision)
     if model is None:
         raise ModelNotFound(f"{show(text)} is not a model that can run here", f"effllm show {typed(text)} says why")
     params = f"{model.params / 1e9:.2f}B" if model.params >= 1e9 else f"{model.params / 1e6:.2f}M"
     return CatalogEntry(alias, **place, revision=reference.revision or "main", licence=model.licence, gated=False,
                         params=params, size_bytes=model.size_bytes, default_bits=16, exclude="", note="", own=True)
-
-
-def has_template(folder: Path) -> bool:
-    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
-    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
-        return True
-    if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
-        return True
-    try:
-        return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
-    except OSError:
-        return False

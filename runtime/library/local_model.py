@@ -1,0 +1,169 @@
+"""What headers tell of one model on this machine: the line that `effllm list` has of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from ... import EffllmError
+from ...offload.header import is_gguf
+from .. import hub
+from ..files.small_file import JSON_NBYTES, read_whole
+from ..gguf.beside import projectors_beside
+from ..speculation.draft_types import DraftShape, draft_in
+from .counted import counted, weights
+from .listed_before import Facts, ListedBefore
+
+if TYPE_CHECKING:
+    from ..config import ModelConfig
+    from ..encoders.shape import EncoderConfig
+
+
+@dataclass(frozen=True)
+class LocalModel:
+    """A line of `effllm list`. `name` is what to type; `source` is "effllm", "folder", "hub cache" or the program that keeps it; `bits` are
+    stored per weight. `mmproj`: what a GGUF model sees with, which lies beside it. `takes`: what it takes beside text, "pictures" or
+    "sounds". `writes`: text, not vectors or rankings alone."""
+
+    name: str
+    family: str
+    folder: Path
+    size_bytes: int
+    params: int
+    source: str
+    licence: str | None
+    bits: float = 0.0
+    context: int = 0
+    revision: str | None = None
+    has_template: bool = False
+    mmproj: Path | None = None
+    takes: tuple[str, ...] = ()
+    writes: bool = True
+
+
+def local_model(name: str, folder: Path, source: str = "folder", licence: str | None = None, revision: str | None = None,
+                before: ListedBefore | None = None) -> LocalModel | None:
+    """Of a folder or a GGUF file; None for what cannot run here. `before`: what was seen of it when it was listed last."""
+    if is_gguf(folder):
+        said = name, folder, source, licence, revision
+        return _local_file(*said) if before is None else _file_as_before(before, *said)
+    try:
+        return read_folder(name, folder, source, licence, revision, before)
+    except EffllmError:
+        return None
+
+
+def read_folder(name: str, folder: Path, source: str, licence: str | None, revision: str | None = None,
+                before: ListedBefore | None = None) -> LocalModel:
+    """Of a folder. Raises EffllmError, which says why, for what cannot run here."""
+    from ...offload.checkpoint import TensorStore
+    from ...offload.pickled import open_either
+    from ..config import read_config
+    from ..encoders import is_encoder
+    from ..encoders.shape import read_encoder_config
+    from ..stores.container import read_container
+
+    drafts = draft_in(folder)
+    config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
+    with (TensorStore.open if drafts is None else open_either)(folder) as store:
+        elements = counted(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
+        said = made.source if made else {}
+        return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),
+                          made.bits_per_weight if made else 8 * store.nbytes / max(1, elements), config.context_length,
+                          revision or _text(said.get("revision")), has_template(folder),
+                          takes=_taken_as_before(folder, config, before), writes=_writes(config))
+
+
+def told(facts: Facts, name: str, file: Path, source: str, licence: str | None, revision: str | None, has_template: bool,
+          projector: Path | None) -> LocalModel:
+    """The line of a file whose facts are known."""
+    return LocalModel(name, facts.family, file, facts.size_bytes, facts.params, source, licence or facts.licence, facts.bits, facts.context,
+                      revision, has_template, projector, tuple(facts.takes), facts.writes)
+
+
+def facts_of(file: Path, projector: Path | None) -> Facts | None:
+    """Of a GGUF file; None for what cannot run here."""
+    model = _local_file("", file, "", None, None, projector)
+    return None if model is None else Facts(model.family, model.size_bytes, model.params, model.licence, float(model.bits), model.context,
+                                            model.has_template, list(model.takes), model.writes)
+
+
+def _file_as_before(before: ListedBefore, name: str, path: Path, source: str, licence: str | None,
+                    revision: str | None) -> LocalModel | None:
+    """`_local_file` of a file whose vocabulary is read once, and again where the file, or what it sees with, is another."""
+    sees = projectors_beside(path)
+    projector = sees[0] if len(sees) == 1 else None
+    facts = before.of(path, projector, facts_of)
+    return None if facts is None else told(facts, name, path, source, licence, revision, facts.has_template, projector)
+
+
+def _local_file(name: str, path: Path, source: str, licence: str | None, revision: str | None,
+               projector: Path | None = None) -> LocalModel | None:
+    """Of a GGUF file with its projector, or that which lies beside it; None for what cannot run here."""
+    from ..encoders import is_encoder
+    from ..encoders.shape import read_encoder_config
+    from ..gguf.settings import stated_licence
+    from ..gguf.store import open_gguf_store, read_gguf_config, read_header
+
+    try:
+        if is_encoder(path):
+            config, header = read_encoder_config(path), read_header(path)
+        else:
+            config, header = read_gguf_config(path), read_header(path)
+            open_gguf_store(path, low_bit=True).close()  # judges the names and types of its tensors
+    except EffllmError:
+        return None
+    sees = [projector] if projector is not None else projectors_beside(path)
+    nbytes, elements = (sum(each) for each in zip(*((own.nbytes, prod(own.shape)) for own in header.tensors.values()), strict=True))
+    return LocalModel(name, config.family, path, nbytes, elements, source, licence or stated_licence(header), 8 * nbytes / elements,
+                      config.context_length, revision, "tokenizer.chat_template" in header.metadata, sees[0] if len(sees) == 1 else None,
+                      _taken(path, config, sees) if sees or header.sees else (), _writes(config))
+
+
+def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftShape, before: ListedBefore | None) -> tuple[str, ...]:
+    """`_taken` of a folder, whose towers are looked at once: what reads them loads NumPy."""
+    return _taken(folder, config) if before is None or not _may_take(folder) else before.taken(folder, lambda: _taken(folder, config))
+
+
+def _may_take(folder: Path) -> bool:
+    from ..images import HEARING, SIGHTS, kind_of
+
+    return kind_of(folder) in SIGHTS.keys() | HEARING.keys()
+
+
+def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
+    """What a model takes beside text. Heads of towers are read of those alone that may have one."""
+    if model.is_dir() and not _may_take(model):
+        return ()
+    from ..images.album import album_of
+
+    try:
+        album = album_of(model, config, str(projectors[0]) if len(projectors) == 1 else None)
+    except EffllmError:  # of another model, or of a type that is not read: text works
+        return ()
+    return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)
+
+
+def _writes(config: EncoderConfig | ModelConfig | DraftShape) -> bool:
+    from ..config import ModelConfig
+
+    return isinstance(config, ModelConfig) and config.writes
+
+
+def _text(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def has_template(folder: Path) -> bool:
+    """Whether a chat template lies there, in a file of its own or in the tokenizer's config."""
+    if (folder / "chat_template.jinja").is_file() or (folder / "chat_template.json").is_file():
+        return True
+    if (folder / hub.RANKS[0]).is_file() and not (folder / "tokenizer.json").exists():  # of which the version has one
+        return True
+    try:
+        return b'"chat_template"' in read_whole(folder / "tokenizer_config.json", JSON_NBYTES)
+    except OSError:
+        return False
