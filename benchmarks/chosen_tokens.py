@@ -57,7 +57,7 @@ class Side:
         self.ops = CpuOps(pool, Dims(PAGE, shape.heads, shape.kv_heads, shape.head_dim, PAGE, PAGE, PAGE, ctx, 1, index=own))
         spec = AttnSpec(shape.heads, shape.kv_heads, shape.head_dim, shape.head_dim**-0.5, None, None, own, True, shape.latent)
         self.cache = open_cache([self.ops], [spec], RawCodec(F16), CacheShape(ctx, chunk=PAGE))
-        self.cache.adopt(depth, self.cache.sealed_at(depth))
+        self.cache.adopt(depth, self.cache.shape.sealed_at(depth))
         self.layer = self.cache.layer(0)
         self.whole = replace(self.layer, choosing=None)
         rng = np.random.default_rng(0)

@@ -58,7 +58,7 @@ def counted(kv: str, ctx: int, threads: int) -> dict[str, int]:
         read(engine, engine.tokens + engine.tokens[: ctx - 1 - cache.n])
     if cache.n != ctx - 1:
         raise RuntimeError(f"{cache.n} tokens are held, not {ctx - 1}")
-    found = {"planned": engine.placement.kv_bytes, "set_aside": cache.pool.nbytes + sum(map(len, cache._exact)),
+    found = {"planned": engine.placement.kv_bytes, "set_aside": cache.pool.nbytes + sum(map(len, cache.slots.memory)),
              "used": cache.allocated_nbytes, "rss": rss(), "rss_short": short}
     engine.close()
     return found

@@ -89,7 +89,7 @@ def repeat_page(engine: Engine) -> None:
                 k, v = sides[layer]
                 cache.layer(layer).pages.selective.note(index, k + k.std() * rng.standard_normal((1, *k.shape[1:])), v)
         cache.pool.keep(index)
-    cache._slot_of = {page + shift if page >= 0 else page: slot for page, slot in cache._slot_of.items()}
+    cache.slots.of = {page + shift if page >= 0 else page: slot for page, slot in cache.slots.of.items()}
     cache.sealed, cache.n, cache._changed = last + shift, cache.n + shift * PAGE, True
     cache._kinds = [1] * cache.sealed
     engine.tokens = (engine.tokens * (engine.n_ctx // len(engine.tokens) + 1))[: cache.n]

@@ -23,7 +23,6 @@ import numpy as np
 from .. import EffllmError
 from ..kernels.layout import PAGE, PageLayout
 from ..offload.direct import Interrupted
-from ..offload.memory import discard
 from ..offload.pages import PagePool
 from ..quant.kv import PackedCodec, RawCodec
 from .kv.cache_bytes import CacheBytes
@@ -31,6 +30,7 @@ from .kv.cache_parts import Choosing, LayerPages, Step
 from .kv.cache_probes import Probes
 from .kv.cache_shape import CacheShape
 from .kv.layer_cache import LayerCache
+from .kv.slots import Slots
 from .kv.states import TAIL, LayerStates, States
 from .passes import cut
 from .policy.keep import Action, PageStats, Policy, most_with_more
@@ -61,8 +61,9 @@ class KVCache(CacheBytes):
                  states: States | None = None, stateful: Mapping[int, LayerStates] = NO_STATES,
                  readers: Mapping[int, LayerPages] = NO_READERS, beside: Collection[int] = (),
                  choosing: Mapping[int, Choosing] = NO_CHOICE, apart: Mapping[int, Choosing] = NO_CHOICE) -> None:
-        self._exact, self._sealers, self.pool, self.probes, self._spilling = exact, sealers, pool, probes, spilling
+        self._sealers, self.pool, self.probes, self._spilling = sealers, pool, probes, spilling
         self.shape, self.codecs, self.policy, self.layouts = shape, codecs, policy, layouts
+        self.slots = Slots(shape, layouts, exact)
         self._layers = [LayerCache(pages, self, choosing=choosing.get(place)) for place, pages in enumerate(layers)]
         self.choosing = choosing
         self.chosen: Chosen | None = None  # of the current pass: what its tokens see in layers that choose; None: all before them
@@ -73,7 +74,6 @@ class KVCache(CacheBytes):
         chosen_by = [each.choosing for each in self._of_model if isinstance(each, LayerCache) and each.choosing is not None]
         self.indexes = [kept for each in chosen_by for kept in (each.index, each.keys) if kept is not None]
         self.better = [codec.better for codec in codecs if codec.better is not None]
-        self._used: dict[int, int] = {}  # parts of slots that hold tokens, or held some and were not given back
         self.step: Step | None = None
         self.clear()
 
@@ -85,19 +85,11 @@ class KVCache(CacheBytes):
         self.sealed = 0  # pages sealed so far: they are sealed in order
         self._kinds: list[int] = []  # of sealed pages: 1, or 2 where a policy gave more bits
         self._steps: dict[int, Step] = {}  # the last of so many tokens since pages were sealed or dropped
-        # page -> slot; -1 are the sinks, in the last slot, which may have fewer parts than the others
-        self._slot_of: dict[int, int] = {-1: self.shape.slots - 1}
-        self._free = list(range(self.shape.slots - 2, -1, -1))
+        self.slots.clear()
 
     def layer(self, index: int) -> LayerCache | LayerStates:
         """What layer `index` of the model remembers the text in."""
         return self._of_model[index]
-
-    def _start(self, page: int) -> int:
-        return self.shape.sinks + PAGE * page if page >= 0 else 0
-
-    def _page(self, position: int) -> int:
-        return (position - self.shape.sinks) // PAGE if position >= self.shape.sinks else -1
 
     def pieces(self, tokens: int, pages: int | None = None) -> Iterator[int]:
         """Cut `tokens` more tokens into chunks. All but the last end on a fixed grid of page boundaries, `pages` (or the chunk) apart."""
@@ -121,15 +113,15 @@ class KVCache(CacheBytes):
         if self._begin_again(tokens):
             return self.step
         positions, first, end = np.arange(self.n, self.n + tokens, dtype=np.int64), self._place(self.n), self._end(self.n + tokens)
-        places, last = positions + (first - self.n), self._page(first + tokens - 1)
-        for page in range(max(0, self._page(first)), last + 1):
-            if page not in self._slot_of:
-                self._slot_of[page] = self._free.pop()
-        for page in (*([-1] if self.shape.sinks else ()), *range(max(0, self._page(first)), last + 1)):
-            self._use(page, end)
+        places, last = positions + (first - self.n), self.shape.page(first + tokens - 1)
+        for page in range(max(0, self.shape.page(first)), last + 1):
+            if page not in self.slots.of:
+                self.slots.take(page)
+        for page in (*([-1] if self.shape.sinks else ()), *range(max(0, self.shape.page(first)), last + 1)):
+            self.slots.use(page, end)
         pages = np.where(places < self.shape.sinks, -1, (places - self.shape.sinks) // PAGE)
         starts = np.where(pages < 0, 0, self.shape.sinks + PAGE * pages)
-        slots = np.array([self._slot_of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
+        slots = np.array([self.slots.of[page] for page in range(pages[0], last + 1)], np.int64)[pages - pages[0]]
         self.step = self._steps[tokens] = Step(self.n, positions, slots, places - starts, self._blocks(end))
         return self.step
 
@@ -151,7 +143,7 @@ class KVCache(CacheBytes):
     def _way_back(self, end: int) -> int:
         """Where the states of a prompt are worth keeping, of which a pass ends at `end`: where `truncate` goes back to from behind it."""
         tail = max(0, end - TAIL)
-        return self._start(self.sealed_at(tail)) if self.is_packed else tail
+        return self.shape.start(self.shape.sealed_at(tail)) if self.is_packed else tail
 
     def _seen(self, window: int | None, picks: bool) -> tuple[int, int]:
         """Pages [begin, end) on the disk that tokens from `n` on see through a window; none of those that one which `picks` may pick."""
@@ -165,34 +157,28 @@ class KVCache(CacheBytes):
         """`begin` for tokens that lie in the page in which the last as many lay. The step has the arrays of theirs, changed in place,
         which jobs that were recorded over them read; who has a copy of them has to look."""
         last, first, end = self._steps.get(tokens), self._place(self.n), self._end(self.n + tokens)
-        page = self._page(first)
-        if last is None or any(self._page(each) != page for each in (*map(self._place, (last.position, last.positions[-1])),
+        page = self.shape.page(first)
+        if last is None or any(self.shape.page(each) != page for each in (*map(self._place, (last.position, last.positions[-1])),
                                                                      first + tokens - 1)):
             return False
         positions = np.arange(self.n, self.n + tokens)
-        last.rows[:] = positions + (first - self.n - self._start(page))
-        last.blocks[-1, 3] = end - self._start(self._page(end - 1))
-        self._use(page, end)
+        last.rows[:] = positions + (first - self.n - self.shape.start(page))
+        last.blocks[-1, 3] = end - self.shape.start(self.shape.page(end - 1))
+        self.slots.use(page, end)
         self.step = self._steps[tokens] = Step(self.n, positions, last.slots, last.rows, last.blocks)
         return True
 
-    def _use(self, page: int, end: int) -> None:
-        """The slot of `page` holds tokens up to `end`."""
-        slot, tokens = self._slot_of[page], min(end - self._start(page), PAGE if page >= 0 else self.shape.sinks)
-        self._used[slot] = max(self._used.get(slot, 0), self.layouts[0].parts_of(tokens))
-
     def _blocks(self, end: int) -> np.ndarray:
         """All blocks that hold a token before `end`, in position order."""
-        rows = [(0, self._slot_of[-1], 0, min(end, self.shape.sinks))] if self.shape.sinks else []
+        rows = [(0, self.slots.of[-1], 0, min(end, self.shape.sinks))] if self.shape.sinks else []
         places = [0, 0, 0]  # pages of a kind lie side by side, whatever lies between them
-        for page in range(self._page(end - 1) + 1):
-            first = self._start(page)
+        for page in range(self.shape.page(end - 1) + 1):
             if page < self.sealed:
                 kind = self._kinds[page]
-                rows.append((kind, places[kind], first, PAGE))
+                rows.append((kind, places[kind], self.shape.start(page), PAGE))
                 places[kind] += 1
             else:
-                rows.append((0, self._slot_of[page], first, min(PAGE, end - first)))
+                rows.append((0, self.slots.of[page], self.shape.start(page), self.shape.tokens_in(page, end)))
         return np.array(rows, np.int64)
 
     def held(self) -> np.ndarray:
@@ -205,7 +191,7 @@ class KVCache(CacheBytes):
         trace: no page is sealed before the last of them, and all lie in the open page of the first."""
         if self.shape.written is not None:  # the next may take the place of one that this one sees
             return 1
-        return min(self._start(self._page(self.n) + 1), self._start(self.sealed + 1) + self.shape.window) - self.n
+        return min(self.shape.start(self.shape.page(self.n) + 1), self.shape.start(self.sealed + 1) + self.shape.window) - self.n
 
     def commit(self, tokens: int | None = None, seal: bool = True) -> None:
         """So many of the step's tokens that are not held yet (None: all) are held now; pages that left the window are sealed, or without
@@ -220,8 +206,8 @@ class KVCache(CacheBytes):
         self.n += left if tokens is None else tokens
         # what an answer is held in beside its prompt is never packed, so that the next prompt can go on from the end of the last
         packs = self.n if self.shape.written is None else min(self.n, self.read_until)
-        while seal and self.sealed < self.sealed_at(packs):
-            page, slot = self.sealed, self._slot_of[self.sealed]
+        while seal and self.sealed < self.shape.sealed_at(packs):
+            page, slot = self.sealed, self.slots.of[self.sealed]
             kind = self._kind(page)
             try:
                 self._seal(page, slot, kind)
@@ -231,10 +217,10 @@ class KVCache(CacheBytes):
             except (EffllmError, Interrupted):
                 self.truncate(before)
                 raise
-            free = self._slot_of.pop(page)
+            free = self.slots.of.pop(page)
             self.sealed += 1  # first: giving memory back takes a while, and Ctrl-C may interrupt it
             self._steps.clear()
-            self._release(free)
+            self.slots.release(free)
 
     def _kind(self, page: int) -> int:
         """2 where the policy gives a page more bits and the share that was planned has room for it, else 1."""
@@ -243,27 +229,23 @@ class KVCache(CacheBytes):
 
     def _stats(self, page: int) -> PageStats:
         """What a policy may know of a page that is about to be sealed."""
-        stats = PageStats(page, self._start(page), PAGE)
+        stats = PageStats(page, self.shape.start(page), PAGE)
         if not self.policy.probes:
             return stats
         near = dict.fromkeys((*((-1,) if self.shape.sinks else ()), page, page + self.probes.behind))
-        keys = [[layer.pages.sides(0, self._slot_of[other])[0][: PAGE if other >= 0 else self.shape.sinks] for other in near]
+        keys = [[layer.pages.sides(0, self.slots.of[other])[0][: PAGE if other >= 0 else self.shape.sinks] for other in near]
                 for layer in self._layers]
         return replace(stats, attention=self.probes.attention(page, keys))
 
     def _seal(self, page: int, slot: int, kind: int) -> None:
         place = page if not self.better else self._kinds.count(kind)
         for index, (layer, codec) in enumerate(zip(self._layers, self.better if kind == 2 else self.codecs, strict=True)):
-            layer.pages.seal(slot, place, index, self._start(page), codec)
+            layer.pages.seal(slot, place, index, self.shape.start(page), codec)
         for sealer in self._sealers:
             sealer.flush()
         if self.pool is not None:
             self.pool.keep(page)
         self._kinds.append(kind)
-
-    def sealed_at(self, n: int) -> int:
-        """Pages that are sealed of `n` tokens once these are committed."""
-        return max(0, (n - self.shape.window - self.shape.sinks) // PAGE)
 
     def truncate(self, n: int) -> int:
         """Forget tokens from `n` on; returns how many are held. With raw codecs the cache is then what it would be had the later tokens
@@ -278,7 +260,7 @@ class KVCache(CacheBytes):
         held = self._cut(*self._way_to(n))
         if self.states is not None:
             while (back := self.states.reach(held)) < held:  # a disk gave less than it was asked for
-                held = self._cut(back, self.sealed_at(back))
+                held = self._cut(back, self.shape.sealed_at(back))
             self.states.truncate(held)
         return held
 
@@ -289,63 +271,58 @@ class KVCache(CacheBytes):
     def _way_to(self, n: int) -> tuple[int, int]:
         """The most tokens, at most `n`, that can be all that is held, and how many of their pages are then sealed."""
         n = min(n, self.lasting)
-        sealed = min(self.sealed, self.sealed_at(n))
+        sealed = min(self.sealed, self.shape.sealed_at(n))
         if self.is_packed and sealed < self.sealed:
-            n = min(n, self._start(sealed))
+            n = min(n, self.shape.start(sealed))
         while self.states is not None and (back := self.states.reach(n)) < n:
-            n, sealed = back, min(self.sealed, self.sealed_at(back))
+            n, sealed = back, min(self.sealed, self.shape.sealed_at(back))
             if self.is_packed:
                 sealed = min(self.sealed, max(0, back - self.shape.sinks) // PAGE)
-                n = back if sealed == self.sealed else min(back, self._start(sealed))
+                n = back if sealed == self.sealed else min(back, self.shape.start(sealed))
         return n, sealed
 
     def _cut(self, n: int, sealed: int) -> int:
         """Hold `n` tokens in `sealed` pages and exact ones; returns how many it became."""
         if self.sealed > sealed:
-            self._release_behind(n)  # slots for those that are opened
+            self.slots.release_behind(self.shape.page(n - 1))  # slots for those that are opened
             n = self._open_again(sealed, n)
             self.sealed = sealed
             del self._kinds[sealed:]
-        self._release_behind(n)
+        self.slots.release_behind(self.shape.page(n - 1))
         self.n, self.read_until = n, min(self.read_until, n)
         return n
 
     def _open_again(self, first: int, n: int) -> int:
         """Sealed raw pages from `first` on that hold tokens before `n` go back into slots. Returns before which token that succeeded."""
-        for page in range(first, min(self.sealed, self._page(n - 1) + 1)):
-            slot = self._slot_of[page] = self._free.pop()
-            self._use(page, n)
+        for page in range(first, min(self.sealed, self.shape.page(n - 1) + 1)):
+            slot = self.slots.take(page)
+            self.slots.use(page, n)
             try:
                 for layer in self._layers:
                     layer.pages.write_slot(slot, layer.pages.read_page(page))
             except (EffllmError, Interrupted):  # of the disk
-                return self._start(page)
+                return self.shape.start(page)
         return n
-
-    def _release_behind(self, n: int) -> None:
-        """Slots of pages without a token before `n` are free."""
-        for page in [page for page in self._slot_of if page > self._page(n - 1)]:
-            self._release(self._slot_of.pop(page))
 
     # -- kept outside ----------------------------------------------------------------------------------------------------------
 
     def exact_blocks(self) -> list[tuple[int, int]]:
         """(page, tokens held) of what is exact, in position order; -1 are the sinks."""
         end = self._end(self.n)
-        last = self._page(end - 1) if end else -1
+        last = self.shape.page(end - 1) if end else -1
         pages = [*([-1] if end and self.shape.sinks else []), *range(self.sealed, last + 1)]
-        return [(page, min(end - self._start(page), PAGE if page >= 0 else self.shape.sinks)) for page in pages]
+        return [(page, self.shape.tokens_in(page, end)) for page in pages]
 
     def read(self, page: int) -> list[np.ndarray]:
         """The bytes of a page in every layer: a sealed one as it is, of an exact one its slot; then of its tokens what `indexes` keep."""
         if 0 <= page < self.sealed:
             return [layer.pages.read_page(page) for layer in self._layers] + self.read_index(page)
-        return [layer.pages.read_slot(self._slot_of[page]) for layer in self._layers] + self.read_index(page)
+        return [layer.pages.read_slot(self.slots.of[page]) for layer in self._layers] + self.read_index(page)
 
     def read_index(self, page: int) -> list[np.ndarray]:
         """Of the tokens of a page what each of `indexes` keeps, bytes."""
-        first, tokens = self._start(page), PAGE if page >= 0 else self.shape.sinks
-        return [index.read(first, min(self.n, first + tokens)) for index in self.indexes]
+        first = self.shape.start(page)
+        return [index.read(first, first + self.shape.tokens_in(page, self.n)) for index in self.indexes]
 
     def write(self, page: int, layers: Sequence[np.ndarray]) -> None:
         """Put what `read` gave in its place, after `adopt`."""
@@ -353,9 +330,9 @@ class KVCache(CacheBytes):
             if 0 <= page < self.sealed:
                 layer.pages.write_page(page, data)
             else:
-                layer.pages.write_slot(self._slot_of[page], data)
+                layer.pages.write_slot(self.slots.of[page], data)
         for index, data in zip(self.indexes, layers[len(self._layers) :], strict=True):
-            index.write(self._start(page), data)
+            index.write(self.shape.start(page), data)
         if 0 <= page < self.sealed:
             self.pool.keep(page)
             if self.pool.picks and page >= self.pool.first:
@@ -365,27 +342,15 @@ class KVCache(CacheBytes):
     def adopt(self, n: int, sealed: int) -> None:
         """Hold `n` tokens, `sealed` pages of them packed, whose bytes are written next. Raises ValueError where no cache can be so."""
         most = (self.shape.slots - 1) * PAGE
-        if not 0 <= n <= self.shape.ctx or sealed < 0 or (sealed and n < self._start(sealed)) or n - self._start(sealed) > most:
+        if not 0 <= n <= self.shape.ctx or sealed < 0 or (sealed and n < self.shape.start(sealed)) or n - self.shape.start(sealed) > most:
             raise ValueError(f"{n} tokens with {sealed} packed pages in a cache for {self.shape.ctx}")
-        for slot in self._slot_of.values():
-            self._forget(slot)
+        self.slots.forget_all()
         self.clear()
-        self._used.clear()
         self.n, self.read_until, self.sealed, self._kinds = n, n, sealed, [1] * sealed
         for page, _ in self.exact_blocks():
             if page >= 0:
-                self._slot_of[page] = self._free.pop()
-            self._use(page, n)
-
-    def _release(self, slot: int) -> None:
-        """A slot is free: its memory goes back, since a chunk of a prompt takes more slots than an answer after it."""
-        self._free.append(slot)
-        self._used.pop(slot, None)
-        self._forget(slot)
-
-    def _forget(self, slot: int) -> None:
-        for memory, layout in zip(self._exact, self.layouts):
-            discard(memory[slot * layout.layer_page_nbytes : (slot + 1) * layout.layer_page_nbytes])
+                self.slots.take(page)
+            self.slots.use(page, n)
 
     def shed(self) -> int:
         """Between two passes, let half of the pages in memory go to the disk where some may; returns the bytes given back."""

@@ -67,7 +67,7 @@ def as_in_one_reading(cache: KVCache, tokens: int, chunk: int, copied_from: int 
     sinks = cache.shape.sinks
     return (tokens > FEW and _as_long_chunks(cache.n, cache.n + tokens, tokens, sinks, chunk, copied_from)
             # no more is packed than where the chunk began
-            and (not cache.is_packed or cache.sealed == cache.sealed_at(_begin(cache.n, sinks, chunk))))
+            and (not cache.is_packed or cache.sealed == cache.shape.sealed_at(_begin(cache.n, sinks, chunk))))
 
 
 def _begin(at: int, sinks: int, chunk: int) -> int:

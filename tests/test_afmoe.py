@@ -89,7 +89,8 @@ def test_packed_caches_say_nearly_the_same(folders: dict[str, Path | str]) -> No
 
 def test_plans_count_the_cache_to_the_byte(folders: dict[str, Path | str]) -> None:
     engine = resident(folders["whole"])
-    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
+    pages = engine.cache.shape.pages * engine.cache.sealed_nbytes
+    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache.slots.memory)) + pages
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
     engine.close()
 

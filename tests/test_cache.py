@@ -187,7 +187,7 @@ def test_raw_pages_are_cut_back_in_place(pool):
     assert cache.sealed == 4
     for n, sealed in ((790, 4), (500, 2), (319, 0), (70, 0), (10, 0), (0, 0)):
         assert cache.truncate(n) == cache.n == n and cache.sealed == sealed
-    assert len(cache._slot_of) + len(cache._free) == cache.shape.slots
+    assert len(cache.slots.of) + len(cache.slots.free) == cache.shape.slots
 
 
 def test_truncating_into_a_packed_page_goes_back_to_its_boundary(pool):
@@ -281,7 +281,7 @@ def test_the_plan_counts_the_parts_of_slots_that_can_hold_tokens(pool, kv, sink,
     shape = CacheShape(4096, sink=sink, window=512)
     cache = make(pool, kv, head_dim=48, shape=shape)
     fixed, _ = cache_nbytes(cache.codecs, cache.layouts, shape)
-    assert shape.slots == 11 and fixed == parts * cache.layouts[0].part_nbytes == len(cache._exact[0])
+    assert shape.slots == 11 and fixed == parts * cache.layouts[0].part_nbytes == len(cache.slots.memory[0])
 
 
 @given(cuts=st.lists(st.integers(1, 300), min_size=1, max_size=8), sink=st.sampled_from((0, 16, 64, 80, 128)), back=st.integers(0, 200))
@@ -295,10 +295,10 @@ def test_parts_in_use_are_those_that_hold_tokens(cuts, sink, back):
             cache.commit()
     counts = [count for _, count in cache.exact_blocks()]
     assert sum(counts) == cache.exact_tokens
-    assert sorted(cache._used.values()) == sorted(-(-count // 64) for count in counts)
+    assert sorted(cache.slots.used.values()) == sorted(-(-count // 64) for count in counts)
     cache.truncate(cache.n - min(back, cache.n))
-    assert sum(cache._used.values()) >= sum(-(-count // 64) for _, count in cache.exact_blocks())
-    assert all(slot < shape.slots and used <= 2 for slot, used in cache._used.items())
+    assert sum(cache.slots.used.values()) >= sum(-(-count // 64) for _, count in cache.exact_blocks())
+    assert all(slot < shape.slots and used <= 2 for slot, used in cache.slots.used.items())
 
 
 def test_raw_pages_in_parts_are_the_same_tokens(pool):
@@ -315,7 +315,7 @@ def test_raw_pages_in_parts_are_the_same_tokens(pool):
         for _ in range(100):
             feed.run(1)
         outs.append(feed.out)
-        k, v = layer.sides(0, feed.cache._slot_of[-1])
+        k, v = layer.sides(0, feed.cache.slots.of[-1])
         assert len(k) == layout.rows and np.array_equal(k[:48].reshape(48, -1), feed.k[:48].astype(np.float16))
         assert np.array_equal(v[:48].reshape(48, -1), feed.v[:48].astype(np.float16))
     assert np.array_equal(*outs)

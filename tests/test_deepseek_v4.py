@@ -141,7 +141,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     engine = opened(folder)
     try:
         cache, workspace = engine.cache, engine.backends["cpu"].workspace
-        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + sum(len(each.memory) for each in cache.indexes)
+        held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + sum(len(each.memory) for each in cache.indexes)
         held += cache.states.nbytes
         assert len(cache.indexes) == 5 and held <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
         read(engine, IDS[:500])

@@ -122,7 +122,7 @@ def test_pages_on_the_disk_give_the_same_answer(kv, folder, tmp_path):
     engine = resident(folder, **asked)
     cache, placement = engine.cache, engine.prepared.placement
     assert len(cache.layouts) == 4 == len(engine.config.attention_layers)
-    assert placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+    assert placement.kv_bytes == sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
     whole = logits(engine, prompt=560)
     prepared = prepare(folder, EngineOptions(device="cpu", spill_dir=str(tmp_path), **asked))
     spilled = Engine(replace(prepared, placement=replace(prepared.placement, kv_pages=1)))

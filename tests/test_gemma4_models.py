@@ -135,8 +135,8 @@ def test_plans_count_the_cache_to_the_byte(kind, kv, folders):
     engine = resident(folders[kind], kv=kv)
     config, cache, placement = engine.config, engine.cache, engine.prepared.placement
     owners = 4  # of their own keys and values, in all three kinds
-    assert len(cache._exact) == len(cache.layouts) == owners == len(config.attention_layers)
-    assert placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+    assert len(cache.slots.memory) == len(cache.layouts) == owners == len(config.attention_layers)
+    assert placement.kv_bytes == sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
     found_by(engine)
 
 

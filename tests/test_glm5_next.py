@@ -187,7 +187,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     engine = opened(folder)
     try:
         cache = engine.cache
-        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
         held += sum(len(each.memory) + each.rows.nbytes for each in cache.indexes)
         assert held - 128 * RATE * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
         read(engine, IDS[:500])

@@ -180,7 +180,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path, kv: str) -> None:
         states = sum(layer._slots.nbytes + layer.recent.nbytes for layer in cache.states.layers)
         assert cache.states.nbytes == states == stateful * config.state.nbytes
         assert all(0 <= layer.recent.nbytes - 4 * REPEATED * config.state.recent < 64 for layer in cache.states.layers)
-        exact, sealed = sum(map(len, cache._exact)), cache.shape.pages * cache.sealed_nbytes
+        exact, sealed = sum(map(len, cache.slots.memory)), cache.shape.pages * cache.sealed_nbytes
         assert placement.kv_bytes == exact + sealed + cache.states.nbytes
         assert placement.kv_bytes_per_token == -(-cache.sealed_nbytes // PAGE)
         read(engine, IDS[:500])

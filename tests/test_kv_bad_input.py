@@ -96,7 +96,7 @@ def test_what_is_no_number_stops_the_run_and_says_where(pool, side, value):
         stream.run(420, compare=False)
     assert "16bit" in caught.value.hint
     cache = stream.cache
-    assert cache.sealed == 1 and len(cache._free) + len(cache._slot_of) == cache.shape.slots  # the page is still open
+    assert cache.sealed == 1 and len(cache.slots.free) + len(cache.slots.of) == cache.shape.slots  # the page is still open
     assert cache.truncate(220) == 220 and cache.sealed == 1
 
 
@@ -134,7 +134,7 @@ def test_a_window_longer_than_the_context_packs_nothing(pool, window):
 def test_truncation_into_a_sealed_page_goes_back_to_its_beginning(filled, to, kept, sealed):
     assert filled.truncate(to) == kept
     assert filled.n == kept and filled.sealed == sealed
-    free = len(filled._free) + len(filled._slot_of)
+    free = len(filled.slots.free) + len(filled.slots.of)
     assert free == filled.shape.slots
 
 

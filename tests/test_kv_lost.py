@@ -278,12 +278,12 @@ def test_a_raw_cache_is_cut_back_as_far_as_its_disk_gives_pages_back(tmp_path, l
     engine, whole = tiered(tmp_path), opened(ctx=2048, kv="16bit")
     for each in (engine, whole):
         read(each, tokens(1500))
-    page = engine.cache._page(1380)
+    page = engine.cache.shape.page(1380)
     if lost:
         ended(descriptor(engine))
     assert whole.cache.truncate(1380) == 1380
     held = engine.cache.truncate(1380)
-    assert held == engine.cache.n == (engine.cache._start(page - 1) if lost else 1380) and engine.cache.sealed == whole.cache.sealed
+    assert held == engine.cache.n == (engine.cache.shape.start(page - 1) if lost else 1380) and engine.cache.sealed == whole.cache.sealed
     if not lost:
         assert engine.cache.exact_blocks() == whole.cache.exact_blocks()
         for each in (engine, whole):

@@ -33,7 +33,7 @@ def set_aside(prepared: Prepared) -> tuple[int, KVCache]:
     engine = Engine(prepared)
     try:
         cache = engine.cache
-        return cache.pool.nbytes + sum(map(len, cache._exact)), cache
+        return cache.pool.nbytes + sum(map(len, cache.slots.memory)), cache
     finally:
         engine.close()
 

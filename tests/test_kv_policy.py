@@ -201,7 +201,7 @@ def test_bytes_are_those_of_the_plan_and_the_mean_is_what_was_asked_for(pool, kv
     fixed, per_page = cache_nbytes(cache.codecs, cache.layouts, cache.shape)
     assert cache.sealed == 15 and cache._kinds.count(2) == ceil(share * 15)
     assert share * more + (1 - share) * fewer == pytest.approx(int(kv[0]))
-    packed = cache.allocated_nbytes - sum(cache._used.values()) * cache.layouts[0].part_nbytes
+    packed = cache.allocated_nbytes - sum(cache.slots.used.values()) * cache.layouts[0].part_nbytes
     own, better = (each.layout(2, 64).layer_page_nbytes for each in (cache.codecs[0], cache.codecs[0].better))
     assert packed == (15 - ceil(share * 15)) * own + ceil(share * 15) * better <= cache.sealed * per_page + better - own
     assert cache.allocated_nbytes <= fixed + cache.sealed * per_page

@@ -147,7 +147,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     engine = opened(folder, kv="16bit")
     try:
         cache, workspace = engine.cache, engine.backends["cpu"].workspace
-        assert engine.placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+        assert engine.placement.kv_bytes == sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
         read(engine, IDS[:500])
         engine.forward_logits([1])
         assert cache.allocated_nbytes <= engine.placement.kv_bytes

@@ -82,7 +82,7 @@ def test_packed_caches_say_nearly_the_same(folders: dict[str, Path]) -> None:
 def test_plans_count_blocks_once_and_what_is_read_of_them_as_often_as_it_is(folders: dict[str, Path]) -> None:
     engine = resident(folders["whole"])
     config, cache, outer = engine.config, engine.cache, engine.model.tensors["outer"]
-    pages = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+    pages = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
     assert engine.prepared.placement.kv_bytes == pages + config.num_hidden_layers * config.state.nbytes
     assert config.attention_layers == (1, 3, 4) and len(cache.layouts) == 3
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes

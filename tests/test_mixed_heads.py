@@ -74,9 +74,9 @@ def test_each_layer_attends_in_its_own_heads(pool, kv):
     fed(cache, 700)
     assert cache.sealed == 4 and cache.n == 700 and (cache.probes is None) == ("+" not in kv)
     fixed, page = cache_nbytes(cache.codecs, cache.layouts, SHAPE)
-    assert fixed >= sum(map(len, cache._exact)) == sum(exact_nbytes(layout, SHAPE) for layout in cache.layouts)
+    assert fixed >= sum(map(len, cache.slots.memory)) == sum(exact_nbytes(layout, SHAPE) for layout in cache.layouts)
     assert page >= cache.sealed_nbytes == sum(page_sizes(cache.codecs, cache.layouts))
-    used = sum(cache._used.values()) * sum(layout.part_nbytes for layout in cache.layouts)
+    used = sum(cache.slots.used.values()) * sum(layout.part_nbytes for layout in cache.layouts)
     assert cache.allocated_nbytes == used + cache._packed_nbytes and (cache._kinds.count(2) > 0) == ("+" in kv)
     values = 2 * sum(kv_heads * size for kv_heads, size in SIZES)
     if not cache.is_packed:

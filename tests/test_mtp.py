@@ -282,7 +282,7 @@ def test_memory_is_what_was_planned(made: dict[str, tuple[Path, Own]], name: str
     own, planned = engine.speculation._model, engine.prepared
     cache = own._cache
     chosen_by = sum(index.memory.nbytes for index in cache.indexes)
-    assert sum(array.nbytes for array in cache._exact) + cache.pool.nbytes + chosen_by == own_cache_nbytes(engine.config, CTX)
+    assert sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + chosen_by == own_cache_nbytes(engine.config, CTX)
     assert cache.shape.ctx == cache_shape(CTX).ctx > CTX
     layer = sum(tensor.nbytes for role, tensor in engine.model.tensors["outer"].items() if role.startswith("mtp."))
     assert planned.speculating.mtp_nbytes == layer + own_cache_nbytes(engine.config, CTX)

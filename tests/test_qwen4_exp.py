@@ -157,7 +157,7 @@ def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:
     engine = opened(folder)
     try:
         cache, own = engine.cache, engine.config.ngrams
-        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
         held += sum(len(each.memory) + each.rows.nbytes for each in cache.indexes)
         assert held - 128 * 4 * sum(cache.index_sizes) <= engine.placement.kv_bytes <= held + 128 * sum(cache.index_sizes)
         assert cache.states.nbytes == 3 * engine.config.state.nbytes + own.shape.nbytes

@@ -79,7 +79,8 @@ def test_sixteen_bits_of_cache_hold_places_and_fewer_are_refused(folders: dict[s
 def test_plans_count_what_heads_are_wider(folders: dict[str, Path]) -> None:
     engine = resident(folders["whole"])
     assert engine.cache.layouts[0].head_dim == 80 and engine.config.made_dim == engine.config.narrow == 64
-    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
+    pages = engine.cache.shape.pages * engine.cache.sealed_nbytes
+    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache.slots.memory)) + pages
     assert engine.backends["cpu"].workspace.nbytes <= prepare(folders["whole"], engine.prepared.options).placement.workspace_bytes
     engine.close()
 
@@ -93,7 +94,8 @@ def test_values_narrower_than_keys(tmp_path: Path) -> None:
     rounded = found_by(resident(tmp_path / "4bit", kv="32bit"))
     assert 0 < np.square(exact - packed).mean() < 1e-4 * exact.var() and 0 < np.square(exact - rounded).mean() < 0.2 * exact.var()
     engine = resident(tmp_path / "whole", kv="8bit")
-    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache._exact)) + engine.cache.shape.pages * engine.cache.sealed_nbytes
+    pages = engine.cache.shape.pages * engine.cache.sealed_nbytes
+    assert engine.prepared.placement.kv_bytes == sum(map(len, engine.cache.slots.memory)) + pages
     assert engine.config.narrow == 20 and {layout.head_dim for layout in engine.cache.layouts} == {32}
     engine.close()
 

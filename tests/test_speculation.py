@@ -109,7 +109,8 @@ def lookup(*proposers: object) -> Speculation:
 def state(engine: Engine) -> tuple[object, ...]:
     """What the cache holds and takes."""
     cache = engine.cache
-    return cache.n, cache.sealed, dict(cache._slot_of), sorted(cache._free), set(cache._used), cache.allocated_nbytes, list(engine.tokens)
+    slots = dict(cache.slots.of), sorted(cache.slots.free), set(cache.slots.used)
+    return cache.n, cache.sealed, slots, cache.allocated_nbytes, list(engine.tokens)
 
 
 def answer(engine: Engine, prompt: list[int], tokens: int | None, settings: SamplerSettings = GREEDY,

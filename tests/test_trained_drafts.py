@@ -291,7 +291,7 @@ def test_memory_is_what_was_planned(kind: str, assistant: tuple[Path, object], h
     engine = opened(base)
     trained, own, made = engine.prepared.speculating.draft, engine.speculation._model, engine.prepared
     cache = getattr(own, "_cache", None) if kind == "head" else None
-    kept = 0 if cache is None else sum(array.nbytes for array in cache._exact) + cache.pool.nbytes + own._numbers.nbytes
+    kept = 0 if cache is None else sum(array.nbytes for array in cache.slots.memory) + cache.pool.nbytes + own._numbers.nbytes
     kept += own._states.nbytes if kind == "assistant" else 0
     assert trained.nbytes == own._weights._pager.nbytes + own._host.workspace.nbytes + kept == made.speculating.draft_nbytes
     assert made.placement.workspace_bytes == engine.backends["cpu"].workspace.nbytes

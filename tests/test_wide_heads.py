@@ -79,7 +79,7 @@ def test_what_it_costs(folder: Path) -> None:
 
 def test_the_plan_counts_the_cache_to_the_byte(engine: Engine) -> None:
     cache = engine.cache
-    assert engine.placement.kv_bytes == sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes
+    assert engine.placement.kv_bytes == sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes
     read(engine, IDS[:500])
     assert cache.allocated_nbytes <= engine.placement.kv_bytes
 

@@ -196,7 +196,7 @@ def test_the_plan_counts_what_is_allocated(folder: Path) -> None:
     engine = opened(folder)
     try:
         cache = engine.cache
-        held = sum(map(len, cache._exact)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
+        held = sum(map(len, cache.slots.memory)) + cache.shape.pages * cache.sealed_nbytes + cache.states.nbytes
         assert held == engine.placement.kv_bytes and cache.states.nbytes == 3 * engine.config.state.nbytes
         read(engine, IDS[:500])
         engine.forward_logits([1])

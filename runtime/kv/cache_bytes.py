@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from ...kernels.layout import PageLayout
     from ...quant.kv import PackedCodec, RawCodec
     from .cache_parts import Choosing
+    from .slots import Slots
     from .states import States
 
 
@@ -30,7 +31,7 @@ class CacheBytes:
     n: int
     sealed: int
     _kinds: list[int]
-    _used: dict[int, int]
+    slots: Slots
 
     @property
     def sealed_nbytes(self) -> int:
@@ -64,7 +65,7 @@ class CacheBytes:
 
     @property
     def _pages_nbytes(self) -> int:
-        return self._packed_nbytes + sum(self._used.values()) * sum(layout.part_nbytes for layout in self.own_layouts)
+        return self._packed_nbytes + sum(self.slots.used.values()) * sum(layout.part_nbytes for layout in self.own_layouts)
 
     @property
     def read_nbytes(self) -> int:

@@ -99,7 +99,7 @@ def _shared(config: ModelConfig, layer: int) -> SharedPages:
 @dataclass(frozen=True)
 class CacheShape:
     """How many tokens the cache is for: context, sinks, exact window, longest chunk. `written`: how many are held of those that were
-    written behind a prompt; None for all."""
+    written behind a prompt; None for all. Tokens lie on a grid of pages, of which number -1 are the sinks."""
 
     ctx: int
     sink: int = 64
@@ -125,6 +125,22 @@ class CacheShape:
     @property
     def pages(self) -> int:
         return max(1, -(-(self.ctx - self.sinks) // PAGE))
+
+    def start(self, page: int) -> int:
+        """The first position of a page."""
+        return self.sinks + PAGE * page if page >= 0 else 0
+
+    def page(self, position: int) -> int:
+        """The page of a position."""
+        return (position - self.sinks) // PAGE if position >= self.sinks else -1
+
+    def tokens_in(self, page: int, end: int) -> int:
+        """How many of the tokens before `end` lie in a page, which holds one of them at least."""
+        return min(end - self.start(page), PAGE if page >= 0 else self.sinks)
+
+    def sealed_at(self, n: int) -> int:
+        """Pages that are sealed of `n` tokens once these are committed."""
+        return max(0, (n - self.window - self.sinks) // PAGE)
 
 
 def index_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat) -> tuple[int, ...]:

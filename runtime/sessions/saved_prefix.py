@@ -115,7 +115,7 @@ def _put(engine: Engine, store: SessionStore, saved: SavedCache, tokens: int, pa
     Unpacked ones that reach into the window are exact there, as reading leaves them."""
     page, cache = 0, engine.cache
     engine.reset()
-    cache.adopt(tokens, pages if cache.is_packed else cache.sealed_at(tokens))
+    cache.adopt(tokens, pages if cache.is_packed else cache.shape.sealed_at(tokens))
     try:
         put_exact(engine, store, saved.sinks, [block for block in cache.exact_blocks() if block[0] < 0])
         for page in range(pages):

@@ -31,7 +31,7 @@ def lend(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int
         return held, []
     try:
         engine.reset()
-        cache.adopt(tokens, most if cache.is_packed else cache.sealed_at(tokens))
+        cache.adopt(tokens, most if cache.is_packed else cache.shape.sealed_at(tokens))
         for page in [*(page for page, _ in cache.exact_blocks()), *range(cache.sealed)]:
             cache.write(page, lender.cache.read(page))
     except BaseException:
@@ -52,7 +52,7 @@ def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
         return 0
     cache, common = engine.cache, common_prefix(other.tokens, ids)
     pages = pages_of(engine, ids, common, max(0, min(common, other.anew) - cache.shape.sinks) // PAGE)
-    while pages and (pages if cache.is_packed else cache.sealed_at(cache.shape.sinks + PAGE * pages)) > other.cache.sealed:
+    while pages and (pages if cache.is_packed else cache.shape.sealed_at(cache.shape.sinks + PAGE * pages)) > other.cache.sealed:
         pages -= 1
     return pages
 
