@@ -96,7 +96,7 @@ COVERED = {
         "test_streamed.py::test_everything_on_the_disk_gives_the_same_bits"),
     # I. a cold start, silence
     "llm#732, #848, #949, #1282; openai-python#2819": ("test_architecture.py::test_import_and_help_load_nothing_heavy",
-                                                      "test_storage.py::test_names_for_the_shell_come_without_heavy_imports"),
+                                                      "test_completion.py::test_names_for_the_shell_come_without_heavy_imports"),
     "RNAlysis#127, ttim#39, dealias#13, numba#8085 (compiling)": ("test_threads.py::test_two_cold_starts_at_once_share_one_compilation",),
     "omlx#706; ollama#3499, #2431; IntelOwl#3855 (how long it took, and what of it was loading)": (
         "test_cli_run.py::test_json_is_one_object_with_the_promised_keys",),
@@ -131,7 +131,7 @@ COVERED = {
         "test_session.py::test_history_and_fresh_cache_agree",
         "test_saved_prefix.py::test_over_an_unpacked_cache_every_logit_has_the_bits_of_a_prompt_read_whole",),
     # N. others
-    "ollama#925, #1653, #4444, #11844": ("test_storage.py::test_ollama_925_the_shell_completes_commands_and_models",),
+    "ollama#925, #1653, #4444, #11844": ("test_completion.py::test_ollama_925_the_shell_completes_commands_and_models",),
     "mlx-lm#818, #841": ("test_cli_chat.py::test_history_is_private_and_comes_back",),
     "localGPT#799, sglang#387, stormtrooper#5": ("test_pull.py::test_localgpt_799_a_gated_repository_is_not_reported_as_missing",),
     "ktransformers#507, #289, #520, #495, #1715 (illegal instruction)": (

@@ -1,34 +1,26 @@
-"""Drafts by a model's own layer for multi-token prediction: what the layer computes, that guesses are right where it knows, that an answer
-is the same whatever they are, and that plans and quantized folders count it."""
+"""Drafts by a model's own layer for multi-token prediction: what the layer computes, that guesses are right where it knows, and that an
+answer is the same whatever they are."""
 
-import json
-import shutil
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file, save_file
 
-from effllm import UsageError
-from effllm.offload.notes import Fallback
 from effllm.offload.placement import Residency
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight, first_rows, from_f32
 from effllm.runtime import prepare
 from effllm.runtime.engine import Engine
-from effllm.runtime.planning import process_memory
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import frequent_head, state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts, own_cache_nbytes
-from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, decide
 from effllm.runtime.speculation.state_drafts import cache_shape
-from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
 from effllm.runtime.weights.streamed import Streams
@@ -55,22 +47,30 @@ MIXTURES = [name for name, case in MODELS.items() if "moe" in case.family or cas
 FIRST = next(iter(MODELS))
 
 
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Own]]:
-    found = {}
-    for name, case in MODELS.items():
-        folder = tmp_path_factory.mktemp("mtp") / "model"
-        found[name] = folder, with_layer(case, folder)
-    return found
+class Made(dict[str, tuple[Path, Own]]):
+    """Models by name, each made when it is first asked for."""
+
+    def __init__(self, folders: Callable[[str], Path]) -> None:
+        super().__init__()
+        self._folders = folders
+
+    def __missing__(self, name: str) -> tuple[Path, Own]:
+        folder = self._folders("mtp") / "model"
+        return self.setdefault(name, (folder, with_layer(MODELS[name], folder)))
 
 
 @pytest.fixture(scope="module")
-def folder(made: dict[str, tuple[Path, Own]]) -> Path:
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp)
+
+
+@pytest.fixture(scope="module")
+def folder(made: Made) -> Path:
     return made[FIRST][0]
 
 
 @pytest.fixture(scope="module")
-def small(made: dict[str, tuple[Path, Own]], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def small(made: Made, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """The same at 4 bits."""
     found = {name: tmp_path_factory.mktemp("small") / "4bit" for name in (FIRST, "glm4_moe_lite")}
     for name, out in found.items():
@@ -79,7 +79,7 @@ def small(made: dict[str, tuple[Path, Own]], tmp_path_factory: pytest.TempPathFa
 
 
 @pytest.fixture(scope="module", params=("raw", "4 bits, packed cache", pytest.param("mixture", marks=pytest.mark.slow), "latent, 4 bits"))
-def engine(request: pytest.FixtureRequest, made: dict[str, tuple[Path, Own]], small: dict[str, Path]) -> Iterator[Engine]:
+def engine(request: pytest.FixtureRequest, made: Made, small: dict[str, Path]) -> Iterator[Engine]:
     asked = {"raw": (made[FIRST][0], {}), "4 bits, packed cache": (small[FIRST], {"kv": "4bit", "kv_window": 32}),
              "mixture": (made["qwen3_5_moe_text"][0], {}), "latent, 4 bits": (small["glm4_moe_lite"], {})}
     path, more = asked[request.param]
@@ -89,7 +89,7 @@ def engine(request: pytest.FixtureRequest, made: dict[str, tuple[Path, Own]], sm
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_the_layer_computes_what_its_parts_say(made: dict[str, tuple[Path, Own]], name: str) -> None:
+def test_the_layer_computes_what_its_parts_say(made: Made, name: str) -> None:
     """Its cache has 16 bits whatever the model's has, so what it says is off by as much."""
     path, own = made[name]
     engine = opened(path, spec="mtp", kv="32bit")
@@ -245,38 +245,8 @@ def test_weights_from_the_disk(folder: Path, small: dict[str, Path], tmp_path: P
         each.close()
 
 
-def test_a_model_that_streams_anyway_drafts_by_it(large: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)
-    whole = planned(large, spec="off").placement.total_bytes
-    tight = planned(large, ram=f"{whole - (24 << 20)}", spec="mtp")
-    assert tight.placement.streamed_bytes and tight.speculating.mtp and tight.speculating.waits
-    without = planned(large, ram=f"{whole - (24 << 20)}", spec="lookup")
-    assert 0 < prepare.DEARER * without.placement.streamed_bytes < tight.placement.streamed_bytes
-    asks_nothing = planned(large, ram=f"{whole - (24 << 20)}")
-    assert asks_nothing.placement == without.placement and not asks_nothing.speculating.mtp, "for its room a token would read far more"
-    monkeypatch.setattr(prepare, "DEARER", 2.0)
-    assert planned(large, ram=f"{whole - (24 << 20)}").placement == tight.placement
-    engine, resident = opened(large, ram=f"{whole - (24 << 20)}"), opened(large, spec="off")
-    assert engine.placement.streamed_bytes
-    engine.speculation = drafting(engine)
-    assert answer(engine, IDS[:50], 40) == answer(resident, IDS[:50], 40) and engine.speculation.counts.drafted
-    for each in (engine, resident):
-        each.close()
-    barely = planned(large, ram=f"{whole + (1 << 20)}")
-    assert not barely.placement.streamed_bytes and not barely.speculating.mtp, "it would push others out"
-
-
-@pytest.fixture(scope="module")
-def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Matrices that are worth streaming."""
-    path = tmp_path_factory.mktemp("large") / "model"
-    with_layer(Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **FEW, "hidden_size": 512, "intermediate_size": 4096,
-                                     "attention_bias": False}), path)
-    return path
-
-
 @pytest.mark.parametrize("name", (FIRST, "deepseek_v32"))
-def test_memory_is_what_was_planned(made: dict[str, tuple[Path, Own]], name: str) -> None:
+def test_memory_is_what_was_planned(made: Made, name: str) -> None:
     folder = made[name][0]
     engine = opened(folder, spec="mtp")
     own, planned = engine.speculation._model, engine.prepared
@@ -296,62 +266,6 @@ def test_memory_is_what_was_planned(made: dict[str, tuple[Path, Own]], name: str
     assert work(planned, engine.model.tensors).bytes_per_token == work(without, alone.model.tensors).bytes_per_token
     for each in (engine, alone):
         each.close()
-
-
-def planned(folder: Path, **asked: object) -> prepare.Prepared:
-    made = prepare.prepare(folder, EngineOptions(device="cpu", **{"ctx": CTX, "chunk": 128, "threads": 2, **asked}))
-    made.store.close()
-    return made
-
-
-def test_when_it_drafts(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(process_memory, "baseline", lambda kinds: 200 << 20)  # what else a process of tests holds comes and goes
-    for spec, wanted in (("auto", True), ("mtp", True), ("off", False), ("lookup", False)):
-        found = planned(folder, spec=spec)
-        assert found.speculating.mtp is wanted and found.speculating.lookup is (spec != "off")
-        assert not any(isinstance(each, Fallback) and "layer" in each for each in found.notices)
-    whole = planned(folder, spec="mtp")
-    tight = f"{whole.placement.total_bytes - (whole.speculating.mtp_nbytes // 2)}"
-    short = planned(folder, spec="mtp", ram=tight)
-    assert not short.speculating.mtp and short.speculating.lookup and NO_ROOM in short.notices
-    assert not planned(folder, ram=tight).speculating.mtp
-    with pytest.raises(UsageError, match="too little memory"):
-        planned(folder, spec="mtp", ram=tight, strict=True)
-    config = whole.config
-    beside = replace(whole.placement, budget=replace(whole.placement.budget, vram=1))
-    assert decide(EngineOptions(spec="mtp"), config, beside, None)[1] == (BESIDE_GPU,)
-
-
-def test_models_without_are_told(tmp_path: Path, folder: Path) -> None:
-    path = tmp_path / "without"
-    shutil.copytree(folder, path)
-    tensors = load_file(path / "model.safetensors")
-    save_file({name: value for name, value in tensors.items() if name != "mtp.fc.weight"}, path / "model.safetensors")
-    with pytest.raises(UsageError, match="was left out of these weights"):
-        planned(path, spec="mtp")
-    assert not planned(path).speculating.mtp
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({**raw, "mtp_num_hidden_layers": 0}))
-    with pytest.raises(UsageError, match=r"this model \(qwen3_5_text\) has none"):
-        planned(path, spec="mtp")
-    left = planned(path, spec="mtp", preset=frozenset({"spec"}))
-    assert not left.speculating.mtp and any("left out, as it was set for all models" in each for each in left.notices)
-    with pytest.raises(UsageError, match="--spec mtp a layer of this one"):
-        EngineOptions(draft="other", spec="mtp")
-
-
-def test_a_mixture_drafts_by_it_where_it_is_asked(made: dict[str, tuple[Path, Own]]) -> None:
-    for name in MIXTURES:
-        assert planned(made[name][0], spec="mtp").speculating.mtp and not planned(made[name][0]).speculating.mtp
-
-
-def test_quantized_folders_keep_it(small: dict[str, Path]) -> None:
-    container = read_container(small[FIRST])
-    own = {name: stored for name, stored in container.tensors.items() if name.startswith("mtp.")}
-    assert len(own) == 15
-    assert {name for name, stored in own.items() if stored.spec.is_raw} == {name for name in own if name.endswith("norm.weight") or
-                                                                          "pre_fc_norm" in name}
-    assert planned(small[FIRST]).speculating.mtp and planned(small["glm4_moe_lite"], spec="mtp").speculating.mtp
 
 
 @pytest.mark.parametrize("kind", (*FORMATS, "bf16", "f16", "f32"))

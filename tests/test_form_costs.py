@@ -1,0 +1,258 @@
+"""What a schema or a grammar may cost: multiples, definitions and rules that name one another, and what is too large."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from effllm import UsageError
+from effllm.runtime.forms.constraint import (
+    form_of_grammar,
+    grammar_form,
+    schema_form,
+)
+from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
+
+sys.path.insert(0, str(Path(__file__).parent))
+from test_constraint import engine, tokenizer
+
+__all__ = ["engine", "tokenizer"]  # fixtures
+
+
+@pytest.mark.parametrize("value", [1, 0.01, 2.5, 1_000_000, 65536, 0.00333, 60, 99_991])
+def test_multiples_that_are_quick(value: float) -> None:
+    assert schema_form(json.dumps({"type": "number", "multipleOf": value, "minimum": 0})).grammar
+
+
+def test_a_tool_is_held_to_the_rest_of_its_schema() -> None:
+    slow = {"type": "object", "properties": {"multipleOf": {"type": "integer", "multipleOf": 1000003}, "b": {"type": "string"}}}
+    assert without_slow(slow) == {"type": "object", "properties": {"multipleOf": {"type": "integer"}, "b": {"type": "string"}}}
+    assert without_slow({"multipleOf": 7}) == {"multipleOf": 7}
+
+
+def test_what_is_no_number_has_no_multiples() -> None:
+    assert most_remainders({"properties": {"multipleOf": {"multipleOf": 9}}, "multipleOf": True, "allOf": [5], "anyOf": "x"}) == 9
+    assert most_remainders({"multipleOf": float("nan"), "allOf": [{"multipleOf": 0}, {"multipleOf": float("inf")}]}) == 1
+
+
+REF = {"$ref": "#/$defs/a"}
+OTHER = {"$ref": "#/$defs/b"}
+
+
+def multiple(of: int, **more: object) -> dict:
+    return {"type": "integer", "multipleOf": of, **more}
+
+
+@pytest.mark.parametrize("schema", [
+    multiple(1009, **REF), {"allOf": [REF, OTHER]}, {"anyOf": [multiple(1009), multiple(997)]}, {"oneOf": [multiple(1009), REF]},
+    {"properties": {"x": multiple(1009)}, "allOf": [{"properties": {"x": REF}}]},
+    {"properties": {"x": multiple(1009)}, "allOf": [{"additionalProperties": REF}]},
+    {"properties": {"x": multiple(1009)}, "patternProperties": {"^x": REF}},
+    {"items": multiple(1009), "allOf": [{"items": REF}]}, {"prefixItems": [multiple(1009)], "allOf": [{"items": REF}]},
+    {"items": [multiple(1009)], "allOf": [{"prefixItems": [REF]}]}])
+def test_multiples_that_meet_by_whatever_way_are_one(schema: dict) -> None:
+    """1,006,009 remainders took 12 s and 700 MB, three of them minutes."""
+    whole = schema | {"$defs": {"a": multiple(997), "b": {"allOf": [multiple(1009)]}}}
+    assert most_remainders(whole) in (997 * 1009, 997 * 1009 + 997)  # others' own beside
+    with pytest.raises(UsageError, match="takes 100(5973|6970) remainders"):
+        schema_form(json.dumps(whole))
+
+
+def test_multiples_apart_are_a_sum() -> None:
+    apart = {"properties": {"x": REF, "y": multiple(1009), "z": {"anyOf": [REF, {"type": "null"}]}, "items": {"items": REF}},
+             "$defs": {"a": multiple(997)}}
+    assert most_remainders(apart) == 997 + 1009 and schema_form(json.dumps(apart)).grammar
+    many = [99_907 + 2 * number for number in range(40) if (99_907 + 2 * number) % 5]
+    with pytest.raises(UsageError, match=f"takes {sum(many)} remainders"):
+        schema_form(json.dumps({"properties": {f"x{number}": multiple(number) for number in many}}))
+
+
+def kind(name: str, of: int) -> dict:
+    return {"type": "object", "properties": {"kind": {"const": name}, "x": multiple(of)}, "required": ["kind", "x"]}
+
+
+@pytest.mark.parametrize(("schema", "expected"), [
+    ({"anyOf": [kind("a", 1009), kind("b", 997)]}, 1009 + 997),
+    ({"oneOf": [kind("a", 1009), {"allOf": [kind("b", 997)]}, kind("c", 997)]}, 1009 + 997),
+    ({"anyOf": [{"items": multiple(1009)}, {"items": multiple(997)}]}, 1009 + 997),
+    ({"anyOf": [{"properties": {"deep": kind("a", 1009)}}, {"properties": {"deep": kind("b", 997)}}]}, 1009 + 997),
+    ({"properties": {"x": multiple(3)}, "anyOf": [kind("a", 1009), kind("b", 997)]}, 3 * (1009 + 997)),
+    ({"anyOf": [kind("a", 7), kind("b", 11)], "allOf": [{"anyOf": [kind("a", 13), kind("b", 17)]}]}, 7 * 13 + 7 * 17 + 11 * 13 + 11 * 17),
+    ({"allOf": [kind("a", 7), {"anyOf": [kind("a", 11)] * 200}]}, 77)])
+def test_multiples_of_alternative_objects_are_apart(schema: dict, expected: int) -> None:
+    assert most_remainders(schema | {"title": {"multipleOf": 99_991}}) == expected  # what is no schema does not count
+    assert schema_form(json.dumps(schema)).grammar
+
+
+def chain(links: int, link) -> dict:
+    """So many definitions of which each names the next."""
+    return {"$ref": "#/$defs/0", "$defs": {str(each): link({"$ref": f"#/$defs/{each + 1}"}) if each < links else {"type": "integer"}
+                                           for each in range(links + 1)}}
+
+
+@pytest.mark.parametrize("link", [lambda ref: ref, lambda ref: {"properties": {"x": ref}}, lambda ref: {"anyOf": [ref, {"type": "null"}]},
+                                  lambda ref: {"items": ref}, lambda ref: {"additionalProperties": ref}, lambda ref: {"allOf": [ref]},
+                                  lambda ref: {"properties": {"a": {"type": "null"}, "b": ref}}])
+def test_definitions_that_name_one_another_have_an_end(link) -> None:
+    """Of some hundreds in one another the library took the end of the program's stack for its own."""
+    for links in (2000, 20_000):
+        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another"):
+            schema_form(json.dumps(chain(links, link)))
+    assert schema_form(json.dumps(chain(300, link))).grammar
+    ring = {"$ref": "#/$defs/a", "$defs": {"a": {"properties": {"x": REF, "y": OTHER}}, "b": {"items": [REF, OTHER, {"$ref": "#"}]}}}
+    assert too_much_of_schema(ring) is None
+
+
+def test_a_ring_of_definitions_is_as_deep_as_it_is_long() -> None:
+    """Each is met once, in one another all the same."""
+    def ring(links: int) -> dict:
+        return {"$ref": "#/$defs/0", "$defs": {str(each): {"items": {"$ref": f"#/$defs/{(each + 1) % links}"}} for each in range(links)}}
+
+    assert schema_form(json.dumps(ring(300))).grammar
+    for links in (MOST_NODES // 2 + 1, 5000):  # a schema and its items, each
+        with pytest.raises(UsageError, match=f"more than {MOST_NODES} schemas lie in one another") as refused:
+            schema_form(json.dumps(ring(links)))
+        assert "fewer of $defs" in refused.value.hint
+
+
+def test_rules_in_larks_notation_have_an_end_too(tmp_path) -> None:
+    own = tmp_path / "own.lark"
+    for rule in ("r{0}", "R{0}"):
+        rules = (f'{rule.format(each)}: "x" /[a-z]/ {rule.format(each + 1)} // as r{each}\n' for each in range(8000))
+        own.write_text(f"start: {rule.format(0)}\n{''.join(rules)}{rule.format(8000)}: \"y\"")
+        with pytest.raises(UsageError, match="more than 500 rules lie in one another"):
+            grammar_form(str(own))
+    own.write_text("start: " + " | ".join(f"r{each}" for each in range(800)) + "\n" + "".join(
+        f'r{each}: "r{each} : r{each + 1}" // r{each + 1}\n' for each in range(800)))
+    assert grammar_form(str(own)).grammar
+
+
+def links(count: int, rule: str) -> str:
+    """So many rules of which each names the next; `rule` has two places, for its own number and for that."""
+    return "".join(f"{rule.format(each, each + 1)}\n" for each in range(count))
+
+
+@pytest.mark.parametrize("text", [
+    "start: r-0\n" + links(3000, 'r-{}: "x" r-{}') + 'r-3000: "y"',
+    "start: r0\n" + links(400, "r{}: " + "(" * 20 + '"x" r{}' + ")?" * 20) + 'r400: "y"',
+    "start: R0\n" + links(400, "R{}: " + "(" * 20 + '"x" R{}' + ' "q")' * 20) + 'R400: "y"',
+    "start: r0\n" + links(3000, 'r{}: "x" r{}') + 'r3000: within\nwithin: %lark {\nstart: "x"\n}\n',
+    'start: within\nwithin: %lark {\nstart: r0\n' + links(3000, 'r{}: "x" r{}') + 'r3000: "y"\n}\n'])
+def test_rules_and_parentheses_by_whatever_way_have_an_end(text: str) -> None:
+    """Each of these ended the program: rules that are named with a dash, with many parentheses, beside or in a grammar within."""
+    with pytest.raises(UsageError, match="more than 500 rules lie in one another, or 1000 with parentheses"):
+        form_of_grammar(text, "--grammar", "it")
+
+
+@pytest.mark.parametrize(("text", "rule"), [
+    ("start: start", "start"), ('start: "a" start', "start"), ('start: start "a" | ("b" start)+', "start"),
+    ('start: "q" a\na: b\nb: "x" a', "b"),
+    ('start: "a"\n  | b\nb: ("x" | "y") b{2,5}', "b"), ('start: a::0\na::_: "x" a::incr(_) %if lt(_, 5)', "a"),
+    ('start: "a" [b] // b: "end"\nb: "b: \\" |" b', "b"), ('start: %lark {\nstart: within\nwithin: "a" within\n} | "b"', "within")])
+def test_a_rule_in_larks_notation_that_no_text_ends_is_refused(text: str, rule: str) -> None:
+    with pytest.raises(UsageError, match=f"no text ends the rule {rule}:") as refused:
+        form_of_grammar(text, "--grammar", "it")
+    assert refused.value.hint == "give it an alternative that ends"
+
+
+@pytest.mark.parametrize("text", [
+    'start: "a" start?', 'start: ("a" start)*', 'start: "a" [start]', 'start: ["b"] "a" start~0..3', 'start: ("a" start){,3}', 'start:',
+    'start: "a" start |', 'start: a\n%import common.INT\na: INT a | INT', 'start: "a"\nunused: unused "x"',
+    "start: a\n!a: /[|]/i a\n\n | B\nB: ~/a/",
+    'start: a::0\na::_: "x" a::incr(_) %if lt(_, 5)\n | ""', 'start: a -> one | "b" start -> more\na[max_tokens=5]: /.*/',
+    "start: a # b: b\na: /x\ny/ | a",
+    'start: %lark {\nstart: /}/ start | "{"\n} | "b" start', 'start: %json {"const": "} a: a"} | "b" start\n%ignore / +/',
+    'start: "a".."c" start | "\\""'])
+def test_grammars_in_larks_notation_that_end_are_taken(text: str) -> None:
+    assert form_of_grammar(text, "--grammar", "it").grammar
+
+
+@pytest.mark.parametrize(("text", "said"), [
+    ("start: A\nA: /(a{97})*/ & /(a{101})*/ & /(a{103})*/", "repeat themselves in 1009091 ways"),
+    ("start: A\nA: ~(~B | ~C)\nB: (X)+\nC: /(?:[a-c]x{500})+/\nX: /a/~997", "repeat themselves in 499497 ways"),
+    ("start: A\nA: " + " & ".join(f"/.*a.{{{each}}}b.*/" for each in range(22)), "fit 22 terminals at once"),
+    ("start: A\nA: B & C\nB: /a/ & D & E\nC: ~(" + " | ".join(f"/{each}/" for each in range(14)) + ")\nD: /b/\nE: /c/",
+     "fit 17 terminals"),
+    ("start: " + " | ".join(f'"w{each}"' for each in range(30_000)), "its rules have 30000 parts"),
+    ("start: " + " | ".join(f"j{each}" for each in range(30)) + "".join(
+        f'\nj{each}: %json {{"type": "integer", "multipleOf": {99_901 + 2 * each}}}' for each in range(30)), "of its schemas takes")])
+def test_what_takes_a_grammar_minutes_is_refused(text: str, said: str) -> None:
+    with pytest.raises(UsageError, match=said):
+        form_of_grammar(text, "--grammar", "it")
+
+
+def test_terminals_may_have_many_words_and_few_conditions() -> None:
+    words = "start: WORD (\" \" WORD)*\nWORD: " + " | ".join(f'"w{each}"' for each in range(30_000))
+    for text in (words, "start: A\nA: /(?:[a-z ]{1,40}\\.)+/ & ~/.*secret.*/ & /.{5,2000}/", "start: A\nA: /(?:" + "x" * 997 + ")*y/",
+                 "start: A\nA: " + " | ".join(f"/{each}*/" for each in range(90))):
+        assert form_of_grammar(text, "--grammar", "it").grammar
+
+
+@pytest.mark.parametrize("text", [
+    "", "\n", "start", "start:: a", "start: (", "start: " + "(" * 50_000, "start: " + "~" * 50_000 + "A\nA: /a/", 'start: "a', "start: /a",
+    "start: %json {", "start: %lark {", "start: }", "start: a::", 'start: "a"{', 'start: "a"{,}', "start: %json " + "[" * 50_000,
+    "a: b", "start: a\na: a a a | \nstart: b", 'start: "\\ud800"', "start: \x00", "start: /a{9,1}/", "start: /(a/", "start: %if",
+    "%ignore", "%ignore a\na: a", "start: a-\na-: a-", "start: <[0-9]>"])
+def test_what_is_no_grammar_is_one_line_or_none(text: str) -> None:
+    """The reader here passes over what it does not understand: what is wrong says the library."""
+    try:
+        assert form_of_grammar(text, "--grammar", "it").grammar
+    except UsageError as refused:
+        assert "\n" not in refused.message and len(refused.message) < 400 and refused.hint
+
+
+@pytest.mark.parametrize(("schema", "expected"), [(multiple(1_000_003), "takes 1000003 remainders"),
+                                                  (chain(2000, lambda ref: {"items": ref}), "schemas lie in one another")])
+def test_a_schema_within_a_grammar_is_judged_as_one(tmp_path, schema: dict, expected: str) -> None:
+    (tmp_path / "own.lark").write_text('start: "so: " said\nsaid: %json ' + json.dumps(schema) + "\n")
+    with pytest.raises(UsageError, match=expected):
+        grammar_form(str(tmp_path / "own.lark"))
+
+
+@pytest.mark.parametrize("schema", [{"type": "integer", "minimum": -(2**63), "maximum": -(2**63)}, {"exclusiveMaximum": -9.3e18},
+                                    {"allOf": [{"type": "integer", "minimum": -1e30}, {"properties": {"a": {"maximum": -1e19}}}]}])
+def test_largest_numbers_below_those_of_64_bits_are_refused(schema: dict) -> None:
+    with pytest.raises(UsageError, match="is less than numbers of 64 bits hold"):
+        schema_form(json.dumps(schema))
+    assert schema_form(json.dumps({"type": "integer", "minimum": -(2**63) + 4096, "maximum": -(2**63) + 4096})).grammar
+
+
+def test_names_that_are_many() -> None:
+    """Each pattern of names is held against each other, and each name that may be left out is a way for all behind it."""
+    many = {f"^p{number}x": {"type": "integer"} for number in range(120)}
+    first, *rest = ({key: many[key]} for key in many)
+    for whole in ({"patternProperties": many}, {"patternProperties": first, "allOf": [{"patternProperties": each} for each in rest]}):
+        with pytest.raises(UsageError, match="120 patternProperties"):
+            schema_form(json.dumps(whole))
+    assert schema_form(json.dumps({"properties": {f"x{number}": {"patternProperties": first} for number in range(120)}})).grammar
+    many = {f"x{number}": {"type": "integer"} for number in range(4100)}
+    with pytest.raises(UsageError, match="4100 properties of an object may be left out"):
+        schema_form(json.dumps({"properties": many}))
+    assert schema_form(json.dumps({"type": "object", "properties": many, "required": [*many][200:]})).grammar
+
+
+@pytest.mark.parametrize("schema", [{"enum": [f"{number} and more of it" for number in range(120_000)]},
+                                    {"allOf": [{"anyOf": [{"type": "object", "properties": {f"k{number}": {"const": each}}}
+                                                          for each in range(3)]} for number in range(10)]}])
+def test_what_is_too_large_is_told_to_be_made_smaller(schema: dict) -> None:
+    with pytest.raises(UsageError) as refused:
+        schema_form(json.dumps(schema))
+    assert "too " in refused.value.message and "make it smaller" in refused.value.hint
+
+
+def test_texts_that_must_fit_many_patterns() -> None:
+    """Each more takes twice the time."""
+    many = [{"pattern": f"a.{{{number}}}b"} for number in range(1, 40)]
+    for whole in ({"allOf": many}, {"pattern": "c", "$ref": "#/$defs/a", "$defs": {"a": {"allOf": many}}},
+                  {"properties": {"x": {"allOf": many[:12]}}, "allOf": [{"properties": {"x": {"allOf": many[12:]}}}]}):
+        with pytest.raises(UsageError, match="patterns at once"):
+            schema_form(json.dumps(whole))
+        assert most_patterns(without_slow(whole)) == 0
+    deep = chain(900, lambda ref: {**ref, "pattern": "a"})
+    assert most_patterns(deep) > MOST_PATTERNS and most_patterns(without_slow(deep)) == 0
+    assert most_patterns({"anyOf": many}) == 1 and schema_form(json.dumps({"type": "string", "anyOf": many})).grammar
+    apart = {f"x{number}": {"$ref": "#/$defs/a"} for number in range(40)}
+    assert most_patterns({"properties": apart, "$defs": {"a": {"pattern": "b", "allOf": many[:2]}}}) == 3 <= MOST_PATTERNS
