@@ -1,6 +1,7 @@
 """Small random models of which some layers remember in a state, as fixtures, and what tests ask of their engines."""
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -10,10 +11,11 @@ from family_models import CASES, Case
 from family_sizes import ONE_GROUP
 from saved_models import saved
 
-from effllm.runtime.config import read_config
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.config import ModelConfig, read_config
+from effllm.runtime.engine import Engine, open_engine, open_prepared
+from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.source import open_store
 
 CTX = 640
 IDS = np.random.default_rng(5).integers(0, 300, CTX).tolist()
@@ -115,6 +117,17 @@ def anew(engine: Engine, ids: list[int]) -> np.ndarray:
     engine.cache.truncate(0)
     engine.reset()
     return read(engine, ids)
+
+
+def one_by_one(engine: Engine, ids: list[int]) -> np.ndarray:
+    """The logits behind each of `ids`, a pass for each."""
+    return np.stack([engine.forward_logits([token])[0].copy() for token in ids])
+
+
+def opened_as(folder: Path, config: ModelConfig) -> Engine:
+    """An engine for a model that its folder's config says otherwise of."""
+    asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
+    return list(open_prepared(partial(prepare_with, folder, config, open_store(folder), asked), ("raw", "mixers")))[-1]
 
 
 def answer(engine: Engine, tokens: int) -> list[int]:

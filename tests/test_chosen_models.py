@@ -16,17 +16,14 @@ from transformers import PreTrainedModel
 
 from effllm import UsageError
 from effllm.runtime.answers.side_by_side import side_by_side
-from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
-from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.indexed import Indexed
+from effllm.runtime.engine import Engine
 from effllm.runtime.planning import fitted, forecast
-from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache
 from effllm.runtime.sessions.saved_prefix import lend
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sessions.shared_prefix import lend as copied
-from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
 
@@ -34,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import CHOOSING, LIKE_OTHERS, guided, noted
 from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from same_bits import (
     assert_a_prompt_ends_as_a_whole_one,
     assert_a_saved_text_goes_on,
@@ -80,28 +77,20 @@ def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, Pre
         for found in chosen:
             found.clear()
         anew(engine, IDS[:tokens])
-        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == layers * (tokens + steps - whole)
     assert_close(rows, expected[tokens:])
-    own = engine.config.indexed
+    config, own, shape = engine.config, engine.config.indexed, engine.config.indexed.shape
     engine.close()
-    shape = own.shape
     for taken in (replace(own, shape=replace(shape, chosen=CTX)), replace(own, shape=replace(shape, chosen=shape.chosen - 1)),
                   replace(own, neighbours=not own.neighbours), replace(own, norm=("rms", own.norm[1])),
                   *([replace(own, shape=replace(shape, near=0))] if shape.near else [])):
-        other = with_index(folder, taken)
+        other = opened_as(folder, replace(config, indexed=taken))
         found = np.concatenate([logits.copy() for _, logits in other.score(IDS[:tokens])])
         other.close()
         off = np.abs(found - expected[:tokens]).max(1) / np.abs(expected).max()
         assert off[: min(whole, taken.shape.whole) - 1].max() < 1e-3 < off[whole + 1 :].max(), taken
-
-
-def with_index(folder: Path, own: Indexed) -> Engine:
-    """An engine whose indexers are of other kinds than its config says."""
-    asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
-    config = replace(read_config(folder), indexed=own)
-    return list(open_prepared(partial(prepare_with, folder, config, open_store(folder), asked), ("raw", "mixers")))[-1]
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -20,18 +19,17 @@ from effllm.kernels.index_shape import IndexShape
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.engine import Engine
 from effllm.runtime.planning import forecast
-from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.source import open_store
 from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import guided, noted
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
@@ -75,7 +73,7 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
     assert whole == 83 and sum(each.index is not None for each in engine.cache.choosing.values()) == 2
     with noted(engine) as chosen:
         anew(engine, IDS[:tokens])
-        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == 2 * (tokens + steps - whole)
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
@@ -85,11 +83,9 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
     for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
                   {"compressed": replace(own, rounds=1)}, {"compressed": replace(own, least=1e-2)}, {"windows": (39,) * 4},
                   {"compressed": replace(own, shapes=shorter), "windows": (39,) * 4}):
-        asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
-        prepared = partial(prepare_with, folder, replace(config, **taken), open_store(folder), asked)
-        other = list(open_prepared(prepared, ("raw", "mixers")))[-1]
+        other = opened_as(folder, replace(config, **taken))
         anew(other, IDS[:tokens])
-        found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        found = one_by_one(other, IDS[tokens : tokens + steps])
         other.close()
         assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
 

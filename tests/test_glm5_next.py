@@ -4,7 +4,6 @@ run, its plan, sessions, drafts, company and converted folders make of such a mo
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
@@ -27,16 +26,15 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.quant.weight import Norm
 from effllm.runtime.config import parse_config
-from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.engine import Engine
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.source import open_store
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
 from config_samples import refused
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
@@ -134,16 +132,14 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
     assert whole == 87 and len(engine.cache.choosing) == 1
     with noted(engine) as (chosen,):
         anew(engine, IDS[:tokens])
-        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == tokens + steps - whole
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
     engine.close()
-    asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
-    all_seen = replace(config, indexed=replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX)))
-    other = list(open_prepared(partial(prepare_with, folder, all_seen, open_store(folder), asked), ("raw", "mixers")))[-1]
+    other = opened_as(folder, replace(config, indexed=replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))))
     anew(other, IDS[:tokens])
-    found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+    found = one_by_one(other, IDS[tokens : tokens + steps])
     other.close()
     assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max()
 

@@ -5,7 +5,6 @@ import json
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -25,8 +24,8 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion import bit_search
 from effllm.runtime.conversion.convert_plan import plan_conversion
-from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.prepare import EngineOptions, prepare, prepare_with
+from effllm.runtime.engine import Engine
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
@@ -36,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
 from conversions import options
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
@@ -105,7 +104,7 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     assert whole == 83 and len(engine.cache.choosing) == 1
     with noted(engine) as (chosen,):
         anew(engine, IDS[:tokens])
-        rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        rows = one_by_one(engine, IDS[tokens : tokens + steps])
         expected, held = guided(theirs, IDS[: tokens + steps], chosen)
         assert held == tokens + steps - whole
     assert_close(rows, expected[tokens:], lambda: oracle(theirs, IDS[: tokens + steps])[tokens:])
@@ -113,11 +112,9 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
     own = config.ngrams
     for taken in ({"indexed": replace(config.indexed, shape=replace(config.indexed.shape, chosen=CTX))},
                   {"ngrams": replace(own, end=8)}):
-        asked = EngineOptions(kv="32bit", device="cpu", ctx=CTX, chunk=128)
-        prepared = partial(prepare_with, folder, replace(config, **taken), open_store(folder), asked)
-        other = list(open_prepared(prepared, ("raw", "mixers")))[-1]
+        other = opened_as(folder, replace(config, **taken))
         anew(other, IDS[:tokens])
-        found = np.stack([other.forward_logits([token])[0].copy() for token in IDS[tokens : tokens + steps]])
+        found = one_by_one(other, IDS[tokens : tokens + steps])
         other.close()
         assert np.abs(found - rows).max() > 1e-3 * np.abs(rows).max(), taken
 

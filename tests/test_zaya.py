@@ -28,7 +28,7 @@ from effllm.runtime.sessions.session_store import SessionStore
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
 from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, opened, read
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
     assert_a_saved_text_goes_on,
@@ -145,7 +145,7 @@ def test_prompts_and_single_tokens_agree_with_transformers(model: tuple[Path, Pr
     folder, theirs = model
     engine = opened(folder, kv="32bit")
     anew(engine, IDS[:230])
-    rows = np.stack([engine.forward_logits([token])[0].copy() for token in IDS[230:250]])
+    rows = one_by_one(engine, IDS[230:250])
     engine.close()
     assert_close(rows, oracle(theirs, IDS[:250])[230:], lambda: oracle(theirs, IDS[:250])[230:])
 
