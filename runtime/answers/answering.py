@@ -180,14 +180,19 @@ class Answer:
         was not as fast as predicted."""
         engine = self.engine
         origin = time.monotonic() - hardware.process_age() if from_process_start else self._started
-        took = [now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before)]
-        from ..planning.outcome import stats  # not on the way to the first token
+        ttft = (self._first_at or time.monotonic()) - origin
+        prefill, decode, passes = (now - then for now, then in zip((engine.prefill_s, engine.decode_s, engine.passes_s), self._before))
+        drafted = self._drafted and engine.speculation.counts.since(self._drafted)
+        from ..planning.outcome import engine_costs, outcome  # not on the way to the first token
 
-        return stats(engine, "".join(self.shown[1:]), self.tokens, "length" if self.finish == "context" else self.finish, self.sampler.seed,
-                     len(self._ids), (self._first_at or time.monotonic()) - origin, *took,
-                     self._drafted and engine.speculation.counts.since(self._drafted), engine.disk_traffic.since(self._read_before),
-                     hardware.cpu_time().since(self._cpu_before), self.reasoned, explained, self.stopped_by,
-                     self._held.is_whole if self._held else None)
+        found = outcome(engine, engine.reused + engine.read, engine.reused, len(self.tokens), prefill, decode, passes, drafted,
+                        engine.disk_traffic.since(self._read_before), hardware.cpu_time().since(self._cpu_before), explained)
+        return Stats(
+            text="".join(self.shown[1:]), token_ids=tuple(self.tokens), seed=self.sampler.seed, prompt_tokens=len(self._ids),
+            finish_reason="length" if self.finish == "context" else self.finish, prefill_s=prefill, decode_s=decode,
+            ttft_s=ttft, speculation=drafted and drafted.to_json(),
+            reasoning_tokens=self.reasoned, stop_string=self.stopped_by, is_whole=self._held.is_whole if self._held else None,
+            **engine_costs(engine, found))
 
     def remarks(self) -> Iterator[Notice]:
         """What is to be said of how it ended."""

@@ -20,7 +20,6 @@ from ...offload.direct import Traffic
 from ...offload.hardware import CpuTime
 from ...offload.predict import Prediction, Work, decode, is_foreseen, prompt
 from ...offload.size import format_size
-from ..events import Stats
 from ..weights.paged_experts import PagedExperts
 from ..weights.weight_tiers import weight_tiers
 from . import forecast, roofs
@@ -87,22 +86,15 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     return Outcome(expected, measured, predicted.error, first and first.seconds, waited, miss)
 
 
-def stats(engine: Engine, text: str, tokens: list[int], finish: str, seed: int, prompt_tokens: int, ttft: float, prefill: float,
-          decode: float, passes: float, drafted: Counts | None, reads: Traffic, cores: CpuTime, reasoned: int = 0,
-          explained: bool = True, stopped_by: str | None = None, is_whole: bool | None = None) -> Stats:
-    """What an answer cost, once it has ended; times in seconds, `ttft` to its first token. `reasoned`: tokens of reasoning. `explained`: as
-    `outcome`. `stopped_by`: the stop string that ended it. `is_whole`: as its form
-    wants it."""
-    cache, cached, read = engine.cache, engine.reused, engine.read
-    found = outcome(engine, cached + read, cached, len(tokens), prefill, decode, passes, drafted, reads, cores, explained)
-    return Stats(
-        text=text, token_ids=tuple(tokens), finish_reason=finish, seed=seed, prompt_tokens=prompt_tokens, cached_tokens=cached,
-        read_tokens=read, load_s=engine.load_s, ttft_s=ttft, prefill_s=prefill, decode_s=decode, peak_rss_bytes=hardware.peak_rss(),
-        planned_bytes=engine.placement.total_bytes, weights_bytes=engine.model.nbytes, kv_bytes=cache.allocated_nbytes,
-        kv_bits_per_value=cache.bits_per_value, packed_bits=cache.packed_bits, kv_packed=cache.is_packed, exact_tokens=cache.exact_tokens,
-        packed_tokens=len(engine.tokens) - cache.exact_tokens, disk_bytes_read=engine.disk_nbytes, disk_wait_s=engine.disk_wait_s,
-        placement=placed(engine, found), context_used=len(engine.tokens), context_max=engine.n_ctx, truncated=engine.truncated,
-        speculation=drafted and drafted.to_json(), reasoning_tokens=reasoned, stop_string=stopped_by, is_whole=is_whole)
+def engine_costs(engine: Engine, found: Outcome) -> dict[str, object]:
+    """The fields of `Stats` that an engine knows, once an answer has ended."""
+    cache = engine.cache
+    return {"cached_tokens": engine.reused, "read_tokens": engine.read, "load_s": engine.load_s, "peak_rss_bytes": hardware.peak_rss(),
+            "planned_bytes": engine.placement.total_bytes, "weights_bytes": engine.model.nbytes, "kv_bytes": cache.allocated_nbytes,
+            "kv_bits_per_value": cache.bits_per_value, "packed_bits": cache.packed_bits, "kv_packed": cache.is_packed,
+            "exact_tokens": cache.exact_tokens, "packed_tokens": len(engine.tokens) - cache.exact_tokens,
+            "disk_bytes_read": engine.disk_nbytes, "disk_wait_s": engine.disk_wait_s, "placement": placed(engine, found),
+            "context_used": len(engine.tokens), "context_max": engine.n_ctx, "truncated": engine.truncated}
 
 
 def is_a_miss(ratio: float, predicted: Prediction) -> bool:
