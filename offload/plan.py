@@ -1,10 +1,10 @@
 """What goes where, decided from headers alone: pure arithmetic over byte counts, so `effllm plan` and a run cannot disagree.
 
-Memory = (baseline + workspace + weights + KV cache) + 5%, where the 5% pays for allocator slack and small objects. The baseline is
-measured by the caller after its imports, so a RAM budget is a figure for the whole process. Embedding and head stay on the host; the
-card takes the last layers of the model, so that activations cross to it once and come back once. Weights that do not fit are streamed
-where the caller says in which blocks: then pinned weights and the ring are exact mappings, and the 5% are of the rest.
-Sliding-window layers are planned as if they kept the whole context; exact per-layer figures belong to the cache, which passes its sum.
+Memory = (baseline + workspace + weights + KV cache) + 5%. The 5% cover the allocator's overhead and small objects. The caller measures
+the baseline after its imports, so a RAM budget holds for the whole process. Embedding and head stay on the host. A GPU takes the last
+layers of the model, so that activations cross to it once and come back once. Weights that do not fit are streamed, in blocks that the
+caller defines. Then the pinned weights and the ring are exact mappings, and the 5% apply to the rest.
+Layers with a sliding window are planned as if they kept the whole context; the cache knows exact figures for each layer and passes the sum.
 """
 
 from dataclasses import dataclass, replace

@@ -1,8 +1,8 @@
 """The layout of an MLP's neurons when each is read separately: its row of `up` and its column of `down` as one record.
 
-Reads past the page cache are of whole blocks, so a record is as long as blocks are, or a power of two of them fills one. More than that
-is not padded: a disk that is waited for takes a long read no sooner than a short one, and what is read beside a neuron is hardly ever
-asked for with it (neurons that fire together are neighbours of everybody).
+Direct reads take whole blocks of the disk. So a record is a whole number of blocks long, or a power of two of records fills a block.
+There is no further padding: longer reads would not be faster while the program waits for the disk, and the neurons beside one that is
+needed are hardly ever needed with it.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""In which directions K and V are quantized, and with how many bits each: what a model, or a recorded profile of it, gives the KV codec.
+"""The directions in which K and V are quantized, and the bits of each: what a model, or a recorded profile of it, gives the KV codec.
 
-Noise in K costs what queries make of it, noise in V what W_o makes of it. With A the second moment of K (of V) and B that of what it is
-multiplied with, the matrix T for which T A Tᵀ = T⁻ᵀ B T⁻¹ is diagonal makes noise cost the same in every direction, and what it
-leaves on the diagonal says how many bits a direction is worth (reverse water-filling, in groups of 16 channels).
+Noise in K does damage through the queries, noise in V through W_o. Let A be the second moment of K (or V), and B that of what it is
+multiplied with. The matrix T for which T A Tᵀ = T⁻ᵀ B T⁻¹ is diagonal makes noise equally costly in every direction. The values on
+that diagonal say how many bits a direction deserves (reverse water-filling, in groups of 16 channels).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """How many bits each side of each KV head gets, and each group of 16 channels in it.
 
-Within a side bits go to where they remove most of the noise's price: a group of strength s (the sum over its channels of what
-`kv_basis.noise_basis` leaves on the diagonal) costs s² · NOISE[b] at b bits, because its values have a power in proportion to s and so has
-the price of noise in them. Among sides that rule would trust the price too far: coarse noise in scores makes keys stand out that no query
-looks at. What sides cost at every number of bits is measured (`kv_price.trials`), and bits are shared by that.
+Within a side (K or V of a head), each bit goes where it reduces the cost of the noise most. A group of strength s (the sum over its
+channels of the diagonal of `kv_basis.noise_basis`) costs s² · NOISE[b] at b bits: the power of its values is proportional to s, and so is
+the cost of noise in them. Between sides this estimate is not reliable, because coarse noise in scores raises keys that no query looks at.
+So the cost of each side is measured at every number of bits (`kv_price.trials`), and bits are divided by that.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """The lossy KV page codec: exact K and V of one layer-page to records of 10 to 1 bits, and back. NumPy, pure functions, all heads at once.
 
-K after RoPE: minus the static mean turned to each position, times the basis' matrix, affine groups of 32 tokens of a channel. V: times
-its matrix, affine groups of 16 channels of a token. `docs/kv-quality.md` says what each step is worth.
+K, after RoPE: the static mean, rotated to each position, is subtracted; the rest is multiplied by the basis' matrix and quantized in
+affine groups of 32 tokens of a channel. V is multiplied by its matrix and quantized in affine groups of 16 channels of a token.
+`docs/kv-quality.md` says what each step is worth.
 """
 
 from __future__ import annotations

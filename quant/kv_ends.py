@@ -1,7 +1,7 @@
 """How a packed cache's exact tokens are divided between the two ends of a context: its first tokens (sinks) and its newest (window).
 
-All of `ENDS` hold as many tokens in 16 bits, so they cost the same memory. Which of them harms a model least is asked of the error of
-attention's output, in the unit of `kv_price`, with keys and values rounded to the bits that their heads have.
+All of `ENDS` keep the same number of tokens in 16 bits, so they cost the same memory. The best is the one with the least error of
+attention's output, in the unit of `kv_price`, with keys and values rounded to the bits of their heads.
 """
 
 from __future__ import annotations

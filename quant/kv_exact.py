@@ -1,7 +1,7 @@
-"""Exact tokens of open pages in fewer bytes, without loss: only rows that hold tokens, byte planes apart, the highest one packed.
+"""Lossless compression of the exact tokens of open pages: only rows that hold tokens, byte plane by byte plane, the highest one deflated.
 
-The last bits of a float are noise that nothing compresses. Sign, exponent and first bits of keys and values take 5.6 of their eight bits
-with deflate, 5.8 by their entropy; other coders of the standard library gain a hundredth on that, at a tenth of its speed.
+The last bits of a float are noise and do not compress. The byte with sign, exponent and first bits takes 5.6 bits with deflate (5.8 by
+its entropy). Other coders of the standard library gain one percent on that, at a tenth of the speed.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Sealed pages that come from outside: do they say of themselves what the cache will take them for? Kernels believe a record's own numbers
-of bits, so a page is asked before it is put where they read."""
+"""Checks of sealed pages that come from a file. Kernels trust the numbers of bits in a record's header, so these are compared with what
+the cache expects before a page is put where kernels read it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What calibration text says about the inputs of one tensor: the only thing besides the weights that a method sees.
+"""Statistics of the inputs of one tensor over the calibration text: all that a method sees besides the weights.
 
 `hessian` is the mean over tokens of x xT, the metric in which an error of the weights becomes an error of the output: a row's error e
 costs e H eT. Its factor is made once per tensor, however many blocks of rows there are.

@@ -1,4 +1,4 @@
-"""The memory layout of adapters' thin matrices: in blocks, each stored by columns, so that a block of a kernel's work reads one stretch.
+"""The memory layout of adapters' thin matrices: blocks, each stored by columns, so that a block of a kernel's work is contiguous in memory.
 
     into [r, K]     THIN_INPUTS inputs, of those strips of THIN_RANKS ranks, of those input by input
     out  [N, r]     strips of THIN_OUTPUTS outputs, of those rank by rank

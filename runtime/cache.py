@@ -1,14 +1,14 @@
 """The KV cache: a codec, a page pool and a policy, composed. It never hands out K and V; it answers `attend`.
 
 Tokens lie on a fixed page grid: the first S are sinks, then page i holds tokens S + 128 i and on. The newest W tokens or more are
-exact: they live in open pages, in numbered slots. When the last token of a page is W tokens old the page is sealed by the codec into
-its place in the pool and never reopened. A chunk of a prompt ends on a page boundary and sees packed what was sealed before it
-began, so the result depends on positions, not on how the prompt was cut.
+exact: they lie in open pages, each in a slot (`kv/slots.py`). When the last token of a page is W tokens old, the codec seals the page
+into its place in the pool; a packed page is never reopened. A chunk of a prompt ends on a page boundary, and reads the pages that were
+sealed before it began as packed. So the result depends on positions, not on how the prompt was cut.
 
-A block, for attention, is (sealed?, slot or page, first position, tokens held); the list of a step serves every layer.
+For attention, a block is (0: open, or the kind of a sealed page; slot or page; first position; tokens held). One list of blocks serves
+every layer of a step.
 
-Layers of linear attention have no pages but a state, beside which the pages of the others lie (`states.py`): what can be forgotten then is
-what both can.
+Layers of linear attention have a state instead of pages (`kv/states.py`). The cache can be cut back only to where both allow it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The engine: one sequence of token ids through one model. It yields small frozen steps and knows nothing of text or terminals.
 
-`open_engine` compiles what is cold, plans (`prepare.py`), reads the weights and hands over an Engine. The cache is kept between
-prompts: a prompt that begins with what is held prefills only the rest.
+`open_engine` compiles the kernels that are missing, plans (`prepare.py`), reads the weights and returns an Engine. The cache is kept
+between prompts: of a prompt that begins with the tokens in the cache, only the rest is prefilled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A model: tensors by role, blocks on their backends, one forward pass.
 
-Shapes and types are checked against the config before a byte of weights is read. A block runs on the backend of its placement;
-activations cross through the host where two neighbours differ. Weights are leased layer by layer even when all are resident, so
-that a pager that streams them changes nothing here.
+Shapes and types are checked against the config before a byte of weights is read. A block runs on the backend that the
+plan gives it; between two backends activations pass through the host. Weights are leased layer by layer even when all are resident, so
+a pager that streams them changes nothing here.
 """
 
 from __future__ import annotations

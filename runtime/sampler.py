@@ -1,11 +1,10 @@
-"""From logits to a token: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC: in the order of
-transformers, with llama.cpp's samplers that transformers lacks where llama.cpp has them. Mirostat (`mirostat.py`) takes the place of all
-filters.
+"""From logits to a token: biases, penalties, DRY, top-n-sigma, temperature, top-k, top-p, min-p, typical, XTC. The order is
+that of transformers; samplers that only llama.cpp has stand where llama.cpp has them. Mirostat (`mirostat.py`) replaces all filters.
 
 The filters run in one compiled kernel over buffers that the sampler owns (28 bytes a token of the vocabulary); how often each
-token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. One 64-bit
-number of a counter-based generator is used per drawn token, before it another where XTC is on, and none for a greedy one: the same seed,
-flags and logits give the same tokens, whatever the number of threads.
+token occurred is kept between calls and extended by what is new, so a long history costs no more than a short one. Each
+drawn token takes one 64-bit number from a counter-based generator, with XTC one more before it; a greedy token takes none. So the same
+seed, flags and logits give the same tokens, whatever the number of threads.
 """
 
 from __future__ import annotations

@@ -1,14 +1,15 @@
-"""Speculation: several tokens are guessed and run in one pass behind the one that is certain, which costs little where a pass waits for a
-disk, and in memory less than they would one by one.
+"""Speculation: several tokens are guessed and run in one pass together with the certain one. If a pass waits for a disk, this costs almost
+nothing; in memory it costs less than running them one by one.
 
 Nothing about an answer changes. The kernels give a token the same bits in a pass of up to COLUMNS tokens as in a pass of its own, so row i
 of such a pass holds exactly the logits that the run without speculation would see, as long as the guesses before i were right. The run's
 own sampler draws from those rows one after the other, with the same history and the same random numbers; its token is the answer's,
-whatever was guessed. If it is the guess, the next row is there already; if not, the other rows are worth nothing and the next pass begins
+whatever was guessed. If it is the guess, the next row is there already. If not, the other rows are discarded and the next pass begins
 behind it. Nowhere is a token accepted because it is likely, so nothing has to be corrected by rejection sampling: each token is drawn from
 the target's own distribution, and a seeded run gives the same text with and without.
 
-Rows are taken when they are asked for: what an answer that ends early, is stopped or shifts its context left of a pass is never held.
+Rows are taken as they are needed. If an answer ends early, is stopped or shifts its context, the remaining rows of a pass were never
+committed to the cache.
 """
 
 from __future__ import annotations
