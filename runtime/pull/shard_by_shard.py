@@ -212,28 +212,7 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 if writer.resumed:
                     yield Notice(f"going on where an earlier run stopped: {len(writer.finished)} of {len(planned.jobs)} tensors are made")
                 converter = Converter(planned, options.method, writer, pool, ())
-                takes = {job.name: {path.name for path in planned.store.files_of(job.info)} for job in converter.todo}
-                waiting, held = list(converter.todo), {}
-                left = {shard.file.name for shard in shards if tower.lacks(shard.file.name)}
-                done = {file.name for file in plan.files if file.name.endswith(".safetensors")} - left.union(*takes.values())
-                half_made.note(plan.folder, plan.wish.revision, plan.files, done)
-                for shard in shards:
-                    needed = set().union(*(takes[job.name] for job in waiting))
-                    if shard.part is not None and shard.file.name in needed | left:
-                        yield from _fetch(shard, plan, client, before)
-                    tower.keep(shard.file.name)
-                    held[shard.file.name] = shard
-                    yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
-                    waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
-                    before += shard.file.size
-                    # What holds a part of a weight whose other parts are still to come stays whole.
-                    needed = set().union(*(takes[job.name] for job in waiting))
-                    for name in [name for name in held if name not in needed]:
-                        done.add(name)
-                        half_made.note(plan.folder, plan.wish.revision, plan.files, done)
-                        if (part := held[name].part) is not None:
-                            part.restart(keep=len(held[name].head))
-                        del held[name]
+                yield from _each_shard(plan, shards, client, before, converter, tower)
                 kept = yield from tower.write(writer)
                 texts = {RESULT_INDEX: index_json(planned.files)} if len(planned.files) > 1 else {}
                 copies = copied(source.path)
@@ -242,6 +221,33 @@ def _convert_shards(plan: PullPlan, source: SourceFolder, shards: list[Shard], c
                 writer.commit(copies, {**texts, storage.MARKER: made.to_json()})
         finally:
             pool.close()
+
+
+def _each_shard(plan: PullPlan, shards: list[Shard], client: Client, before: int, converter: Converter,
+                tower: ArrivingTower) -> Iterator[Progress | Notice]:
+    """Download what is needed of shards, convert what is whole, and free the disk of what is done; `before` bytes have come."""
+    takes = {job.name: {path.name for path in converter.plan.store.files_of(job.info)} for job in converter.todo}
+    waiting, held = list(converter.todo), {}
+    left = {shard.file.name for shard in shards if tower.lacks(shard.file.name)}
+    done = {file.name for file in plan.files if file.name.endswith(".safetensors")} - left.union(*takes.values())
+    half_made.note(plan.folder, plan.wish.revision, plan.files, done)
+    for shard in shards:
+        needed = set().union(*(takes[job.name] for job in waiting))
+        if shard.part is not None and shard.file.name in needed | left:
+            yield from _fetch(shard, plan, client, before)
+        tower.keep(shard.file.name)
+        held[shard.file.name] = shard
+        yield from converter.convert([job for job in waiting if takes[job.name] <= held.keys()])
+        waiting = [job for job in waiting if not takes[job.name] <= held.keys()]
+        before += shard.file.size
+        # What holds a part of a weight whose other parts are still to come stays whole.
+        needed = set().union(*(takes[job.name] for job in waiting))
+        for name in [name for name in held if name not in needed]:
+            done.add(name)
+            half_made.note(plan.folder, plan.wish.revision, plan.files, done)
+            if (part := held[name].part) is not None:
+                part.restart(keep=len(held[name].head))
+            del held[name]
 
 
 def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterator[Progress | Notice]:
