@@ -1,4 +1,4 @@
-"""What a chat may change as it goes: `/set`, by the names of the command line and by Ollama's."""
+"""What `/set` changes in a chat: the settings of an answer under the names that the command line has for them."""
 
 from __future__ import annotations
 
@@ -57,6 +57,7 @@ def change(chat: Conversation, rest: str) -> None:
 
 
 def settable() -> list[str]:
+    """The names that `/set` knows."""
     return [*SETTINGS, *LIMITS, STOP, "think", "markdown", *FORMS]
 
 
@@ -128,5 +129,6 @@ def stops_in(value: str) -> tuple[str, ...]:
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:
+    """What may have been meant by a name, as the end of a message; empty where nothing is near."""
     close = difflib.get_close_matches(name, list(known), 1)
     return f", did you mean {prefix}{close[0]}?" if close else ""
