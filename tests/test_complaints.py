@@ -95,7 +95,7 @@ COVERED = {
         "test_streamed_runs.py::test_a_run_keeps_to_its_budget_and_answers_the_same",
         "test_streamed.py::test_everything_on_the_disk_gives_the_same_bits"),
     # I. a cold start, silence
-    "llm#732, #848, #949, #1282; openai-python#2819": ("test_architecture.py::test_import_and_help_load_nothing_heavy",
+    "llm#732, #848, #949, #1282; openai-python#2819": ("test_starting.py::test_import_and_help_load_nothing_heavy",
                                                       "test_completion.py::test_names_for_the_shell_come_without_heavy_imports"),
     "RNAlysis#127, ttim#39, dealias#13, numba#8085 (compiling)": ("test_threads.py::test_two_cold_starts_at_once_share_one_compilation",),
     "omlx#706; ollama#3499, #2431; IntelOwl#3855 (how long it took, and what of it was loading)": (
