@@ -234,17 +234,7 @@ class Model(StoreReads):
                 x = None if listed else self._embed(ids, outer, step.positions)
                 if shown is not None:
                     shown.put(host, x)
-                if outer.inputs is not None:
-                    table, *made = outer.inputs
-                    known = ids if table is None else in_table(ids, self.config.input_vocab)
-                    self._given = dict(enumerate(host.layer_inputs(known, x, table, *made, self.config.input_multiplier)))
-                if outer.picks:
-                    self._given = host.picked_experts(ids, outer.picks, self.config.mixture.experts)
-                if outer.ngrams:
-                    own = self.config.ngrams
-                    words = {layer: cache.layer(layer).words(ids, own.end) for layer in own.layers}
-                    self._given = {layer: host.ngram_rows(own.numbers(layer, words[layer]), table, place)
-                                   for place, (layer, table) in enumerate(outer.ngrams.items())}
+                self._given = self._beside(ids, x, outer, cache) or self._given
                 if self.config.streams:
                     x = host.enter_streams(x, outer.enter, self.config.streams)
                     if not self.pager.stays:
@@ -258,6 +248,22 @@ class Model(StoreReads):
         if commit:
             cache.commit()
         return x
+
+    def _beside(self, ids: np.ndarray, x: object, outer: OuterWeights, cache: KVCache) -> Mapping[int, object]:
+        """By layer what it is given of the tokens beside the stream: an input of its own, which experts they visit, or rows of n-grams."""
+        config, host = self.config, self.backends["cpu"]
+        if outer.ngrams:
+            own = config.ngrams
+            words = {layer: cache.layer(layer).words(ids, own.end) for layer in own.layers}
+            return {layer: host.ngram_rows(own.numbers(layer, words[layer]), table, place)
+                    for place, (layer, table) in enumerate(outer.ngrams.items())}
+        if outer.picks:
+            return host.picked_experts(ids, outer.picks, config.mixture.experts)
+        if outer.inputs is None:
+            return {}
+        table, *made = outer.inputs
+        known = ids if table is None else in_table(ids, config.input_vocab)
+        return dict(enumerate(host.layer_inputs(known, x, table, *made, config.input_multiplier)))
 
     def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray) -> np.ndarray:
         places = None if self.config.position_offset is None else positions + self.config.position_offset
