@@ -1,7 +1,7 @@
-"""Which implementation an op uses, and why. Candidates decline; the last one, the reference, never does.
+"""Which implementation an op uses, and why. Candidates are asked in order, and each may decline; the last one, the reference, never does.
 
-`accepts` looks only at a small description of the call, so a choice can be made, printed and tested without running anything.
-A choice that is a fallback is announced once and stays visible in `effllm doctor`.
+A candidate sees only a small description of the call (`accepts`), so a choice can be made, printed and tested without running anything.
+A fallback is announced once and stays visible in `effllm doctor`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Products of bytes for attention over packed pages: queries take the scales of K along, softmax weights those of V.
+"""Products of bytes for attention over packed pages: queries are multiplied by the scales of K, and softmax weights by those of V.
 
-Where a side of a record has few bits, its codes stay what they are: a byte each, spread from their plane in a register and multiplied at
+Where a side of a record has few bits, its codes are not scaled: each is spread from its plane to a byte in a register and multiplied at
 once. A scale of K belongs to a channel for 32 tokens, so queries are multiplied by it and rounded to 7 bits and a sign, once for these
 tokens; a scale of V belongs to a token for 16 channels, so softmax weights are. Both are 16-bit multiplications of whole vectors. Queries
 of a KV head lie in tiles of R rows as [quad, R, 4], so that the same vector serves scaling and the sums that take zeros of K back.

@@ -1,7 +1,8 @@
-"""Which pages of the disk a token reads, from the (m, l) that these promise and those of exact blocks.
+"""Which pages on the disk a token reads, from their estimated (m, l) and from those of exact blocks.
 
-The disk waits for the answer, so it is not put off until attention over pages in memory is known: as if there were none, pages of the disk
-have a larger share of what is left, and if anything one more of them is read. A compiled function, since every layer of a pass asks.
+The disk would idle until the choice is made. So the choice does not wait for attention over packed pages in memory: it is made as if there
+were none. Pages on the disk then seem to have a larger share, so rather too many are read than too few. This is a compiled function,
+since every layer of a pass calls it.
 """
 
 from __future__ import annotations

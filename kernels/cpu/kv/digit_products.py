@@ -1,8 +1,8 @@
 """Products of bytes with 16-bit factors for attention over packed pages: what `byte_products.py` is, for sides of many bits.
 
-Scales go to queries and softmax weights as there, but what comes of it keeps its 16 bits, since 8 would show beside the codec's own
-noise. With a four-way dot product a factor is two digits, 256 high + low for queries and 128 high + low for weights, each multiplied as a
-byte; without one, codes are widened to 16 bits in a register. Sums are whole numbers below 2^31 and the same either way.
+Scales are multiplied into queries and softmax weights as there, but the results keep 16 bits: rounding to 8 would be noticeable beside
+the codec's own noise. With a four-way dot product a factor is two digits, 256 high + low for queries and 128 high + low for weights, each
+multiplied as a byte; without one, codes are widened to 16 bits in a register. Sums are whole numbers below 2^31 and the same either way.
 """
 
 from __future__ import annotations

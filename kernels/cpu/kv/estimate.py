@@ -1,4 +1,4 @@
-"""What pages on a disk would add to the attention of one token, from their abstracts: how much of it they have, and then their output.
+"""Estimates, from abstracts, of what pages on a disk would add to the attention of one token: first their share, then their output.
 
 An abstract of a page and KV head is the mean key in 8 bits and, for every token, on which side of it the key lies in each direction of a
 fixed random basis (a bit each, the sign quantization of RaBitQ, arXiv:2405.12497) and how far it is from the mean; and the mean of the

@@ -1,8 +1,7 @@
 """Attention of few tokens over packed pages: a record is read once for a token's query heads of its KV head, multiplied with integers.
 
-Pages are taken in blocks of BLOCK_PAGES, on a grid that begins with the first: each is merged as it comes, in page order, and what the
-blocks give is merged in the order of blocks (`merge.py`). So an answer depends neither on who computed what nor on the turns in
-which the table was gone through.
+Pages are processed in blocks of BLOCK_PAGES, on a grid that begins with the first page. Within a block they are merged in page order, and
+then the blocks in their order (`merge.py`). So an answer depends neither on which thread computed what nor on how the table was divided.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Attention of a prompt's chunk over packed pages: a tile of tokens of one KV head goes through the blocks in order.
 
-Exact blocks are multiplied as in `attention.attend_many`. A packed page is multiplied as it lies, token after token by the loops of an
-answer, while it is in the first-level cache: with AVX-512 that takes 0.45 to 0.8 of the time of opening it once for a tile and multiplying
-float32. Which of both, a record's bits and the number of queries of a KV head say, so a token's bits depend neither on the tile it is in
-nor on turns.
+Exact blocks are multiplied as in `attention.attend_many`. A packed page is either multiplied as it is stored, token after token by the
+loops for few tokens, while it is in the first-level cache, or opened once for a tile and multiplied in float32. With AVX-512 the former
+takes 0.45 to 0.8 of the time. The choice depends only on a record's bits and on the number of queries of a KV head, so a token's bits do
+not depend on the tile that it is in.
 """
 
 from __future__ import annotations

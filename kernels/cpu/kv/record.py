@@ -1,6 +1,6 @@
 """Opening a packed KV record inside a kernel: K and V as 16-bit numbers of a common step, or as floats, in a worker's scratch memory.
 
-What lies where in a record is defined in `kv_layout.py`. A record is opened once for all queries of its KV head.
+The layout of a record is defined in `kernels/kv_layout.py`. A record is opened once for all queries of its KV head.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Where attention over packed pages for one token keeps what in a worker's scratch memory: places in bytes, tiles of rows whole."""
+"""The layout of a worker's scratch memory in attention over packed pages for one token: offsets in bytes, with rows in whole tiles."""
 
 from __future__ import annotations
 

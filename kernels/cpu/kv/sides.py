@@ -1,7 +1,7 @@
 """The two sides of a packed record for the queries of its KV head: scores from K, an output from V.
 
-Scales go to the other factor, which codes of few bits meet as bytes (`byte_products.py`, `weights.py`) and all others with 16 bits
-(`digit_products.py`); K whose channels were kept apart is opened (`record.py`). Which, the record alone says.
+Scales are multiplied into the other factor. That factor is in bytes for codes of few bits (`byte_products.py`, `weights.py`) and in 16 bits
+for all others (`digit_products.py`). K whose channels were kept apart is opened (`record.py`). The choice depends on the record alone.
 """
 
 from __future__ import annotations

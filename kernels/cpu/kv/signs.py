@@ -1,4 +1,4 @@
-"""Products of queries with signs, as table lookups: for every token the sum of a query's numbers, each taken off where its bit is 0.
+"""Products of queries with signs, as table lookups: for every token the sum of a query's numbers, each subtracted where its bit is 0.
 
 A query is rounded to whole numbers, so that four of them sum to no more than LARGEST. Four bits choose one of 16 such sums: a table
 for each four numbers, biased so that they are unsigned, which the processor's byte shuffle looks up for as many tokens as a vector has

@@ -1,8 +1,8 @@
 """Softmax weights of packed pages, and V's scales in them, as bytes (`byte_products.py`).
 
-Scores come in units of log 2, so that a weight is 2^x. A token's largest scale of V, the lowest of its groups' steps, joins the exponent:
-the largest weight times scale of a row is 1 whatever token has it, and one that everybody looks at though its value is next to nothing
-does not take the others' bits. What a group's scale is below that is a 16-bit fraction.
+Scores are in units of log 2, so a weight is 2^x. A token's largest scale of V (the lowest step among its groups) is added to the exponent.
+So the largest product of weight and scale in a row is 1, and a token with a large weight but a value close to zero does not cost the
+others their bits. The scale of each group, relative to that largest one, is a 16-bit fraction.
 """
 
 from __future__ import annotations
