@@ -1,12 +1,14 @@
 """What changes no bit of an answer, whatever a model's layers are made of: threads, chunks, drafts, company, and a night on the disk."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from unittest.mock import patch
 
 import numpy as np
-from hybrid_models import IDS, anew, answer, opened, read
+import pytest
+from hybrid_models import IDS, anew, answer, one_by_one, opened, read
 from test_speculation import Guesser, Ticks
+from transformers import PreTrainedModel
 
 from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
@@ -16,7 +18,21 @@ from effllm.runtime.sessions.saved_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculate import Speculation
 
+FEWER = ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256})
 WAYS = ({"threads": 1}, {"threads": 2}, {"threads": 3, "chunk": 512}, {"chunk": 256})
+
+
+@pytest.fixture(scope="module")
+def folder(model: tuple[Path, PreTrainedModel]) -> Path:
+    """Of a file's own `model`, which transformers made too."""
+    return model[0]
+
+
+@pytest.fixture(scope="module")
+def engine(folder: Path) -> Iterator[Engine]:
+    made = opened(folder)
+    yield made
+    made.close()
 
 
 def rows_of(engine: Engine, held: int, end: int) -> np.ndarray:
@@ -134,3 +150,10 @@ def assert_a_saved_text_goes_on(engine: Engine, store: SessionStore, end: int) -
     assert engine.tokens == held == IDS[: len(held)]
     for token, row in zip(IDS[len(held) : end], expected, strict=True):
         assert np.array_equal(engine.forward_logits([token]), row)
+
+
+def assert_a_session_goes_on(engine: Engine, folder: Path) -> None:
+    """Saved behind a prompt and a few tokens, which end amid whatever is made of several."""
+    anew(engine, IDS[:455])
+    one_by_one(engine, IDS[455:458])
+    assert_a_saved_text_goes_on(engine, SessionStore(folder), 480)

@@ -5,7 +5,6 @@ would have, and then attends to that.
 """
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -39,28 +38,20 @@ from same_bits import (
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
     rows_of,
     save,
 )
 from streamed_models import streaming
+
+__all__ = ["engine", "folder"]  # fixtures
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow) if name in LIKE_OTHERS else name for name in CHOOSING])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("choosing") / "model"
     return folder, written(CHOOSING[request.param], folder)
-
-
-@pytest.fixture(scope="module")
-def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    return model[0]
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 def test_what_is_chosen_of_many_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:

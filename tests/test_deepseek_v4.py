@@ -3,7 +3,6 @@ and converted folders make of such a model. Kernels are in `test_compressed_keys
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -32,16 +31,21 @@ from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
-    assert_a_saved_text_goes_on,
+    FEWER,
+    assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
     rows_of,
     save,
 )
 from streamed_models import streaming
+
+__all__ = ["engine", "folder"]  # fixtures
 
 WIDE = {**DEEPSEEK_4, "hidden_size": 128, "q_lora_rank": 64, "initializer_range": 0.08, "max_position_embeddings": CTX, "index_topk": 20,
         "moe_intermediate_size": 64, "o_lora_rank": 64}
@@ -51,18 +55,6 @@ WIDE = {**DEEPSEEK_4, "hidden_size": 128, "q_lora_rank": 64, "initializer_range"
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("v4") / "model"
     return folder, written(Case("deepseek_v4", WIDE), folder)
-
-
-@pytest.fixture(scope="module")
-def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    return model[0]
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path, PreTrainedModel]) -> None:
@@ -91,7 +83,7 @@ def test_what_is_chosen_of_many_keys_is_as_good_as_the_oracles(model: tuple[Path
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
 
 
 @pytest.mark.parametrize("held", [200, 70])
@@ -115,10 +107,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
 
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    for token in IDS[455:458]:
-        engine.forward_logits([token])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+    assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 
 def test_keys_of_a_session_that_are_damaged_are_found(engine: Engine, tmp_path: Path) -> None:

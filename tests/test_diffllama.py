@@ -35,7 +35,10 @@ from same_bits import (
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
 )
+
+__all__ = ["engine"]  # fixtures
 
 WIDE = Case("diffllama", {"hidden_size": 128, "head_dim": 32, "initializer_range": 0.08, "max_position_embeddings": CTX})
 
@@ -45,13 +48,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("diff") / "model"
     written(WIDE, made)
     return made
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Engine:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

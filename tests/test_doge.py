@@ -1,7 +1,6 @@
 """Doge through the program: numbers of keys, what it may not have, and what a run, sessions, drafts and company make of such a model."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,15 +24,18 @@ from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, refused
-from hybrid_models import CTX, IDS, anew, opened
+from hybrid_models import CTX, IDS, anew
 from same_bits import (
     assert_a_saved_text_goes_on,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
 )
 from saved_models import saved
+
+__all__ = ["engine"]  # fixtures
 
 WIDE = Case("doge", {"hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": CTX})
 
@@ -43,13 +45,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = tmp_path_factory.mktemp("doge") / "model"
     saved(WIDE, made)
     return made
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("tokens", [1, 40])

@@ -2,7 +2,6 @@
 run, its plan, sessions, drafts, company and converted folders make of such a model."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,7 +27,6 @@ from effllm.quant.weight import Norm
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import AS_GOOD, noted
@@ -37,13 +35,18 @@ from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
-    assert_a_saved_text_goes_on,
+    FEWER,
+    assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
 )
+
+__all__ = ["engine", "folder"]  # fixtures
 
 RATE = 8
 WIDE = {**GLM_5_NEXT, "hidden_size": 128, "initializer_range": 0.08, "max_position_embeddings": CTX, "index_kpool": RATE, "index_topk": 80}
@@ -53,18 +56,6 @@ WIDE = {**GLM_5_NEXT, "hidden_size": 128, "initializer_range": 0.08, "max_positi
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("glm") / "model"
     return folder, written(Case("glm5_next_text", WIDE, inside="glm5_next"), folder)
-
-
-@pytest.fixture(scope="module")
-def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    return model[0]
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("stored", [F32, F16])
@@ -145,7 +136,7 @@ def test_what_is_chosen_of_many_pools_is_as_good_as_the_oracles(model: tuple[Pat
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
@@ -172,10 +163,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
     """With what tokens said of a pool that was not whole."""
-    anew(engine, IDS[:455])
-    for token in IDS[455:458]:
-        engine.forward_logits([token])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+    assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@ wherever a text is cut, and what a run, its plan, sessions, drafts, company and 
 
 import json
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -26,7 +25,6 @@ from effllm.runtime.conversion import bit_search
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights.weight_tiers import weight_tiers
@@ -38,13 +36,18 @@ from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
-    assert_a_saved_text_goes_on,
+    FEWER,
+    assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
 )
+
+__all__ = ["engine", "folder"]  # fixtures
 
 RATE = 4
 WIDE = {**QWEN_4, "hidden_size": 128, "ple_embed_dim": 96, "initializer_range": 0.08, "max_position_embeddings": CTX, "indexer_budget": 80}
@@ -54,18 +57,6 @@ WIDE = {**QWEN_4, "hidden_size": 128, "ple_embed_dim": 96, "initializer_range": 
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("qwen4") / "model"
     return folder, written(Case("qwen4_exp_text", WIDE), folder)
-
-
-@pytest.fixture(scope="module")
-def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    return model[0]
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 def guided(model: PreTrainedModel, ids: list[int], chosen: dict[int, np.ndarray]) -> tuple[np.ndarray, int]:
@@ -120,7 +111,7 @@ def test_what_is_chosen_of_many_blocks_is_as_good_as_the_oracles(model: tuple[Pa
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
@@ -144,10 +135,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
 
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    for token in IDS[455:458]:
-        engine.forward_logits([token])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+    assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 
 def test_the_plan_counts_what_is_allocated_and_no_table(folder: Path) -> None:

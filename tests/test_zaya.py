@@ -2,7 +2,6 @@
 and converted folders make of such a model."""
 
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -23,7 +22,6 @@ from effllm.quant.weight import Rescale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
-from effllm.runtime.sessions.session_store import SessionStore
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -31,15 +29,20 @@ from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from same_bits import (
-    assert_a_saved_text_goes_on,
+    FEWER,
+    assert_a_session_goes_on,
     assert_another_question_reads_that_alone,
     assert_company_changes_nothing,
     assert_drafts_change_nothing,
     assert_threads_and_chunks_change_nothing,
     assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
     rows_of,
 )
 from streamed_models import paging, streaming
+
+__all__ = ["engine", "folder"]  # fixtures
 
 WIDE = {**ZAYA, "hidden_size": 128, "head_dim": 64, "num_experts": 4, "initializer_range": 0.08, "max_position_embeddings": CTX,
         "moe_intermediate_size": 64, "sliding_window": 100, "layer_types": ["hybrid", "hybrid_sliding", "hybrid"]}
@@ -49,18 +52,6 @@ WIDE = {**ZAYA, "hidden_size": 128, "head_dim": 64, "num_experts": 4, "initializ
 def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, PreTrainedModel]:
     folder = tmp_path_factory.mktemp("zaya") / "model"
     return folder, written(Case("zaya", WIDE), folder)
-
-
-@pytest.fixture(scope="module")
-def folder(model: tuple[Path, PreTrainedModel]) -> Path:
-    return model[0]
-
-
-@pytest.fixture(scope="module")
-def engine(folder: Path) -> Iterator[Engine]:
-    made = opened(folder)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("shape", [CcaShape(6, 2, 24, 2, 2), CcaShape(4, 1, 16, 3, 4), CcaShape(2, 2, 16, 1, 2)])
@@ -151,7 +142,7 @@ def test_prompts_and_single_tokens_agree_with_transformers(model: tuple[Path, Pr
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path) -> None:
-    assert_threads_and_chunks_change_nothing(folder, 445, ({"threads": 1}, {"threads": 3, "chunk": 512}, {"chunk": 256}))
+    assert_threads_and_chunks_change_nothing(folder, 445, FEWER)
 
 
 @pytest.mark.parametrize("held", [200, pytest.param(70, marks=pytest.mark.slow)])
@@ -176,10 +167,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
 
 
 def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) -> None:
-    anew(engine, IDS[:455])
-    for token in IDS[455:458]:
-        engine.forward_logits([token])
-    assert_a_saved_text_goes_on(engine, SessionStore(tmp_path / "sessions"), 480)
+    assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 
 def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path) -> None:
