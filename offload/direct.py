@@ -59,12 +59,11 @@ class Job(Protocol):
 
 @dataclass
 class Traffic:
-    """What was read so far. `queue_s` and `read_s` are sums over reads, of several threads at once; `busy_s` is the time in which any of
-    them was under way, so `nbytes / busy_s` is the disk's rate; `wait_s` is what the reader's owner stood still."""
+    """What was read so far. `read_s` is a sum over reads of several threads; `busy_s` is the time in which any of them was under way,
+    so `nbytes / busy_s` is the disk's rate; `wait_s` is the time for which the reader's owner stood still."""
 
     reads: int = 0
     nbytes: int = 0
-    queue_s: float = 0.0
     read_s: float = 0.0
     wait_s: float = 0.0
     busy_s: float = 0.0
@@ -108,7 +107,6 @@ class _Source:
 class _Queued:
     reads: tuple[Job, ...]
     ticket: Ticket
-    since: float = field(default_factory=time.perf_counter)
 
 
 class Reader:
@@ -246,7 +244,6 @@ class Reader:
                 self._under_way -= 1
                 traffic.reads += len(queued.reads)
                 traffic.nbytes += count
-                traffic.queue_s += started - queued.since
                 traffic.read_s += ended - started
                 queued.ticket.left -= len(queued.reads)
                 queued.ticket.error = queued.ticket.error or error
