@@ -18,7 +18,7 @@ if not Path("/dev/nvidiactl").exists():
 sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person
-from served import MINUTE
+from served import MINUTE, Served, serving
 
 from effllm.cli.server.desk import Desk
 from effllm.kernels import blas, warm
@@ -51,6 +51,21 @@ def pytest_collection_finish() -> None:
 def pytest_unconfigure() -> None:
     """Libraries count what is left of theirs when Python ends, and complain."""
     gc.unfreeze()
+
+
+@pytest.fixture(scope="module")
+def pool() -> Iterator[ThreadPool]:
+    """Two threads for kernels."""
+    made = ThreadPool(2)
+    yield made
+    made.close()
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    """A server of fable, for all tests of a file."""
+    with serving() as started:
+        yield started
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -27,13 +27,6 @@ CTX = 1024
 SHAPE = CacheShape(CTX)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 def make(pool, kv="32bit", heads=6, kv_heads=2, head_dim=24, window=None, softcap=None, shape=SHAPE, layers=1, only=None) -> KVCache:
     """A cache with CPU storage for every layer."""
     ops = CpuOps(pool, Dims(8, heads, kv_heads, head_dim, 8, 8, chunk=shape.chunk, ctx=shape.ctx, rows=1,

@@ -1,6 +1,5 @@
 """An indexer and attention over what it chooses: kernels against their meaning, and how little bits depend on how a text is cut."""
 
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
@@ -66,13 +65,6 @@ class Text:
         seen = meaning.seen(chosen, tokens, self.kv_heads, own)
         q, k, v = (part[:tokens].reshape(tokens, -1, self.depth) for part in (self.q, self.k, self.v))
         return reference.attend(q, k, v, 0, np.arange(tokens), self.depth**-0.5, None, None, seen=seen).reshape(tokens, -1)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPool]:
-    made = ThreadPool(2)
-    yield made
-    made.close()
 
 
 def test_the_meaning_of_a_choice() -> None:

@@ -1,7 +1,6 @@
 """Keys that are made of several tokens: kernels against their meaning and against transformers, and how little bits depend on how a text
 is cut; streams that a token mixes, and tails of heads that turn."""
 
-from collections.abc import Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 
@@ -105,13 +104,6 @@ class Text:
         q = self.q[:tokens].reshape(tokens, HEADS, WIDTH)
         return meaning.attend(q, self.k[:tokens], self.keys(tokens), 0, np.arange(tokens), self.shape.rate, WIDTH**-0.5, WINDOW, self.sinks,
                               seen).reshape(tokens, -1)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPool]:
-    made = ThreadPool(2)
-    yield made
-    made.close()
 
 
 def theirs(kind: type, **more: int) -> tuple[torch.nn.Module, DeepseekV4Config]:

@@ -19,9 +19,7 @@ from effllm.runtime.sparse.sparsity import Trace
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_cli_run import shell
-from test_kv_tiers import Feed, cache_of, full_after, pool, proc_says
-
-__all__ = ["pool"]
+from test_kv_tiers import Feed, cache_of, full_after, proc_says
 
 LIMIT = 'ulimit -f 64; trap "" XFSZ; '  # 64 KiB
 COMMANDS = {

@@ -12,9 +12,7 @@ from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_kv_tiers import PREADV, Feed, cache_of, pool, same
-
-__all__ = ["pool"]
+from test_kv_tiers import PREADV, Feed, cache_of, same
 
 
 def summed(row: bytes) -> int:

@@ -26,13 +26,6 @@ from kv_samples import FINE, Stream, as_they_lie, excess, fine_error, moments_ba
 from test_instruction_sets import X86, child, runs_here
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 @pytest.mark.parametrize("kv", ("10bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8", "k10v4", "k2v10"))
 @pytest.mark.parametrize("heads", (2, pytest.param(8, marks=pytest.mark.slow)))
 def test_every_width_equals_softmax_over_the_decoded_pages(pool, kv, heads):

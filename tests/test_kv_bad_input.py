@@ -10,7 +10,6 @@ import pytest
 
 from effllm import EffllmError, UsageError
 from effllm.kernels.layout import HEADER_NBYTES, PAGE
-from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import CacheShape
@@ -19,13 +18,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from kv_samples import Stream, as_they_lie, moments_basis, packed_cache, relative
 
 HEADS = 8
-
-
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
 
 
 @pytest.fixture

@@ -16,13 +16,6 @@ from estimate_samples import LEAD, SHAPES, Pages, bits, check_pages, check_sums
 from test_instruction_sets import X86, child, runs_here
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 def test_sums_of_signs_are_exact() -> None:
     check_sums()
 

@@ -45,13 +45,6 @@ from saved_models import saved
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 def mixed_cache(pool: ThreadPool, kv: str = "4bit+mikv", heads: int = 8, kv_heads: int = 2, head_dim: int = 64, window: int | None = None,
                 basis: KVBasis | None = None) -> KVCache:
     """One layer. Nobody tells its policy of queries, so all pages score alike and the budget alone decides: every other page at 4 bits."""

@@ -28,13 +28,6 @@ from test_kv_codec import GOLDEN, GOLDEN_WIDE, moments, rotary, turned, wide_pag
 SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 def make(pool: ThreadPool, heads: int, size: int, bases: list[KVBasis], bits: list[tuple[int, int]], stored: int = F32) -> Sealer:
     ops = CpuOps(pool, Dims(8, heads, heads, size, 8, 8, 1, 256, 1))
     return Sealer(ops, [PageLayout(heads, size, stored)] * len(bases), bases, [(each,) * heads for each in bits])

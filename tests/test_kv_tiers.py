@@ -5,7 +5,6 @@ import os
 import resource
 import sys
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -34,13 +33,6 @@ from kv_samples import moments_basis
 PREADV, PWRITE = os.preadv, os.pwrite
 SHAPE = CacheShape(1536, sink=64, window=16, chunk=256)
 CUTS = (700, *[1] * 4, 3, 8, 200, *[1] * 5, 16, 260, 1)
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPool]:
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
 
 
 def cache_of(pool: ThreadPool, disk: DiskTier | None, kv: str = "4bit", windows: tuple[int | None, ...] = (None, None), heads: int = 8,

@@ -26,13 +26,6 @@ SIZES = [(spec.kv_heads, spec.head_dim) for spec in SPECS]
 DIMS = Dims(8, HEADS, 2, 32, 8, 8, chunk=PAGE, ctx=1024, rows=1, packed_kv=True, other_heads=((1, 64), (4, 16)))
 
 
-@pytest.fixture(scope="module")
-def pool() -> ThreadPool:
-    made = ThreadPool(2)
-    yield made
-    made.close()
-
-
 def opened(pool: ThreadPool, kv: str, disk: DiskTier | None = None) -> KVCache:
     ops = CpuOps(pool, replace(DIMS, spilled_kv=disk is not None or "+" in kv))
     every = [*SPECS, *SHARED]

@@ -1,7 +1,6 @@
 """Kernels and numbers of Qwen 4's own: rows of n-grams, streams behind gates, and keys that are means, against transformers' modules and
 against their meaning. Whole models are in `test_qwen4_exp.py`."""
 
-from collections.abc import Iterator
 from functools import cache
 
 import numpy as np
@@ -65,13 +64,6 @@ def drawn(module: torch.nn.Module) -> torch.nn.Module:
         for parameter in module.parameters():
             parameter.normal_(0, 0.4)
     return module.eval()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPool]:
-    made = ThreadPool(2)
-    yield made
-    made.close()
 
 
 def ops_of(pool: ThreadPool, only: str | None) -> CpuOps:

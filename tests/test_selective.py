@@ -36,13 +36,6 @@ def without_queue(*more: object) -> None:
 CUTS = (1000, *[1] * 140)
 
 
-@pytest.fixture(scope="module")
-def pool():
-    pool = ThreadPool(2)
-    yield pool
-    pool.close()
-
-
 def feeds(pool: ThreadPool, disk: DiskTier, **more: object) -> tuple[Feed, Feed]:
     return Feed(cache_of(pool, None, **more)), Feed(cache_of(pool, disk, **more))
 

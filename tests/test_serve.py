@@ -18,12 +18,6 @@ from served import ASKED, MINUTE, QUESTION, Served, serving
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
 def run(*flags: str) -> str:
     ran = subprocess.run([sys.executable, "-P", "-m", "effllm", "run", "fable", *flags, "--temp", "0", "-n", "24", "--json"],
                          capture_output=True, text=True, timeout=MINUTE, stdin=subprocess.DEVNULL, check=True, env=os.environ)

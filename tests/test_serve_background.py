@@ -2,7 +2,6 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -15,12 +14,6 @@ from effllm.cli.server.sealing import unsealed
 BEHIND = {"background": True}
 GOING = ("queued", "in_progress")
 LONG = 1800  # tokens of an answer that does not end while a test looks at it
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def told(server: Served, name: str, more: str = "") -> Reply:

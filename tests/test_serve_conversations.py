@@ -1,7 +1,6 @@
 """Conversations of OpenAI's API: a request of Responses goes on with one by its name, and its items are listed, added and removed."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -11,16 +10,10 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served, serving
+from served import ASKED, QUESTION, Reply, Served
 
 NEXT = "And then?"
 PATH = "/v1/conversations"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def texts(reply: Reply) -> list[str]:

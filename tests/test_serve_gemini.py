@@ -18,12 +18,6 @@ TOOLS = [{"functionDeclarations": [{"name": "weather", "description": "Tells it.
 ANY = {"functionCallingConfig": {"mode": "ANY"}}
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
 def generate(server: Served, contents: object = CONTENTS, path: str = "/v1beta/models/fable:generateContent", most: int = 24,
              config: dict | None = None, **fields: object) -> Reply:
     settings = {"temperature": 0, "maxOutputTokens": most, **(config or {})}

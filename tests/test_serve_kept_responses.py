@@ -1,7 +1,6 @@
 """Responses that a server keeps: a request names one, or its items, and means what it would else have sent again."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,16 +11,10 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Served, serving
+from served import ASKED, QUESTION, Served
 from test_serve_responses import TOOL
 
 NEXT = "And then?"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def response(name: str, *items: dict) -> dict:

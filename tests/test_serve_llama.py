@@ -29,12 +29,6 @@ OF_TAVERN = {"prompt": ONCE, "max_new_tokens": 24, "max_tokens": 24, "n_predict"
 
 
 @pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def many(here: dict[str, str]) -> Iterator[Served]:  # noqa: F811
     with serving(model=None, **here) as server:
         yield server

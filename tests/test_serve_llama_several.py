@@ -1,23 +1,14 @@
 """Several answers to one request of llama.cpp's own `/completion`: to each of its prompts, and `n_cmpl` to each."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
-
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import Served, serving
+from served import Served
 from test_serve_llama import ONCE, completed, events
 
 PROMPTS = [ONCE, "The king said", "A fox"]
 SAMPLED = {"temperature": 1.2, "seed": 7}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def told(answers: list[dict]) -> list[str]:

@@ -22,12 +22,6 @@ from test_serve import thinking_model
 CHAT, MODELS = "/api/v1/chat", "/api/v1/models"
 
 
-@pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
 def said(server: Served, input: object = QUESTION, **fields: object) -> Reply:
     return server.ask("POST", CHAT, {"model": "fable", "input": input, "temperature": 0, "max_output_tokens": 24, **fields})
 

@@ -34,12 +34,6 @@ INCLUDE = ["message.output_text.logprobs"]
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def engine():
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", spec="off")))[-1]
     yield engine

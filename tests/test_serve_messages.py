@@ -27,12 +27,6 @@ PATHS = ("/v1/messages", "/v1/messages/count_tokens")
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def guarded():
     with serving("--api-key", "k", "-s", "Be brief.") as server:
         yield server

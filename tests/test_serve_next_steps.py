@@ -2,13 +2,12 @@
 
 import json
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, Reply, Served, serving
+from served import ASKED, Reply, Served
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"
 POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_tokens", "/v1/responses/input_tokens",
@@ -18,12 +17,6 @@ POSTED = (CHAT, TEXT, "/v1/responses", "/v1/messages", "/v1/messages/count_token
 NO_BODY = (b"", b"{", b"null", b"1", b'"text"', b"[[[]]]", b'{"model": "fable",}', b"\xff\xfe", b"[" * 100_000, b'{"a": ' * 50_000,
            b'{"messages": 3, "prompt": {"a": 1}, "input": {}, "content": 1.5, "query": [], "tokens": "x", "model": [], "id": {}}',
            b'{"messages": [null], "prompt": [null], "input": [null], "content": [{}], "documents": [1], "tokens": [-1], "stream": "yes"}')
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def message(reply: Reply, path: str) -> str:

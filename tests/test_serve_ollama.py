@@ -20,12 +20,6 @@ RARE = {"const": -7}  # which fable is less inclined to begin with than a call
 
 
 @pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def guarded():
     with serving("--api-key", "k", "-s", "Be brief.", "--temp", "0", "-n", "24", "--stop", "the king", "--name", "house") as server:
         yield server

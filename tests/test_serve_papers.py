@@ -21,7 +21,7 @@ from effllm.runtime.files import pdf_pages
 from effllm.runtime.files.pdf_pages import pages_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import Served, serving
+from served import Served
 
 TEXT = "Foxes rule.\n"
 # What the library is to the process that reads: each word of the file is a page, and some words are what a broken file may do.
@@ -168,12 +168,6 @@ def test_a_file_that_comes_again_is_not_read_again(monkeypatch: pytest.MonkeyPat
         asyncio.run(reading.all(papers.in_chat(asked := chat(file_data=as_data(data)))))
         assert messages_of(asked)[0]["content"][1]["text"] == "Page 1:\none\n\nPage 2:\ntwo"
     assert count == [b"%PDF-1", b"%PDF-2", b"%PDF-3", b"%PDF-2"], "the one that was used longest ago makes room"
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def test_the_library_reads_and_the_model_is_told(server: Served) -> None:

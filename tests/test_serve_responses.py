@@ -23,7 +23,7 @@ from effllm.cli.server.streams import EventStream, Listener, Record
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, MINUTE, QUESTION, Reply, Served, serving
+from served import ASKED, MINUTE, QUESTION, Reply, Served
 from test_call_replies import WEATHER
 from test_serve_parts import Client
 
@@ -33,12 +33,6 @@ FREE = {"type": "custom", "name": "patch", "description": "Changes files.", "for
 SPACE = {"type": "namespace", "name": "agents", "tools": [{"type": "function", "name": "spawn", "parameters": {"type": "object"}}]}
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}
 FORM = {"type": "json_schema", "name": "fox", "strict": True, "schema": SCHEMA}
-
-
-@pytest.fixture(scope="module")
-def server():
-    with serving() as server:
-        yield server
 
 
 def asked(**fields: object) -> ResponsesAsked:

@@ -1,7 +1,6 @@
 """Threads of Anthropic's Messages API: a request names the answer before it and means the conversation that led to it."""
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +11,11 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.threads import Threads
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served, serving
+from served import ASKED, QUESTION, Reply, Served
 
 NEXT = [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
 TOOLS = [{"name": "f", "description": "x", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}]
 BEGIN = {"type": "create"}
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Served]:
-    with serving() as server:
-        yield server
 
 
 def going_on(before: Reply | dict) -> dict[str, str]:

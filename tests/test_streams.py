@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import numpy as np
 import pytest
 
@@ -116,13 +114,6 @@ def around_by_hand(of: Model, tokens: int) -> list[np.ndarray]:
 def assert_near(found: list[np.ndarray], wanted: list[np.ndarray]) -> None:
     for ours, theirs in zip(found, wanted, strict=True):
         assert ours.shape == theirs.shape and np.abs(ours - theirs).max() <= 1e-5 * np.abs(theirs).max()
-
-
-@pytest.fixture(scope="module")
-def pool() -> Iterator[ThreadPool]:
-    made = ThreadPool(2)
-    yield made
-    made.close()
 
 
 @pytest.mark.parametrize("tokens", TOKENS)
