@@ -21,7 +21,7 @@ from effllm.cli.server.shelf import Shelf
 from effllm.cli.settings import known
 from effllm.runtime.catalog import resolve
 from effllm.runtime.gguf.beside import projectors_beside
-from effllm.runtime.library import listed_before, listing, model_name, ollama, programs, storage
+from effllm.runtime.library import listed_before, local_model, model_name, ollama, programs, storage
 from effllm.runtime.library.listing import local_models, model_names
 
 SMALL, OTHER = small_model(), small_model({"general.name": "another"})
@@ -327,7 +327,7 @@ def test_a_second_list_reads_no_headers_and_says_the_same(person: Person, tree: 
     tree.add("none", b"GGUF" + bytes(100))
     first, read = local_models(person.env), []
     noted = storage.data_folder(person.env) / listed_before.FILE
-    monkeypatch.setattr(listing, "local_file", lambda name, path, *more: read.append(path))
+    monkeypatch.setattr(local_model, "_local_file", lambda name, path, *more: read.append(path))
     assert local_models(person.env) == first and read == [tree.blob(b"GGUF" + bytes(100))], "what could not run is looked at anew"
     kept = noted.read_text()
     odd = kept.replace('"bits": ', '"bits": "x", "bit": ')
