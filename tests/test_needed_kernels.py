@@ -14,7 +14,9 @@ from effllm.kernels.cpu import packed_formats
 from effllm.kernels.tiles import FORMATS, SCHEMES
 from effllm.quant.imports.gguf import KEPT
 from effllm.quant.spec import QuantSpec
-from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds, kinds_of, on_load_kinds
+from effllm.runtime.measuring.bench import prepare_synthetic
+from effllm.runtime.planning import process_memory, roofs
+from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds, kinds_of, made_up_needs, on_load_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 
 
@@ -65,3 +67,22 @@ def test_every_format_has_loops_and_a_kind() -> None:
     for spec in specs:
         if spec.scheme in SCHEMES and spec.scheme != "float":
             assert {each.name for each in packed_formats.loops_of(spec.scheme, spec.bits, spec.group < 32).functions()} <= listed
+
+
+@pytest.mark.parametrize("spec", ["4bit", "affine3:64", "symmetric8:32", "ternary:64", "float8:32", "bf16", None])
+def test_random_weights_need_the_formats_that_they_are_made_in(spec: str | None) -> None:
+    prepared = prepare_synthetic(str(FABLE / "config.json"), EngineOptions(device="cpu"), spec)
+    opened = kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
+    assert set(kernel_kinds(made_up_needs(spec), EngineOptions())) == set(opened)
+
+
+def test_a_measurement_compiles_the_formats_that_it_measures() -> None:
+    assert not formats_in(tuple(roofs._kernels(roofs.Wanted(2, kinds=("bf16", "f16")))))
+    found = formats_in(tuple(roofs._kernels(roofs.Wanted(2, kinds=("codebook4:16", "block8:32 exact", "no format"), kv=("4bit",)))))
+    assert found == {"codebook-4", "block-8", "symmetric-6", "symmetric-8"}
+
+
+def test_a_plan_with_fewer_bits_pays_for_kernels_of_low_bits_once() -> None:
+    """Its formats are kinds of their own, of some 40 KB each: three MiB beside each were as much as a small model."""
+    program = process_memory.Program(0, (), {"low-bit": 5})
+    assert program.with_kinds(("low-bit", *FORMATS)) == 5

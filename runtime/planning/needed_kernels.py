@@ -97,6 +97,17 @@ def layer_needs(config: ModelConfig) -> Needs:
     return Needs(mixers=has_mixers(config), experts=config.mixture is not None)
 
 
+def made_up_needs(text: str | None) -> Needs:
+    """Of random weights in a format (`measuring/synthetic.py`), whose embedding may have more bits; None: bf16. Raises UsageError."""
+    from ...quant.recipe import Recipe
+    from ...quant.spec import QuantSpec
+
+    spec = None if text is None else QuantSpec.parse(text)
+    if spec is None or spec.is_raw:
+        return Needs()
+    return Needs(low_bit=True, floats=spec.scheme == "float", formats=_formats((spec, Recipe(spec).spec_for("", (1, 1), "embed"))))
+
+
 def has_mixers(config: ModelConfig) -> bool:
     """Has any layer a state, latent attention, heads made narrower than they are or tokens that choose, or a token several streams?"""
     chooses = config.latent is not None or config.indexed is not None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from ...kernels.tiles import FORMATS
 from ...offload import hardware
 from ...offload.size import SPARE
 from .needed_kernels import kinds_of
@@ -30,12 +31,13 @@ class Program:
     more: dict[str, int] = field(default_factory=dict)  # bytes that kernels of other kinds take beside
 
     def with_kinds(self, kinds: Sequence[str]) -> int:
-        """Its bytes with kernels of these kinds."""
-        for kind in kinds:
-            if kind not in self.kinds and kind not in self.more:
+        """Its bytes with kernels of these kinds. The loops of a format of weights, some 40 KB, are in what is added for low bits."""
+        lacking = [kind for kind in kinds if kind not in self.kinds and kind not in FORMATS]
+        for kind in lacking:
+            if kind not in self.more:
                 before = hardware.rss()
                 self.more[kind] = max(0, baseline((kind,)) - LATER - before) + BESIDE_KERNELS
-        return self.nbytes + sum(self.more[kind] for kind in kinds if kind not in self.kinds)
+        return self.nbytes + sum(self.more[kind] for kind in lacking)
 
 
 def weighed(prepared: Prepared) -> Program:

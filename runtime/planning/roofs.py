@@ -20,6 +20,7 @@ from datetime import datetime
 from hashlib import sha256
 from pathlib import Path
 
+from ... import EffllmError
 from ...kernels.compile import cache_key, cache_root
 from ...offload import disk, hardware
 from ...offload.disk import Disk, DiskRead
@@ -195,11 +196,13 @@ def is_cold(lacking: Wanted) -> bool:
 def _kernels(lacking: Wanted) -> list[str]:
     """The kinds of kernels that measuring takes."""
     from ..prepare import EngineOptions
-    from .needed_kernels import Needs, kernel_kinds
+    from .needed_kernels import Needs, kernel_kinds, made_up_needs
 
-    low_bit, exact = any(kind != "bf16" for kind in lacking.kinds), any(kind.endswith(" exact") for kind in lacking.kinds)
-    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",)
-                              for kind in kernel_kinds(Needs(low_bit), EngineOptions(kv=kv, exact=exact))))
+    needs, exact = Needs(), any(kind.endswith(" exact") for kind in lacking.kinds)
+    for kind in lacking.kinds:
+        with suppress(EffllmError):  # one that is no format is not measured
+            needs |= made_up_needs(kind.partition(" ")[0])
+    return list(dict.fromkeys(kind for kv in lacking.kv or ("16bit",) for kind in kernel_kinds(needs, EngineOptions(kv=kv, exact=exact))))
 
 
 def largest_file(files: Sequence[Path]) -> Path | None:
