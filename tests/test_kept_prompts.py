@@ -9,6 +9,7 @@ from effllm import UsageError
 from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.images.turning import PICTURED
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions import kept_prompts
@@ -162,3 +163,13 @@ def test_what_is_looked_for_has_a_bound_and_the_newest_is_found(engine, tmp_path
         assert (engine.reused > WORTH) == is_found
     Talk("The end.").go_on(again)
     assert len(again.kept._all()) == 2 and sum(len(each.tokens) for each in again.kept._all().values()) <= 900
+
+
+def test_a_prompt_with_a_picture_is_kept_as_any_other(engine, tmp_path):
+    """The number of a row of a picture has 63 bits, and the name of what is kept is made of it too."""
+    one = replies(engine, tmp_path)
+    Talk(FOX).go_on(one)
+    engine.tokens[300] = PICTURED | 1 << 30
+    Talk(SEA).go_on(one)
+    (saved,) = tmp_path.glob(f"{PREFIX}*")
+    assert one.kept.sessions.store.read(saved.stem).cache.tokens[300] == PICTURED | 1 << 30

@@ -16,15 +16,13 @@ from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ... import EffllmError, UsageError
 from ...offload.size import format_size
 from ..events import Notice, Progress
 from ..passes import common_prefix
 from ..sampler import SamplerSettings
 from .conversation_file import History
-from .saved_cache import ADAPTERS, restore_cache
+from .saved_cache import ADAPTERS, restore_cache, token_bytes
 from .saved_format import SavedCache, SavedSession, Spoken
 
 if TYPE_CHECKING:
@@ -172,7 +170,7 @@ class KeptPrompts:
                          "read again if it goes on")
             return
         adapted_by = self.engine.adapted_by
-        name = PREFIX + hashlib.sha256(np.array(tokens, "<u4").tobytes() + adapted_by.encode()).hexdigest()[:12]
+        name = PREFIX + hashlib.sha256(token_bytes(tokens) + adapted_by.encode()).hexdigest()[:12]
         if name in self._all():
             return
         try:

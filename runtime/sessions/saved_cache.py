@@ -152,7 +152,7 @@ def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, page
     link = hashlib.sha256(json.dumps(own, sort_keys=True).encode()).digest()
     keys, at = [], 0
     for end in (sinks, *(sinks + PAGE * (page + 1) for page in range(pages))):
-        link = hashlib.sha256(link + _as_bytes(tokens[at:end])).digest()
+        link = hashlib.sha256(link + token_bytes(tokens[at:end])).digest()
         keys.append(link[:KEY_NBYTES].hex())
         at = end
     return keys
@@ -160,10 +160,10 @@ def page_keys(own: Mapping[str, object], tokens: Sequence[int], sinks: int, page
 
 def tail_key(last: str, tokens: Sequence[int]) -> str:
     """The key of exact tokens behind the page of key `last`."""
-    return hashlib.sha256(b"tail" + bytes.fromhex(last) + _as_bytes(tokens)).digest()[:KEY_NBYTES].hex()
+    return hashlib.sha256(b"tail" + bytes.fromhex(last) + token_bytes(tokens)).digest()[:KEY_NBYTES].hex()
 
 
-def _as_bytes(tokens: Sequence[int]) -> bytes:
+def token_bytes(tokens: Sequence[int]) -> bytes:
     """Words have 4 bytes each, as ever; where there are pictures among them, all have 8."""
     return np.array(tokens, "<u8" if any(token >= PICTURED for token in tokens) else "<u4").tobytes()
 
