@@ -31,7 +31,7 @@ RECORD = "effllm.record"
 VERSIONS, HEADERS = ("v1", "v1alpha"), ("x-goog-api-key", "x-goog-api-client")  # of Google's API beside ours; of its programs
 METHODS = ("generateContent", "streamGenerateContent", "countTokens", "embedContent", "batchEmbedContents")
 MOST_HELD = 16 * LARGEST_BODY
-MOST_NAMED = 60  # characters of a name that is refused
+MOST_NAMED = 270  # characters of an address that is refused: a name has 253 at most
 
 
 @dataclass(frozen=True)
