@@ -87,7 +87,7 @@ def peer_name(name: str, arch: str) -> str:
     if rest in CORRECTIONS:
         return f"blk.{index}.exp_probs_b.bias"
     part, _, kind = rest.rpartition(".")
-    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("glm4moe", "olmo2") else GLM4 if arch == "glm4" else {}
+    own = GEMMA if arch in ("gemma2", "gemma3") else BEHIND if arch in ("exaone4", "glm4moe", "olmo2") else GLM4 if arch == "glm4" else {}
     return f"blk.{index}.{(LAYER | FUSED | ROUTER | own)[part]}.{kind}"
 
 

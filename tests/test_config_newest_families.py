@@ -11,7 +11,7 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.families import dbrx, minimax
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
+from config_samples import LLAMA, refused
 
 RAMP = [1.0 + 0.1 * i for i in range(48)]
 # As it is published, but for what its parts that see and hear say.
@@ -185,3 +185,14 @@ def test_all_see_everything_where_north_micro_lists_no_kinds_of_layers() -> None
 def test_what_they_may_not_have_is_named(raw: dict[str, object], key: str, value: object) -> None:
     known = {"attn_type_list": "layer_types", "ffn_config": "num_experts_per_tok" if "moe_top_k" in str(value) else key}.get(key, key)
     refused({**raw, key: value}, known if value != {WINDOW: {}, ALL: 3} else "rotary positions of full_attention")
+
+
+@pytest.mark.parametrize("ahead", [{}, {"num_nextn_predict_layers": 1}], ids=["not said", "said"])
+def test_a_layer_of_exaone_4_5_that_guesses_ahead_is_listed_and_left_out(ahead: dict[str, int]) -> None:
+    """Published configs list one type of a layer more than there are layers."""
+    kinds = [*["sliding_attention"] * 3, "full_attention"]
+    text = {**LLAMA, "model_type": "exaone4_5_text", "num_hidden_layers": 4, "sliding_window": 40, "sliding_window_pattern": "LLLG"}
+    whole, longer = ({"model_type": "exaone4_5", "vision_config": {}, "text_config": {**text, **more}} for more in (
+        {"layer_types": kinds}, {"layer_types": [*kinds, "full_attention"], **ahead}))
+    assert replace(parse_config(longer, strict=True), mtp_layers=0) == parse_config(whole, strict=True)
+    refused({**longer, "text_config": {**text, "layer_types": [*kinds, *kinds]}}, "layer_types")

@@ -58,6 +58,30 @@ def test_text_turns_as_if_there_were_no_sections(tmp_path: Path, arch: str) -> N
     assert np.abs(scores(tmp_path / "m.gguf", IDS) - expected).max() < 1e-5 * np.abs(expected).max()
 
 
+@pytest.mark.parametrize(("arch", "family"), [("glm4", "glm4"), ("exaone4", "exaone4, windows")])
+def test_the_layer_that_guesses_ahead_is_left_out(tmp_path: Path, arch: str, family: str) -> None:
+    """Files of GLM-OCR and of EXAONE 4.5 count it among their blocks, and list it where they list layers with a window."""
+    source = model(family, tmp_path / "source")
+    config = read_config(source)
+
+    def behind(writer: gguf.GGUFWriter) -> None:
+        writer.add_block_count(config.num_hidden_layers + 1)
+        writer.add_nextn_predict_layers(1)
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.nextn.eh_proj.weight", np.ones((64, 128), np.float32))
+        writer.add_tensor(f"blk.{config.num_hidden_layers}.post_attention_norm.weight", np.ones(64, np.float32))
+        if arch == "exaone4":
+            writer.add_sliding_window(next(filter(None, config.windows)))
+            writer.add_sliding_window_pattern([*(each is not None for each in config.windows), False])
+        else:
+            writer.add_rope_dimension_count(16)
+
+    write_model(source, tmp_path / "m.gguf", "F32", arch, change=behind)
+    read = read_config(tmp_path / "m.gguf", strict=True)
+    assert (read.num_hidden_layers, read.windows, read.mtp_layers) == (config.num_hidden_layers, config.windows, 1)
+    expected = scores(source, IDS)
+    assert np.abs(scores(tmp_path / "m.gguf", IDS) - expected).max() < 1e-5 * np.abs(expected).max()
+
+
 @pytest.mark.parametrize(("arch", "sections", "said"), [
     ("qwen2vl", [2, 2, 2, 2], r"sections \[2, 2, 2, 2\] for 8 pairs of channels"), ("qwen2vl", [0, 0, 0, 0], "for 8 pairs"),
     ("qwen3vl", [16, 0, 0, 0], "for 16 pairs"), ("qwen3vl", [6, 5], "three or four whole numbers"), ("qwen2vl", 8, "three or four whole"),

@@ -1,5 +1,6 @@
 """EXAONE 4: OLMo 2's norms behind the branches, norms of each head of q and k, and two kinds of layers where there is a sliding window:
-those that have it turn by position, the others see everything and do not turn. Without a window all layers turn.
+those that have it turn by position, the others see everything and do not turn. Without a window all layers turn. EXAONE 4.5 has a layer
+behind the last that guesses ahead, which is left out.
 """
 
 from __future__ import annotations
@@ -14,13 +15,17 @@ from .qwen2 import windows_of
 
 __all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "usual_layers"]
 
-KEYS_USED = frozenset({"layer_types", "sliding_window", "sliding_window_pattern"})
+KEYS_USED = frozenset({"layer_types", "num_nextn_predict_layers", "sliding_window", "sliding_window_pattern"})
 KEYS_HARMLESS = frozenset()
 REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
+    layers, ahead = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
+    listed = keys.raw.get("layer_types")
+    if isinstance(listed, list) and len(listed) == layers + max(ahead, 1):  # as published folders of 4.5 list the one behind the last too
+        stated = Keys({**keys.raw, "layer_types": listed[:layers]}, keys.where)
+        stated.asked, keys = keys.asked, stated
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     windows = windows_of(keys, window, usual_layers(keys, layers, window))
 
@@ -29,7 +34,7 @@ def config(keys: Keys) -> ModelConfig:
         return tuple(rope if window is None or own is not None else None for own in windows)
 
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
-    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True)
+    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True, mtp_layers=ahead)
 
 
 def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:

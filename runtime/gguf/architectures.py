@@ -171,7 +171,7 @@ ARCHITECTURES = {
                                    read=frozenset({"expert_shared_feed_forward_length"}), layer_names={
                                        part: f"mlp.shared_experts.{own}" for part, own in SHARED_EXPERT.items()}),
     "exaone": Architecture("exaone", keys={RMS_NORM: "layer_norm_epsilon"}),
-    "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True),
+    "exaone4": Architecture("exaone4", layer_names=_BEHIND, pattern=True, keys={"nextn_predict_layers": "num_nextn_predict_layers"}),
     "exaone-moe": Architecture("exaone_moe", experts=("mlp", qwen3_moe.NAMES), pattern=True, layer_names={
         **_GLM_NAMES, CORRECTION: "mlp.e_score_correction_bias"}, keys={
         **_GLM_COUNTS, "expert_count": "num_experts", "expert_shared_count": "num_shared_experts",
@@ -299,8 +299,9 @@ ARCHITECTURES = {
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
     "ernie4_5": Architecture("ernie4_5"),
-    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, read=frozenset({sections.KEY}), layer_names={
-        "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
+    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, read=frozenset({sections.KEY}),
+                         keys={"nextn_predict_layers": "num_nextn_predict_layers"}, layer_names={
+                             "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
 # A model's family -> what its files are called.
 BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), latent_attention.NAME) | {
