@@ -127,12 +127,13 @@ def test_blocks_of_llama_nemotron() -> None:
     assert config.without_attention == (1, 3) and config.attention_layers == (0, 2) and config.without_mlp == (3,)
     assert [config.ffn_of(layer) for layer in range(3)] == [14_336, 5632, 28_672] and config.head_dim == 128
     assert [config.heads_of(layer) for layer in (0, 2)] == [(8, 128), (16, 128)] and config.intermediate_size == 28_672
-    block = {"attention": {"no_op": False, "num_key_value_heads": 8}, "ffn": {"no_op": False, "intermediate_size": 100}}
+    block = {"attention": {"no_op": False, "num_key_value_heads": 8},
+             "ffn": {"hidden_act": "silu", "no_op": False, "intermediate_size": 100}}
     named = parse_config({**base("nemotron_nas"), "block_configs": [block] * 4}, strict=True)
     assert named.num_key_value_heads == 8 and named.intermediate_size == 100 and not (named.layer_ffn or named.layer_heads)
     for half, key, value in (("attention", "replace_with_linear", True), ("attention", "window_length", 8192), ("ffn", "sparsify", [1]),
                              ("attention", "num_sink_tokens", 4), ("attention", "no_op", 1), ("attention", "num_key_value_heads", 7),
-                             ("ffn", "intermediate_size", -1), ("ffn", "gates", 2)):
+                             ("ffn", "intermediate_size", -1), ("ffn", "gates", 2), ("ffn", "hidden_act", "gelu")):
         changed = {**block, half: {**block[half], key: value}}
         refused({**base("nemotron_nas"), "block_configs": [block, changed, block, block]}, f"block_configs[1].{half}")
     for blocks in (None, [block] * 3, [{**block, "attention": {"no_op": True}}] * 4, [7] * 4):

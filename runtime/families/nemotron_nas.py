@@ -27,11 +27,11 @@ KEYS_USED = llama.KEYS_USED | {"auto_map", "block_configs"}
 KEYS_HARMLESS = frozenset({"_attn_implementation_autoset"})
 REFUSED_UNLESS: Mapping[str, object] = llama.REFUSED_UNLESS
 ATTENTION, INSIDE = "attention", "ffn"
-# Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has no effect on an answer.
+# Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has to be Llama's if stated.
 SIZES = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), INSIDE: ("ffn_mult", "intermediate_size")}
 OTHERWISE = {ATTENTION: ("llama4", "mamba", "num_sink_tokens", "replace_with_linear", "sparsify", "unshifted_sink",
                          "use_prefill_window_in_sink_attention", "window_length"), INSIDE: ("moe", "replace_with_linear", "sparsify")}
-HARMLESS = {ATTENTION: (), INSIDE: ("hidden_act",)}
+ALIKE = {ATTENTION: {}, INSIDE: {"hidden_act": (None, "silu")}}
 MULTIPLE = 256  # of widths inside an MLP
 CODE = r"(configuration|modeling)_decilm\.DeciLM\w+"  # which the checkpoints bring, and is never run
 
@@ -66,7 +66,8 @@ def _size(block: object, number: int, half: str, heads: int, hidden: int) -> int
         raise ConfigError(f"config.json: block_configs[{number}].{half} is {show(said)}, which says nothing of it")
     where = f"config.json: block_configs[{number}].{half}"
     for name, value in said.items():
-        if name in OTHERWISE[half] and value or name not in ("no_op", *SIZES[half], *OTHERWISE[half], *HARMLESS[half]):
+        known = ("no_op", *SIZES[half], *OTHERWISE[half], *ALIKE[half])
+        if name not in known or name in OTHERWISE[half] and value or value not in ALIKE[half].get(name, (value,)):
             raise ConfigError(f"{where}.{name} = {show(value)} is not supported", "models run whose blocks have attention and MLPs as "
                               "Llama has them, or none: Nemotron Super 49B and Ultra 253B")
     if said.get("no_op", False):
