@@ -133,6 +133,7 @@ def test_full_attention_may_be_said_of_every_layer(family: str) -> None:
     latent, used = {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2}, families.get(family).KEYS_USED
     own = {"bailing_moe_v2": {"moe_intermediate_size": 48}, "codegen": {"rotary_dim": 8, "num_attention_heads": 8},
            "deepseek_ocr2_text": {"num_experts_per_tok": 2},
+           "nemotron_nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 48}}] * 4},
            "gptj": {"rotary_dim": 8}, "gpt_neo": {"attention_types": [[["global"], 4]]}}.get(family, {})
     plain = {**LLAMA, "model_type": family, "sliding_window": None, **own,
              **{key: value for key, value in latent.items() if "kv_lora_rank" in used and (key in used or key in LLAMA)}}

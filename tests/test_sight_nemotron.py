@@ -112,10 +112,11 @@ def test_a_quantized_folder_sees_the_same(omni, tmp_path):
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 
-def test_layers_that_predict_ahead_are_refused():
-    text = {**CASES[FAMILY][0], "hidden_size": 48, "num_attention_heads": 2, "num_nextn_predict_layers": 1}
-    with pytest.raises(EffllmError, match="num_nextn_predict_layers"):
-        parse_config({"model_type": FAMILY, "text_config": text, "vision_config": {}})
+def test_layers_that_predict_ahead_are_left_out():
+    text = {**CASES[FAMILY][0], "hidden_size": 48, "num_attention_heads": 2, "num_key_value_heads": 2}
+    plain, ahead = (parse_config({"model_type": FAMILY, "text_config": {**text, "num_nextn_predict_layers": layers}, "vision_config": {}})
+                    for layers in (0, 1))
+    assert ahead == plain
 
 
 def test_places_are_the_corner_of_a_square(omni):
