@@ -309,11 +309,17 @@ def test_every_kernel_compiles_for_sets_that_this_machine_may_lack(name, tmp_pat
     code = """
 import json
 from effllm.kernels.compile import Kernel
-from effllm.kernels.cpu import gemm, packed, packed_rows
+from effllm.kernels.cpu import gemm, packed, packed_formats, packed_rows
+from effllm.kernels.machine_code import assembly
+from effllm.kernels.tiles import FORMATS
 kernels = [value for module in (packed, packed_rows, gemm) for value in vars(module).values() if isinstance(value, Kernel)]
-print(json.dumps({kernel.name: kernel.assembly() for kernel in kernels}))
+loops = {loop for form in FORMATS for loop in packed_formats.functions_of(form)}
+print(json.dumps({kernel.name: kernel.assembly() for kernel in kernels}
+                 | {loop.name: assembly(loop.body, loop.signature, loop.fastmath) for loop in loops}))
 """
     found = json.loads(child(code, tmp_path, forced=name))
-    for kernel in ("packed.packed_columns", "gemm.multiply"):
-        assert re.search(DOT[name], found[kernel]), kernel
-        assert "vpmaddubsw" not in found[kernel]
+    products = [each for each in found if re.match(r"gemm\.multiply$|packed_formats\.(single|pairs|columns)", each)]
+    assert len(products) > 30
+    for each in products:
+        assert re.search(DOT[name], found[each]), each
+        assert "vpmaddubsw" not in found[each]
