@@ -212,7 +212,7 @@ def at_bits(ref: ModelRef, weights: WeightFlags, screen: Screen, options: Engine
     demand_plan(ref.folder, bits, options)
     del held
     # what the run needs too: all at once, on every core
-    list(follow(compiled(on_load_kinds(ref.folder, options)), screen, type(None)))
+    list(follow(compiled(on_load_kinds(ref.folder, bits, options)), screen, type(None)))
     if weights.keep:
         with speaking(request.folder.parent, "XDG_DATA_HOME", lambda: 0):
             request.folder.parent.mkdir(parents=True, exist_ok=True)

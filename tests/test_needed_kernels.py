@@ -49,8 +49,13 @@ def test_a_gguf_file_needs_those_of_its_types(tmp_path: Path, kind: str, needed:
 
 def test_where_formats_are_not_known_all_are_compiled() -> None:
     assert formats_in(kernel_kinds(Needs(low_bit=True), EngineOptions())) == set(FORMATS)
-    assert formats_in(on_load_kinds(FABLE, EngineOptions())) == set(FORMATS)
     assert not formats_in(folder_kinds(FABLE, EngineOptions()))
+
+
+@pytest.mark.parametrize("spec", ["4bit", "affine3:64", "8bit"])
+def test_weights_that_are_quantized_on_load_need_what_they_will_be(tmp_path: Path, spec: str) -> None:
+    run(FABLE, tmp_path / "out", options(spec))
+    assert set(on_load_kinds(FABLE, spec, EngineOptions())) == set(folder_kinds(tmp_path / "out", EngineOptions()))
 
 
 def test_weights_of_one_format_are_multiplied_by_few_functions() -> None:

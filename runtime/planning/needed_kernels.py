@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -63,9 +63,9 @@ def folder_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
     return kernel_kinds(needs if options.draft is None else needs | folder_needs(Path(options.draft)), options)
 
 
-def on_load_kinds(folder: Path, options: EngineOptions) -> tuple[str, ...]:
-    """The same for a folder that is quantized before it runs, to whatever formats that gives."""
-    return kernel_kinds(replace(folder_needs(folder), low_bit=True, formats=frozenset()), options)
+def on_load_kinds(folder: Path, bits: str, options: EngineOptions) -> tuple[str, ...]:
+    """The same for a folder that is quantized to a format before it runs. Raises UsageError."""
+    return kernel_kinds(folder_needs(folder) | made_up_needs(bits), options)
 
 
 def kinds_of(config: ModelConfig, store: TensorStore, container: Container | None, options: EngineOptions) -> tuple[str, ...]:
@@ -98,7 +98,8 @@ def layer_needs(config: ModelConfig) -> Needs:
 
 
 def made_up_needs(text: str | None) -> Needs:
-    """Of random weights in a format (`measuring/synthetic.py`), whose embedding may have more bits; None: bf16. Raises UsageError."""
+    """Of weights that are made in a format, at random (`measuring/synthetic.py`) or from others as they are loaded: outer matrices and
+    narrow values may have more bits. None: bf16. Raises UsageError."""
     from ...quant.recipe import Recipe
     from ...quant.spec import QuantSpec
 
