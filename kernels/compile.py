@@ -103,7 +103,7 @@ def _address(body: Callable, signature: str, fastmath: set[str] | bool, name: st
 
 def _keep(made: bytes, path: Path) -> None:
     """Whole or not at all; where the folder takes no file, the function is compiled again next time."""
-    partial = path.with_suffix(f".{os.getpid()}")
+    partial = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         partial.write_bytes(made)
         partial.replace(path)

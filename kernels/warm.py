@@ -10,9 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .compile import Jit, Kernel, cache_folder, complete
@@ -21,6 +23,8 @@ from .tiles import FORMATS
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 INDEX_NBYTES = 2  # in the pipe, of a function
+BESIDE = "--beside"  # of the child's command line: half the helpers, at the lowest priority
+LOWEST = 19
 GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
 
 
@@ -128,7 +132,7 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
     """Compile these kinds in a child; yields (functions done, functions in total), every TICK_S also where no more are done: the first may
     take many seconds, in which a person is to see that something happens. A child that fails costs time, nothing else: what it did not
     compile is compiled when it is first called."""
-    command = [sys.executable, "-P", "-m", f"{__package__}.warm", *kinds]
+    command = _command(*kinds)
     done, total = 0, len(compiled_functions(kinds))
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0, env=_environment()) as child:
         while True:
@@ -137,6 +141,30 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
                     return
                 done += lines.count(b"\n")
             yield done, total
+
+
+@contextmanager
+def warming(kinds: Sequence[str]) -> Iterator[None]:
+    """Compile what is cold of these kinds at the lowest priority, beside something that waits for a network. Whatever is not done at the
+    end of that is left to the first run: functions are kept one by one."""
+    if not is_cold(kinds):
+        yield
+        return
+    child = subprocess.Popen(_command(BESIDE, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+                             env=_environment(), start_new_session=True)
+    try:
+        yield
+    finally:
+        if os.name == "posix":
+            with suppress(ProcessLookupError):  # all have ended
+                os.killpg(child.pid, signal.SIGKILL)  # its helpers too
+        else:
+            child.kill()
+        child.wait()
+
+
+def _command(*words: str) -> list[str]:
+    return [sys.executable, "-P", "-m", f"{__package__}.warm", *words]
 
 
 def _environment() -> dict[str, str]:
@@ -158,9 +186,15 @@ def main() -> None:
     folder = cache_folder()
     if folder is None:
         return
+    beside = BESIDE in sys.argv
+    if beside and os.name == "posix":
+        os.nice(LOWEST)
+    helpers = min(MOST_HELPERS, os.cpu_count() or 1)
     with _locked(folder):
-        kinds = sys.argv[1:] or ALL
-        _compile(compiled_functions(kinds), min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
+        for partial in folder.glob("*.o.[0-9]*"):  # of a process that was ended while it wrote
+            partial.unlink(missing_ok=True)
+        kinds = [word for word in sys.argv[1:] if word != BESIDE] or ALL
+        _compile(compiled_functions(kinds), max(1, helpers // 2) if beside else helpers)  # a moment where another has done it meanwhile
         for kind in kinds:
             complete(folder, kind).touch()
 

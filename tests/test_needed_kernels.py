@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import fcntl
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from conversions import FABLE, odd_model, options, run
 from gguf_samples import write_model
+from hub_server import Hub
 from low_bit_samples import FORMATS as SAMPLES
+from pulls import MINUTE, Person
 
 from effllm.kernels import warm
 from effllm.kernels.cpu import packed_formats
@@ -91,3 +96,42 @@ def test_a_plan_with_fewer_bits_pays_for_kernels_of_low_bits_once() -> None:
     """Its formats are kinds of their own, of some 40 KB each: three MiB beside each were as much as a small model."""
     program = process_memory.Program(0, (), {"low-bit": 5})
     assert program.with_kinds(("low-bit", *FORMATS)) == 5
+
+
+# -- while a model is on its way -----------------------------------------------------------------------------------------------------
+
+
+def pulled_when(hub: Hub, tmp_path: Path, rate: float, is_time: Callable[[Path], bool]) -> Path:
+    """The folder of kernels, empty before, after a pull of weights that trickle, `rate` bytes a second, until `is_time`."""
+    made = tmp_path / "made"
+    run(FABLE, made, options("4bit"))
+    hub.add("org/name", made)
+    kept, hub.rate = tmp_path / "kernels", rate
+    pull = Person(tmp_path, hub.endpoint).starts("pull", "org/name", XDG_CACHE_HOME=str(kept))
+    while pull.poll() is None and not is_time(kept):
+        time.sleep(0.02)
+    hub.rate = None
+    said = pull.communicate(timeout=MINUTE)[1]
+    assert pull.returncode == 0 and "kernels" not in said, said
+    return next(kept.rglob("lock")).parent
+
+
+def test_a_download_begins_to_compile_and_leaves_no_process_behind(hub: Hub, tmp_path: Path) -> None:
+    folder = pulled_when(hub, tmp_path, 50_000, lambda kept: any(kept.rglob("*.o")))
+    with open(folder / "lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a compiler holds it
+        made = sorted(folder.glob("*.o"))
+        assert made and not list(folder.glob("complete-*"))
+    time.sleep(1)
+    assert sorted(folder.glob("*.o")) == made
+
+
+@pytest.mark.slow
+def test_a_long_download_compiles_all_that_the_first_run_needs(hub: Hub, tmp_path: Path) -> None:
+    last = kernel_kinds(made_up_needs("4bit"), EngineOptions())[-1]
+    folder = pulled_when(hub, tmp_path, 10_000, lambda kept: any(kept.rglob(f"complete-{last}")))
+    first_run = Person(tmp_path, hub.endpoint).starts("run", "org/name", "Once", "-n", "2", XDG_CACHE_HOME=str(folder.parents[2]))
+    out, said = first_run.communicate(timeout=MINUTE)
+    assert first_run.returncode == 0 and out.strip() and "kernels" not in said, said
+    needed = folder_kinds(tmp_path / "made", EngineOptions())
+    assert {path.name for path in folder.glob("complete-*")} == {f"complete-{kind}" for kind in needed}

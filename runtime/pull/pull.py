@@ -1,4 +1,4 @@
-"""A plan carried out: the files as they are, or quantized as they come."""
+"""A plan carried out: the files as they are, or quantized as they come; kernels for the run that follows are compiled meanwhile."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import EffllmError
+from ...kernels.warm import warming
 from .. import hub
 from ..events import Notice, Progress
 from ..library import storage
+from ..planning.needed_kernels import kinds_of
 from ..source import licence_of
 from .client import Client
 from .disk import sweep
@@ -48,14 +50,22 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
 
         items = quantized(plan, client, env)
     before, folder = client.network.received, plan.folder
-    for item in items:
-        if isinstance(item, Path):
-            folder = item
-        else:
-            yield item
+    with warming(_kinds(plan)):
+        for item in items:
+            if isinstance(item, Path):
+                folder = item
+            else:
+                yield item
     loaded = client.network.received - before
     yield from _note_licence(plan, env)
     yield Pulled(folder, loaded, time.monotonic() - began, was_here=not loaded and plan.wish.bits is None)
+
+
+def _kinds(plan: PullPlan) -> tuple[str, ...]:
+    """Of kernels that a run of what arrives will need, as far as its plan knows."""
+    if (prepared := plan.run.prepared) is None:
+        return ()
+    return kinds_of(prepared.config, prepared.store, prepared.container, prepared.options)
 
 
 def _note_licence(plan: PullPlan, env: Mapping[str, str]) -> Iterator[Notice]:
