@@ -1,7 +1,8 @@
 """Model families, one file each; the file's name is the checkpoint's `model_type`.
 
 A family says which config keys it uses, which tensors it has by role, and how a block computes over a backend's `BlockOps`. To add
-one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder).
+one: a file with the members of `Family`, and its name in FAMILIES (a test compares the list with the folder). What a file does not say is
+as in the family that it names in LIKE, and where it names none, as in Llama.
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down, entry_norm
@@ -48,9 +49,10 @@ there may be several to the one that is meant where it says none and then the ot
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from functools import cache
 from importlib import import_module
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ..config_reader import ConfigError, Keys, show
 
@@ -76,11 +78,7 @@ if TYPE_CHECKING:
         Streams,
     )
     from ...quant.wide_weights import Residual, Wide
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
     from ..config import ModelConfig
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
@@ -331,18 +329,23 @@ def last_of(rows: object, count: int) -> object:
     return rows if len(rows) == count else rows[-count:]
 
 
-class Family(Protocol):
-    """What a module of this folder defines. Its lists of keys go before those of `config.py`, which hold for every family."""
+@dataclass(frozen=True)
+class Family:
+    """What modules of this folder define. The lists of keys go before those of `config_keys.py`, which hold for every family; NAMES are
+    those of an expert's matrices by role. What follows is asked of families alone that `stores/parted_rows.py` lists."""
 
     KEYS_USED: frozenset[str]
     KEYS_HARMLESS: frozenset[str]
     REFUSED_UNLESS: Mapping[str, object]
-
-    def config(self, keys: Keys) -> ModelConfig: ...
-    def layer_tensors(self, config: ModelConfig, layer: int) -> dict[str, TensorRule]: ...
-    def outer_tensors(self, config: ModelConfig) -> dict[str, TensorRule]: ...
-    def block(self, ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-              config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object: ...
+    NAMES: Mapping[str, str]
+    config: Callable[[Keys], ModelConfig]
+    layer_tensors: Callable[[ModelConfig, int], dict[str, TensorRule]]
+    outer_tensors: Callable[[ModelConfig], dict[str, TensorRule]]
+    block: Block
+    stored_rows: Callable[[ModelConfig, int], dict[str, tuple[str, np.ndarray]]] | None
+    joined_rows: Callable[[ModelConfig, int], dict[str, tuple[tuple[str, int], ...]]] | None
+    stacked_rows: Callable[[ModelConfig, int], dict[str, tuple[str, ...]]] | None
+    turned_columns: Callable[[ModelConfig, int], dict[str, tuple[str, int]]] | None
 
 
 def of_its_family(raw: Mapping[str, object]) -> dict[str, object]:
@@ -362,4 +365,16 @@ def get(model_type: str) -> Family:
     if model_type not in FAMILIES:
         known = ", ".join(sorted((*FAMILIES, *COMPOSITE, *RENAMED)))
         raise ConfigError(f"model type {show(model_type)} is not supported", f"known: {known}")
-    return import_module(f".{model_type}", __name__)
+    return _members(model_type)
+
+
+@cache
+def _members(name: str) -> Family:
+    from . import llama  # which imports this module
+
+    module = import_module(f".{name}", __name__)
+    said = vars(module)
+    while module is not llama:
+        module = vars(module).get("LIKE", llama)
+        said = {**vars(module), **said}
+    return Family(**{field.name: said.get(field.name) for field in fields(Family)})

@@ -6,27 +6,22 @@ What every token visits is the MLP of a layer with experts here, because one nor
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "global_attn_every_n_layers", "layer_types", "moe_intermediate_size", "mup_enabled",
                        "num_dense_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "num_shared_experts", "route_scale",
                        "sliding_window"})
 KEYS_HARMLESS = frozenset({"load_balance_coeff", "output_router_logits", "use_grouped_mm"})  # of training, and how it is computed
 # The published ones say in words what every model of the family does; groups of experts under two names each.
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1,
-                                        "route_norm": True, "score_func": "sigmoid", "topk_group": 1}
+REFUSED_UNLESS = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True,
+                  "score_func": "sigmoid", "topk_group": 1}
 SIZES = {"vocab_size": 200_192, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
 CODE = r"(configuration|modeling)_afmoe\.Afmoe\w+"  # of the published ones, which became part of transformers
 

@@ -3,7 +3,7 @@ of each layer's own (xIELU, arXiv 2411.13010)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from math import isfinite
@@ -12,18 +12,15 @@ from typing import TYPE_CHECKING
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, llama
-from .llama import attention, in_halves, outer_tensors
+from .llama import attention, in_halves
 
 if TYPE_CHECKING:
-
     from ..block_ops import BlockOps
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
 KEYS_USED = frozenset({"attention_bias", *CURVES})
 KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 # Of positions where a config has no section about them.
 THETA = 12_000_000.0

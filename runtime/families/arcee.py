@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, llama
-from .llama import outer_tensors
-from .opt import block
+from . import TensorRule, llama, opt
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+block = opt.block
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -6,22 +6,20 @@ experts too, which nothing reads. What every token visits is the MLP of a layer 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, deepseek_v3, llama
-from .deepseek_v3 import NAMES, block, grouped, latent_config, latent_tensors, outer_tensors, refuse_other_code
+from .deepseek_v3 import NAMES, grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe import corrected
 from .glm4_moe_lite import sparse_behind
 from .mixtral import mixture_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers"} | {"mlp_layer_types"}
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"num_mtp_layers", "num_nextn_predict_layers"}
-REFUSED_UNLESS: Mapping[str, object] = {key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "topk_method"}
+REFUSED_UNLESS = {key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "topk_method"}
 SIZES = {"vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_axk1\.AXK1\w+"  # of the published ones, which became part of transformers

@@ -18,7 +18,7 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..weights.index_weights import choose
 from . import LayerWeights, TensorRule, deepseek_v32, last_of, narrowing
-from .deepseek_v32 import NAMES, indexed_config, outer_tensors
+from .deepseek_v32 import indexed_config
 from .glm4_moe import corrected
 from .llama import feed_forward
 
@@ -27,10 +27,8 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
+LIKE = deepseek_v32
 KEYS_USED = deepseek_v32.KEYS_USED | {"gated_norm_rank"}
-KEYS_HARMLESS, REFUSED_UNLESS = deepseek_v32.KEYS_HARMLESS, deepseek_v32.REFUSED_UNLESS
 SIZES = {"vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 QUERY_RANK = 384

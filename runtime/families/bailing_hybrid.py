@@ -8,22 +8,20 @@ published beside it, and transformers', pass over them. Ling 2.5 and 2.6 state t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.kda_shape import KdaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
-from . import TensorRule, llama, olmo_hybrid
+from . import TensorRule, kimi_linear, llama, olmo_hybrid
 from .deepseek_v3 import grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import sparse_behind
-from .kimi_linear import CALLED, block
+from .kimi_linear import CALLED
 from .mixtral import MOST_EXPERTS, bounds_by_layer, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
-
+LIKE = kimi_linear
 CLAMPS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # how large gates of experts get, by layer; 0 for no bound
 KEYS_USED = frozenset({
     *CALLED, *CALLED.values(), *CLAMPS, "attention_bias", "auto_map", "first_k_dense_replace", "kda_lower_bound", "kda_safe_gate",
@@ -34,7 +32,7 @@ KEYS_USED = frozenset({
 # Of training and of the layer behind; rotary_dim and qk_head_dim are what others say.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "output_dropout",
                            "output_router_logits", "qk_head_dim", "rotary_dim", "router_dtype"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1, "linear_attention": "kda",
     "linear_silu": True, "mlp_bias": False, "moe_router_enable_expert_bias": True, "no_kda_lora": True, "rope_interleave": True,
     "scale_router_input": False, "score_function": "sigmoid", "scoring_func": "sigmoid", "sliding_window": None, "swiglu_limit": None,

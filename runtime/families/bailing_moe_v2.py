@@ -3,7 +3,6 @@ turns, and DeepSeek V3's mixture, whose experts lie in groups, in all layers but
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -11,11 +10,8 @@ from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 from .deepseek_v3 import grouped, refuse_other_code
-from .llama import block
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "first_k_dense_replace", "moe_intermediate_size", "moe_router_enable_expert_bias",
                        "moe_shared_expert_intermediate_size", "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok",
@@ -24,7 +20,7 @@ KEYS_USED = frozenset({"auto_map", "first_k_dense_replace", "moe_intermediate_si
 # Of training, and windows that are not used.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "num_token_max", "output_dropout",
                            "output_router_logits", "router_dtype", "use_sliding_window"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "layer_types": None, "norm_head": False, "norm_softmax": False, "score_function": "sigmoid", "sliding_window": None,
     "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "using_split_qkv_in_self_attention": False}
 CODE = r"(configuration|modeling)_bailing_moe_v2\.BailingMoeV2\w+"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -10,15 +9,12 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .granitemoehybrid import check_shape, mamba_shape, mamba_tensors
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "attn_layer_indices", "attn_rotary_emb", "layer_types", "mamba_conv_bias", "mamba_d_conv",
                        "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mlp_bias",
                        "partial_rotary_factor", "time_step_limit"})
 KEYS_HARMLESS = frozenset({"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"})
-REFUSED_UNLESS: Mapping[str, object] = {"mamba_proj_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"mamba_proj_bias": False, "sliding_window": None}
 ROTATED = 0.5  # of a head, whatever a config says beside its rotary positions
 NAMES = {"mlp": "feed_forward", "post_attention_layernorm": "pre_ff_layernorm"}
 KINDS = ("full_attention", "linear_attention")

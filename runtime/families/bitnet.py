@@ -6,19 +6,13 @@ Without that section they are what they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "auto_map"})
-KEYS_HARMLESS: frozenset[str] = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
 CODE = r"(configuration|modeling)_bitnet\.BitNet\w+"  # of the published one, which became part of transformers
 SUB_NORMS = {"o": "attn_sub_norm", "down": "ffn_sub_norm"}  # matrix -> the role of the norm of what goes into it

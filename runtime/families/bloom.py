@@ -7,8 +7,6 @@ Checkpoints hold queries, keys and values in one matrix, head by head, as GPT-Ne
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
@@ -25,8 +23,7 @@ KEYS_HARMLESS = frozenset({
     "attention_softmax_in_fp32", "bias_dropout_fusion", "gradient_checkpointing", "head_dim", "masked_softmax_fusion",
     "num_key_value_heads", "offset_alibi", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
     "rope_theta", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id"})
-REFUSED_UNLESS: Mapping[str, object] = {"apply_residual_connection_post_layernorm": False, "layer_types": None, "n_inner": None,
-                                        "sliding_window": None}
+REFUSED_UNLESS = {"apply_residual_connection_post_layernorm": False, "layer_types": None, "n_inner": None, "sliding_window": None}
 BEFORE = "transformer."
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart
 JOINT = "self_attention.query_key_value"

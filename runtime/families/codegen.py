@@ -11,10 +11,8 @@ from ..config import ModelConfig
 from ..config_reader import ConfigError, Keys
 from . import gptj
 from .gpt2 import BEFORE
-from .gptj import KEYS_HARMLESS, KEYS_USED, REFUSED_UNLESS, block, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
+LIKE = gptj
 PARTS, ORDER = 4, ("q", "v", "k")  # of the matrix, and what each holds one behind the other
 
 

@@ -4,7 +4,7 @@ constant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -12,7 +12,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
-from .llama import mlp_or_experts, outer_tensors
+from .llama import mlp_or_experts
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "cohere_config", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"model_max_length", "rms_norm_eps", "use_embedding_sharing", "use_parallel_embedding"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "layer_types": None, "mlp_bias": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": None,
     "use_gated_activation": True, "use_parallel_block": True}
 SIZES = {"vocab_size": 256_000, "hidden_size": 8192, "intermediate_size": 22_528, "num_hidden_layers": 40, "num_attention_heads": 64}

@@ -3,21 +3,18 @@ others see everything and do not turn."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import cohere
-from .cohere import block, cohere_config, layer_tensors, outer_tensors
+from .cohere import cohere_config
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = cohere
 KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window", "sliding_window_pattern"}
 # The published ones say the pattern by another name too, and which cache they would like.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch"}
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
     "order_of_interleaved_layers": "local_attn_first"}
 USUAL_WINDOW, USUAL_EVERY = 4096, 4

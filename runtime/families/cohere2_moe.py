@@ -3,21 +3,16 @@ first ones; what every token visits and what it was sent to may be averaged. Den
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule, cohere
-from .cohere import block
 from .glm4_moe_lite import sparse_layers
-from .llama import outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = cohere
 KEYS_USED = frozenset({"attention_bias", "expert_selection_fn", "first_k_dense_replace", "layer_norm_eps", "layer_types", "logit_scale",
                        "mlp_layer_types", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
                        "num_nextn_predict_layers", "num_shared_experts", "prefix_dense_intermediate_size",
@@ -25,7 +20,7 @@ KEYS_USED = frozenset({"attention_bias", "expert_selection_fn", "first_k_dense_r
                        "sliding_window_pattern"})
 KEYS_HARMLESS = cohere.KEYS_HARMLESS - {"rms_norm_eps"} | {"cache_implementation", "layer_switch", "output_router_logits",
                                                            "router_aux_loss_coef"}
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
     "order_of_interleaved_layers": "local_attn_first", "use_qk_norm": False}
 CHOICES, SUMS = {"softmax": "softmax", "sigmoid": "sigmoid"}, {"average": "average", "sum": "sum"}

@@ -9,16 +9,15 @@ from ..config import MAX_LAYERS, MAX_POSITIONS, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import cohere
-from .cohere import block, cohere_config, layer_tensors, outer_tensors
+from .cohere import cohere_config
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = cohere
 KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window"}
 # `pooling` is of models that classify; transformers too passes over a rope_theta beside the sections, and over a pattern where no types of
 # layers are listed; the others as of Cohere 2.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch", "pooling", "rope_theta", "sliding_window_pattern"}
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "position_embedding_type",
                                                                                  "sliding_window")},
     "use_qk_norm": False}

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from .llama import block, layer_tensors, outer_tensors
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"layer_types", "mlp_bias", "sliding_window"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False}
+REFUSED_UNLESS = {"attention_bias": False}
 WINDOW, EVERY, THETA = 8192, 4, 1_000_000.0  # where a config says nothing: the first of so many layers has no window
 ROPE = {"rope_type": "llama3", "rope_theta": THETA, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
         "original_max_position_embeddings": 8192}

@@ -6,7 +6,6 @@ Checkpoints hold queries, keys and values in one matrix, and a layer's gates, up
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, MAX_POSITIONS, MOST, Defaults, ModelConfig, decoder_config
@@ -14,14 +13,11 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block
 from .mixtral import mixture, mixture_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "ffn_config", "max_seq_len", "n_heads", "n_layers"})
 KEYS_HARMLESS = frozenset({"emb_pdrop", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers
 NAMES = {"gate": "w1", "up": "v1", "down": "w2"}
 JOINT = "norm_attn_norm.attn.Wqkv"

@@ -3,7 +3,6 @@ are not made to add up to one, beside experts that every token visits."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
@@ -12,18 +11,15 @@ from . import TensorRule
 from .deepseek_v2 import by_method
 from .glm4_moe import shared_mixture
 from .glm4_moe_lite import sparse_behind
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "n_group",
                        "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_local_experts", "routed_scaling_factor",
                        "topk_group", "topk_method"})
 KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "seq_aux"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False,
-                                        "scoring_func": "softmax", "sliding_window": None, "use_mla": False}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+                  "sliding_window": None, "use_mla": False}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 

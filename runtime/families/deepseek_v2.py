@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..mixture import Mixture
 from . import deepseek_v3
-from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, outer_tensors, refuse_other_code
+from .deepseek_v3 import grouped, latent_config, refuse_other_code
 from .glm4_moe import shared_mixture
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "by_method", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"} | {"topk_method"}
-KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False,
-                                        "scoring_func": "softmax", "sliding_window": None, "use_mla": True}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
+                  "sliding_window": None, "use_mla": True}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_deepseek(_v2)?\.DeepseekV2\w+"
 GREEDY, LIMITED = "greedy", "group_limited_greedy"

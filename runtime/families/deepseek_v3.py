@@ -21,7 +21,7 @@ from ..mixture import Mixture
 from ..weights.index_weights import choose
 from . import LayerWeights, TensorRule, last_of
 from .glm4_moe import corrected
-from .llama import in_halves, outer_tensors
+from .llama import in_halves
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
@@ -32,16 +32,14 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "grouped", "latent_config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group",
                        "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
                        "num_mtp_layers", "num_nextn_predict_layers", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
                        "rope_interleave", "routed_scaling_factor", "topk_group", "v_head_dim"})
 # Of training and of serving on several machines; qk_head_dim is the sum of two that are read.
 KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid",
-                                        "sliding_window": None, "topk_method": "noaux_tc"}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "sliding_window": None,
+                  "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 QUERY_RANK = 1536

@@ -11,19 +11,17 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
 from ..mixture import Mixture
 from . import TensorRule, deepseek_v3
-from .deepseek_v3 import NAMES, QUERY_RANK, SIZES, WIDTHS, block, grouped, latent_config, mtp_layers, outer_tensors
+from .deepseek_v3 import QUERY_RANK, SIZES, WIDTHS, grouped, latent_config, mtp_layers
 from .glm4_moe import corrected
 from .glm4_moe_lite import sparse_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "indexed_config", "layer_tensors",
-           "outer_tensors", "sparse"]
-
+LIKE = deepseek_v3
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {
     "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types"}
 # Of GLM 5's layers, some of which share a choice.
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"}
-REFUSED_UNLESS: Mapping[str, object] = {**{key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "layer_types"},
-                                        "indexer_rope_interleave": False, "rope_interleave": True}
+REFUSED_UNLESS = {**{key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "layer_types"},
+                  "indexer_rope_interleave": False, "rope_interleave": True}
 CHOSEN, INDEXED, EPS = 2048, "indexed_attention", 1e-6
 
 

@@ -42,7 +42,7 @@ KEYS_USED = frozenset({
 # Of training, and of layers that predict tokens ahead, which are left out.
 KEYS_HARMLESS = frozenset({"dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids", "num_nextn_predict_layers",
                            "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
     "swiglu_limit": SILU_LIMIT, "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 129_280, "hidden_size": 4096, "moe_intermediate_size": 2048, "num_hidden_layers": 43, "num_attention_heads": 64}

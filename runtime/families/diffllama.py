@@ -8,14 +8,14 @@ queries and keys stand behind zeros there (`widened_heads`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
-from .llama import feed_forward, outer_tensors
+from .llama import feed_forward
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,11 +24,9 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "share_of"]
-
 KEYS_USED = frozenset({"attention_bias"})
 KEYS_HARMLESS = frozenset({"lambda_std_dev"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}
 MOST_DIM = 512  # of a head, as twice as much is cached
 

@@ -7,7 +7,7 @@ what makes it one in a score. Beyond `keep_window_size` tokens those of the larg
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
-from .llama import outer_tensors
 
 if TYPE_CHECKING:
     import numpy as np
@@ -24,13 +23,11 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
 KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias", *OF_MIXTURES})
 # Of training, and of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
 KEYS_HARMLESS = frozenset({"hidden_dropout", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"is_moe": False, "layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"is_moe": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
 EVEN = 16  # a head in attention is so many channels, or several times as many
 

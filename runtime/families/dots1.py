@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
+from . import glm4_moe
 from .glm4_moe import corrected
-from .glm4_moe import layer_tensors as layer_tensors
-from .llama import block, outer_tensors
 from .qwen2 import windows_of
-from .qwen3_moe import NAMES as NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = glm4_moe
 KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "layer_types", "max_window_layers", "moe_intermediate_size",
                        "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
                        "routed_scaling_factor", "sliding_window"})
 # The published ones also say how scores are made, in words of their own for what every model of the family does.
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "scoring_func", "topk_method"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
+REFUSED_UNLESS = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
 
 
 def config(keys: Keys) -> ModelConfig:

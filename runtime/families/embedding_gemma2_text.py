@@ -6,7 +6,6 @@ head: behind the last norm a matrix makes the vector of what is pooled of a text
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
@@ -14,15 +13,14 @@ from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from . import TensorRule, gemma2, gemma4_text, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier
-from .gemma4_text import MOST_INPUTS, PATTERN, block, heads_by_kind
+from .gemma4_text import MOST_INPUTS, PATTERN, heads_by_kind
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = gemma4_text
 KEYS_USED = frozenset({"attention_bias", "embedding_dim", "global_head_dim", "hidden_activation", "hidden_size_per_layer_input",
                        "layer_types", "num_global_key_value_heads", "per_layer_config", "sliding_window", "sliding_window_pattern"})
 KEYS_HARMLESS = frozenset({"hidden_act"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+REFUSED_UNLESS = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 4}
 ROPES = {GLOBAL: {"rope_theta": 1_000_000.0}, LOCAL: {"rope_theta": 10_000.0}}
 MOST_NUMBERS = 2**16  # of a vector

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig
@@ -10,11 +9,8 @@ from ..config_reader import Keys
 from . import TensorRule
 from .ernie4_5 import ernie_config
 from .glm4_moe_lite import sparse_of
-from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
                        "mlp_layer_types", "moe_num_experts", "moe_num_shared_experts", "moe_use_aux_free", "num_experts_per_tok",
@@ -22,9 +18,8 @@ KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_
                        "num_nextn_predict_layers"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
-                                        "moe_gate_act": "softmax", "moe_norm_gate_logits": True,
-                                        "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_gate_act": "softmax",
+                  "moe_norm_gate_logits": True, "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -6,7 +6,7 @@ No token has a choice between the two, so a pass is cut where tokens of one sort
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,7 @@ from ..config_reader import Keys
 from . import SEEN, LayerWeights, TensorRule, expert_role, last_of, narrowing
 from .ernie4_5 import ernie_config
 from .glm4_moe_lite import DENSE, SPARSE, sparse_of
-from .llama import attention, outer_tensors
+from .llama import attention
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
@@ -27,8 +27,6 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "turned_columns"]
-
 # Words around pictures, and around videos, whose experts are those of pictures.
 WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
 KEYS_USED = frozenset({*WORDS, "auto_map", "mlp_layer_types", "moe_intermediate_size", "moe_k", "moe_layer_end_index",
@@ -36,8 +34,8 @@ KEYS_USED = frozenset({*WORDS, "auto_map", "mlp_layer_types", "moe_intermediate_
                        "num_local_experts"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk",
-                                        "moe_norm_min": 1e-12, "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12,
+                  "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}
 CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "gate.weight_1")
 
 

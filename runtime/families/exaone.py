@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "OUTER", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"activation_function", "auto_map", "layer_norm_epsilon", "num_layers"})
 KEYS_HARMLESS = frozenset({"embed_dropout", "hidden_act", "rms_norm_eps", "rotary"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_exaone\.Exaone\w+"
 # Llama's names -> the family's.
 NAMES = {"input_layernorm": "ln_1", "post_attention_layernorm": "ln_2", "self_attn.q_proj": "attn.attention.q_proj", "self_attn.k_proj":

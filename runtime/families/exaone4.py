@@ -5,19 +5,15 @@ behind the last that guesses ahead, which is left out.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
-from .olmo2 import block, layer_tensors, outer_tensors
+from . import olmo2
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "usual_layers"]
-
+LIKE = olmo2
 KEYS_USED = frozenset({"layer_types", "num_nextn_predict_layers", "sliding_window", "sliding_window_pattern"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:

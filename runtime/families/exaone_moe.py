@@ -3,7 +3,6 @@ and DeepSeek V3's experts, of which one is shared, in all layers but the first."
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -13,19 +12,16 @@ from . import TensorRule
 from .deepseek_v3 import grouped
 from .exaone4 import usual_layers
 from .glm4_moe_lite import sparse_layers
-from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"first_k_dense_replace", "first_last_k_dense_replace", "layer_types", "mlp_layer_types", "moe_intermediate_size",
                        "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers",
                        "num_shared_experts", "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
 # Which layers have experts is said in a second way, as numbers.
 KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
 
 

@@ -10,18 +10,16 @@ import numpy as np
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import TensorRule
+from . import TensorRule, gpt_neox
 from .deepseek_v3 import refuse_other_code
-from .gpt_neox import block
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
+LIKE = gpt_neox
 KEYS_USED = frozenset({"activation", "auto_map", "bias", "ffn_hidden_size", "layer_norm_epsilon", "multi_query",
                        "new_decoder_architecture", "num_kv_heads", "num_ln_in_parallel_attn", "parallel_attn"})
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"apply_residual_connection_post_layernorm", "hidden_act", "rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"alibi": False, "layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"alibi": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 65_024, "hidden_size": 4544, "num_hidden_layers": 32, "num_attention_heads": 71}
 CODE = r"(configuration|modeling)_(falcon|RW)\.(Falcon|RW)\w+"  # of what became part of transformers
 BEFORE = "transformer."

@@ -7,7 +7,7 @@ reads that too and what is added takes it back. Gates and steps of state spaces 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -32,8 +32,8 @@ KEYS_USED = frozenset({*ONES, "mamba_conv_bias", "mamba_d_conv", "mamba_d_head",
                        "time_step_limit"})
 # Of speed, of what was read when the model was made, and of layers, which are all alike.
 KEYS_HARMLESS = frozenset({"layers_block_type", "mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False,
-                                        "mamba_use_mlp": True, "mlp_bias": False, "projectors_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False, "mamba_use_mlp": True,
+                  "mlp_bias": False, "projectors_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 USUAL = Defaults(max_position_embeddings=8192, num_key_value_heads=8, bos=1, eos=(2,), norm_eps=1e-5, sizes=SIZES)
 

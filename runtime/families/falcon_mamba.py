@@ -5,10 +5,9 @@ from __future__ import annotations
 from ..config import ModelConfig
 from ..config_reader import Keys
 from . import mamba
-from .mamba import REFUSED_UNLESS, block, layer_tensors, outer_tensors, spaces_config
+from .mamba import spaces_config
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = mamba
 KEYS_USED = mamba.KEYS_USED | {"mixer_rms_eps"}
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"use_falcon_mambapy"}
 

@@ -3,23 +3,18 @@ and an expert that every token visits beside those that plain sigmoids choose.""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "layer_types", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
                        "num_experts", "num_experts_per_tok", "num_local_experts", "shared_expert_intermediate_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "qkv_bias": False}
+REFUSED_UNLESS = {"mlp_bias": False, "qkv_bias": False}
 SIZES = {"vocab_size": 150_144, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 49, "num_attention_heads": 32}
 WINDOW, DENSE = 513, (0, 1)
 

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .gemma2 import embedding_multiplier
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias"})
-KEYS_HARMLESS = frozenset()
 # Some releases repeat their activation under a second name.
-REFUSED_UNLESS: Mapping[str, object] = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "mlp_bias": False,
-                                        "sliding_window": None, "use_bidirectional_attention": False}
+REFUSED_UNLESS = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "mlp_bias": False, "sliding_window": None,
+                  "use_bidirectional_attention": False}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -6,7 +6,7 @@ trained so, and in bfloat16 that is 0.1% more for the width 3072.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -14,16 +14,13 @@ from ...quant.weight import from_f32, to_f32
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, stored_dtype
 from ..config_reader import Keys
 from . import TensorRule, llama
-from .llama import block, outer_tensors
 from .qwen2 import windows_of
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
                        "query_pre_attn_scalar", "sliding_window"})
 # An old hidden_act is passed over for hidden_activation, sliding_window_size for sliding_window.
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act", "sliding_window_size"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
+REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}
 ACT = ("hidden_activation", "gelu_pytorch_tanh")
 SCHEMES = {"bfloat16": "bf16", "float16": "f16"}
 

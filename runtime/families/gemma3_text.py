@@ -5,22 +5,17 @@ Checkpoints that take images hold the same tensors under another prefix, beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
 from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, gemma_features, softcap
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar",
                        "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_bidirectional_attention"})
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+REFUSED_UNLESS = {"mlp_bias": False}
 # A checkpoint that takes images states of its text part only what differs from these.
 SIZES = {"vocab_size": 262_208, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 26, "num_attention_heads": 8}
 

@@ -9,7 +9,7 @@ What layers are given of a token beside the streams, as in Gemma 4, is added to 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from statistics import NormalDist
 from typing import TYPE_CHECKING
@@ -30,16 +30,13 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"activation_sparsity_pattern", "altup_num_inputs", "attention_bias", "final_logit_softcapping", "hidden_activation",
                        "hidden_size_per_layer_input", "laurel_rank", "layer_types", "num_kv_shared_layers", "rope_local_base_freq",
                        "sliding_window", "vocab_size_per_layer_input"})
 # A clip and a multiplier of what was learned.
 KEYS_HARMLESS = frozenset({"altup_coef_clip", "altup_lr_multiplier", "cache_implementation", "hidden_act",
                            "original_max_position_embeddings"})
-REFUSED_UNLESS: Mapping[str, object] = {"altup_active_idx": 0, "altup_correct_scale": True, "mlp_bias": False,
-                                        "use_bidirectional_attention": False}
+REFUSED_UNLESS = {"altup_active_idx": 0, "altup_correct_scale": True, "mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 262_400, "hidden_size": 2048, "intermediate_size": 16_384, "num_hidden_layers": 35, "num_attention_heads": 8}
 PATTERN = 5  # one layer in so many has no window, where the config lists no types
 CUT, CUT_LAYERS = 0.95, 10  # the share of gates that do not go on, and in how many layers, where it says nothing

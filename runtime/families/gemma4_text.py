@@ -9,7 +9,7 @@ norms of its own, and the share of each is multiplied by a number of the expert'
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping", "global_head_dim",
                        "hidden_activation", "hidden_size_per_layer_input", "layer_types", "moe_intermediate_size", "num_experts",
                        "num_global_key_value_heads", "num_kv_shared_layers", "per_layer_config", "sliding_window", "top_k_experts",
@@ -40,7 +38,7 @@ KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block",
 # A pattern is written next to the layer_types that it made, and a first name of moe_intermediate_size stands in the published configs.
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "expert_intermediate_size", "hidden_act",
                            "sliding_window_pattern"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+REFUSED_UNLESS = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, "num_hidden_layers": 30, "num_attention_heads": 8}
 PATTERN = 6  # one layer in so many has no window, where the config lists no types
 ROPES = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},

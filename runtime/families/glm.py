@@ -3,19 +3,13 @@ with biases on q, k and v, and gate and up stored as one matrix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
-from .llama import block, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "partial_rotary_factor"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 FUSED = {"mlp.gate_up_proj": ("gate", "up")}
 SHARE = 0.5  # of a head that turns, where a config does not say
 ENDS = (151_329, 151_336, 151_338)

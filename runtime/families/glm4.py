@@ -7,10 +7,8 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, glm
-from .glm import KEYS_HARMLESS, REFUSED_UNLESS, block, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = glm
 KEYS_USED = glm.KEYS_USED | {"num_nextn_predict_layers"}
 
 

@@ -3,7 +3,6 @@ beside one that every token visits, in all layers but the first ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -11,18 +10,14 @@ from ..config_reader import REQUIRED, Keys
 from ..config_rope import RopeConfig, rope_config
 from ..mixture import Mixture
 from . import TensorRule
-from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "corrected", "layer_tensors", "outer_tensors",
-           "shared_mixture"]
 
 KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
                        "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor",
                        "num_nextn_predict_layers", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"num_mtp_layers", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 ROTARY = 0.5  # of a head, where nothing is said
 
 

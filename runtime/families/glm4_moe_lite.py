@@ -7,14 +7,11 @@ from dataclasses import replace
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v3
-from .deepseek_v3 import NAMES, block, grouped, latent_config, layer_tensors, mtp_layers, outer_tensors
+from .deepseek_v3 import grouped, latent_config, mtp_layers
 from .glm4_moe import corrected
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map"} | {"mlp_layer_types"}
-KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
-REFUSED_UNLESS = deepseek_v3.REFUSED_UNLESS
 SIZES = {"vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240, "num_hidden_layers": 47, "num_attention_heads": 20}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 DENSE, SPARSE = "dense", "sparse"

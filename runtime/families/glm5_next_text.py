@@ -7,7 +7,7 @@ The key of a pool is a mean of its tokens' index keys, weighed channel by channe
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -25,7 +25,6 @@ from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
 from .kimi_linear import linear_tensors
-from .llama import outer_tensors
 from .mixtral import expert_tensors
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
@@ -38,15 +37,13 @@ if TYPE_CHECKING:
     from ..kv.states import LayerStates
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = glm_moe_dsa.KEYS_USED | {
     "hc_eps", "hc_mult", "hc_sinkhorn_iters", "index_kpool", "linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim",
     "linear_lower_bound", "linear_num_heads"}
 # Of training, and of positions that nothing has.
 KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS | {"original_max_position_embeddings", "rope_interleave", "rope_parameters",
                                              "rope_scaling", "rope_theta"}
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     **{key: value for key, value in glm_moe_dsa.REFUSED_UNLESS.items() if key not in ("indexer_rope_interleave", "rope_interleave")},
     "index_kpool_always_select_tail": True, "swiglu_limit": SILU_LIMIT}
 SIZES = {"vocab_size": 154_880, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 45, "num_attention_heads": 64}

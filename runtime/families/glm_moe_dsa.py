@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from . import deepseek_v32
-from .deepseek_v32 import NAMES, block, indexed_config, layer_tensors, outer_tensors
+from .deepseek_v32 import indexed_config
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "choosing", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v32
 SHARING = frozenset({"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"})
 KEYS_USED, KEYS_HARMLESS = deepseek_v32.KEYS_USED | SHARING, deepseek_v32.KEYS_HARMLESS - SHARING
-REFUSED_UNLESS: Mapping[str, object] = {**deepseek_v32.REFUSED_UNLESS, "indexer_rope_interleave": True}
+REFUSED_UNLESS = {**deepseek_v32.REFUSED_UNLESS, "indexer_rope_interleave": True}
 SIZES = {"vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 78, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 FULL, SHARED = "full", "shared"

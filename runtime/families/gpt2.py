@@ -9,12 +9,9 @@ import numpy as np
 
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule
-from .opt import block
+from . import TensorRule, opt
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "sized",
-           "stored_rows", "turned_columns"]
-
+LIKE = opt
 KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions",
                        "scale_attn_weights"})
 # Of training and of classifiers; what rotary families call by these names, transformers passes over in this one.
@@ -22,7 +19,7 @@ KEYS_HARMLESS = frozenset({
     "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "head_dim", "hidden_act", "n_ctx", "num_key_value_heads",
     "original_max_position_embeddings", "reorder_and_upcast_attn", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "scale_attn_by_inverse_layer_idx": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "scale_attn_by_inverse_layer_idx": False, "sliding_window": None}
 SIZES = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12, "max_position_embeddings": 1024}
 BEFORE = "transformer."
 # Role -> the matrix that holds it, and where in it its columns begin, in widths of the model.

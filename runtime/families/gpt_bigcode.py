@@ -3,22 +3,17 @@ outputs before inputs, of which one holds queries, keys and values."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, gpt2
-from .gpt2 import BEFORE, outer_tensors, sized
-from .opt import block
+from .gpt2 import BEFORE, sized
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
-KEYS_USED = gpt2.KEYS_USED
+LIKE = gpt2
 # How scores are computed, and what the program did that the models were published with.
 KEYS_HARMLESS = gpt2.KEYS_HARMLESS - {"head_dim", "num_key_value_heads"} | {
     "attention_softmax_in_fp32", "inference_runner", "max_batch_size", "max_sequence_length", "pad_key_length", "pre_allocate_kv_cache",
     "scale_attention_softmax_in_fp32", "validate_runner_input"}
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "multi_query": True, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "multi_query": True, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

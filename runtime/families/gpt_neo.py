@@ -3,17 +3,13 @@ and values, and scores that no number divides."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import TensorRule
-from .gpt2 import BEFORE, outer_tensors
-from .opt import block
+from . import TensorRule, gpt2
+from .gpt2 import BEFORE
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = gpt2
 KEYS_USED = frozenset({"activation_function", "attention_layers", "attention_types", "layer_norm_epsilon", "num_heads", "num_layers",
                        "window_size"})
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
@@ -21,7 +17,7 @@ KEYS_HARMLESS = frozenset({
     "embed_dropout", "gradient_checkpointing", "head_dim", "hidden_act", "num_key_value_heads", "original_max_position_embeddings",
     "resid_dropout", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "summary_activation", "summary_first_dropout",
     "summary_proj_to_labels", "summary_type", "summary_use_proj"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 KINDS = ("global", "local")
 MATRICES = {**{role: f"attn.attention.{role}_proj" for role in "qkv"}, "o": "attn.attention.out_proj", "up": "mlp.c_fc", "down":
             "mlp.c_proj"}

@@ -14,18 +14,15 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
 from . import TensorRule, expert_role
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts", "quantization_config",
                        "sliding_window"})
 # The first two repeat what num_experts_per_tok and the rotary section say.
 KEYS_HARMLESS = frozenset({"experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT}
+REFUSED_UNLESS = {"mlp_bias": False, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT}
 WINDOW, THETA = 128, 150_000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
         "original_max_position_embeddings": 4096}  # where a config says nothing of it

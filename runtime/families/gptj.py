@@ -4,25 +4,22 @@ each head turn, and the head has a bias."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig
-from . import TensorRule
-from .cohere import block
+from . import TensorRule, cohere
 from .gpt2 import BEFORE, sized
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = cohere
 KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "rotary_dim"})
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
     "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "head_dim", "hidden_act", "n_ctx", "num_key_value_heads",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "rotary", "scale_attn_weights",
     "summary_activation", "summary_first_dropout", "summary_proj_to_labels", "summary_type", "summary_use_proj"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 SIZES = {"hidden_size": 4096, "num_hidden_layers": 28, "num_attention_heads": 16, "max_position_embeddings": 2048}
 THETA = 10_000.0  # of every model
 MATRICES = {**{role: f"attn.{role}_proj" for role in "qkv"}, "o": "attn.out_proj", "up": "mlp.fc_in", "down": "mlp.fc_out"}

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "multiplied", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "attention_multiplier", "embedding_multiplier", "logits_scaling", "mlp_bias",
                        "residual_multiplier"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
 USUAL = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))

@@ -3,21 +3,16 @@ of each layer's own, or be left out."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, granite, llama
-from .llama import block, outer_tensors
 from .qwen2 import windows_of
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "SEEING", "block", "config", "layer_tensors", "outer_tensors", "seeing", "sinks"]
 
 SEEING = frozenset({"layer_rope_theta", "layer_types", "sliding_window"})
 KEYS_USED = granite.KEYS_USED | SEEING
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {}
+REFUSED_UNLESS = {}
 WINDOW, EVERY = 128, 4  # where a config says nothing: the first of so many layers has none
 USUAL = Defaults(max_position_embeddings=8192, num_key_value_heads=4, bos=100_257, eos=(100_257,), norm_eps=1e-5, tied=True, sizes={
     "vocab_size": 100_352, "hidden_size": 2560, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 20})

@@ -5,21 +5,17 @@ Checkpoints hold the experts of a layer together, which `stored_names.py` takes 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, granite
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {"num_experts", "num_experts_per_tok", "num_local_experts"}
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, granite_swa, granitemoeshared
-from .llama import block, outer_tensors
-from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = granitemoeshared
 KEYS_USED = granitemoeshared.KEYS_USED | granite_swa.SEEING
-KEYS_HARMLESS = granitemoeshared.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False}
+REFUSED_UNLESS = {"mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -4,25 +4,20 @@ as the expert that all tokens share, beside others in h-tiny and h-small."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
-from . import TensorRule, granite
-from .llama import block, outer_tensors
+from . import TensorRule, granite, llama
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "mamba_tensors", "outer_tensors"]
 
 KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {
     "layer_types", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads",
     "num_experts", "num_experts_per_tok", "num_local_experts", "position_embedding_type", "shared_intermediate_size", "time_step_limit"}
 KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm",
-                                        "sliding_window": None}
+REFUSED_UNLESS = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm", "sliding_window": None}
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 PARTS = {"state_gate": "gate_proj", "state_in": "xbc_proj", "state_rate": "dt_proj"}  # of in_proj, by the names that they have apart
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as writers have it
@@ -86,7 +81,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     if mixed:
         rules = expert_tensors(config, layer, "block_sparse_moe", NAMES)
     else:
-        rules = granite.layer_tensors(config, layer)
+        rules = llama.layer_tensors(config, layer)
     width, under = config.intermediate_size, "shared." if mixed else ""
     for i, role in enumerate(("gate", "up")):
         rules[under + role] = replace(rules[under + role], part_of=(f"{prefix}shared_mlp.input_linear.weight", i * width, 2 * width))

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
-from . import TensorRule, granite, granitemoe, granitemoehybrid
-from .llama import block, outer_tensors
+from . import TensorRule, granite, granitemoe, granitemoehybrid, qwen3_moe
 from .mixtral import mixture
-from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = granitemoe
+NAMES = qwen3_moe.NAMES
 KEYS_USED = granitemoe.KEYS_USED | {"shared_intermediate_size"}
-KEYS_HARMLESS = granitemoe.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = granitemoe.REFUSED_UNLESS
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -10,7 +10,7 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, last_of, llama
-from .llama import in_halves, outer_tensors
+from .llama import in_halves
 
 if TYPE_CHECKING:
     import numpy as np
@@ -18,9 +18,6 @@ if TYPE_CHECKING:
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attention", "attention_names", "block", "config", "layer_tensors",
-           "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias"})
 # The published ones list what models of the family that take images have, and what a head is as wide as, a second time.
@@ -31,7 +28,7 @@ KEYS_HARMLESS = frozenset({
     "routed_scaling_factor", "sep_id", "sep_token_id", "skip_cls_token", "text_end_id",
     "text_start_id", "video_end_id", "video_start_id", "vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type",
     "vit_norm_type", "vit_patch", "vit_path", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm", "xdrope_section"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "kv_lora_rank": None, "layer_types": None, "mlp_bias": False, "norm_type": "rms", "num_experts": 1, "position_embedding_xdrope": False,
     "q_lora_rank": None, "sliding_window": None, "use_cla": False, "use_qk_norm": True, "use_rotary_pos_emb": True}
 STRETCH = "alpha"  # what the base is multiplied by, to a power

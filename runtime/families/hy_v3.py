@@ -3,7 +3,6 @@ first ones."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -11,11 +10,8 @@ from ..config_reader import Keys
 from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 from .glm4_moe_lite import sparse_layers
-from .llama import block, outer_tensors
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
@@ -23,8 +19,8 @@ KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "m
 KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
                            "output_router_logits", "router_aux_loss_coef", "use_grouped_mm"})  # what is added in float32 here
 # The published ones say in words what every model of the family does.
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "moe_router_enable_expert_bias": True,
-                                        "moe_router_use_sigmoid": True, "qk_norm": True, "route_norm": True, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True,
+                  "qk_norm": True, "route_norm": True, "sliding_window": None}
 SIZES = {"vocab_size": 120_832, "hidden_size": 4096, "intermediate_size": 13_312, "num_hidden_layers": 80, "num_attention_heads": 64}
 CODE = r"(configuration|modeling)_hy_v3\.HYV3\w+"  # of what became part of transformers
 # Names of the published ones -> of what some writers call them.

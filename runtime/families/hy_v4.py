@@ -8,7 +8,7 @@ streams and gates by names of their own (`native_names.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,7 @@ from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, deepseek_v32, llama, narrowing
 from .deepseek_v3 import attended_to
 from .deepseek_v4 import mix_tensors, second_half, written
-from .deepseek_v32 import NAMES, indexed_config
+from .deepseek_v32 import indexed_config
 from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
 
@@ -29,11 +29,10 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
+LIKE = deepseek_v32
 KEYS_USED = deepseek_v32.KEYS_USED | {"hc_eps", "hc_mult", "indexer_types", "swiglu_limit"}
 KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init"}  # of training
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if key != "rope_interleave"}, "hc_magnitude": 2.0,
     "rope_interleave": False}
 SIZES = {"vocab_size": 120_832, "hidden_size": 2816, "intermediate_size": 6912, "num_hidden_layers": 34, "num_attention_heads": 32}

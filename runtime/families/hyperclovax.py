@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
-from . import TensorRule, granite
+from . import TensorRule, granite, llama
 from .deepseek_v3 import refuse_other_code
-from .granite import block, multiplied, outer_tensors
+from .granite import multiplied
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = granite
 KEYS_USED = granite.KEYS_USED | {"auto_map"}
 KEYS_HARMLESS = frozenset({"activation_function", "attn_pdrop", "embd_pdrop", "end_token_id", "summary_first_dropout"})
-REFUSED_UNLESS: Mapping[str, object] = {**granite.REFUSED_UNLESS, "use_post_norm": True}
+REFUSED_UNLESS = {**granite.REFUSED_UNLESS, "use_post_norm": True}
 CODE = r"(configuration|modeling)_hyperclovax\.HyperCLOVAX\w+"  # of the published ones, which became part of transformers
 AFTER = {"o_norm": "post_norm1", "down_norm": "post_norm2"}
 
@@ -28,5 +26,5 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    return granite.layer_tensors(config, layer) | {role: TensorRule(f"model.layers.{layer}.{name}.weight", (config.hidden_size,))
-                                                   for role, name in AFTER.items()}
+    return llama.layer_tensors(config, layer) | {role: TensorRule(f"model.layers.{layer}.{name}.weight", (config.hidden_size,))
+                                                 for role, name in AFTER.items()}

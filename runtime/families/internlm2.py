@@ -3,21 +3,15 @@ heads the queries, then the key, then the value. A store of the folder takes the
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
 
 KEYS_USED = frozenset({"auto_map", "bias"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # of the published ones, which is not run
 # Llama's names -> those of the checkpoints; q, k and v have Llama's once they are apart.

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "bias", "mlp_bias", "qkv_bias"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 128_512, "hidden_size": 4096, "intermediate_size": 10_240, "num_hidden_layers": 48, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_internlm3\.InternLM3\w+"  # of the published ones, which became part of transformers
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = llama.KEYS_USED | {"auto_map"}
 KEYS_HARMLESS = frozenset({"max_window_layers"})
-REFUSED_UNLESS: Mapping[str, object] = {**llama.REFUSED_UNLESS, "clip_qkv": None, "use_sliding_window": False}
+REFUSED_UNLESS = {**llama.REFUSED_UNLESS, "clip_qkv": None, "use_sliding_window": False}
 SIZES = {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80, "num_attention_heads": 40}
 CODE = r"(configuration|modeling)_iquestcoder\.IQuestCoder\w+"  # of the published ones, which became part of transformers
 

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, llama
-from .opt import block
-from .stablelm import normed, outer_tensors
+from . import TensorRule, llama, opt, stablelm
+from .stablelm import normed
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = opt
+outer_tensors = stablelm.outer_tensors
 KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "mlp_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 150_272, "hidden_size": 3328, "intermediate_size": 26_624, "num_hidden_layers": 32, "num_attention_heads": 26}
 
 

@@ -7,18 +7,14 @@ it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.mamba1_shape import Mamba1Shape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, expert_of, llama
-from .llama import block
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "space_tensors"]
 
 KEYS_USED = frozenset({"attn_layer_offset", "attn_layer_period", "expert_layer_offset", "expert_layer_period", "mamba_conv_bias",
                        "mamba_d_conv", "mamba_d_state", "mamba_dt_rank", "mamba_expand", "num_experts", "num_experts_per_tok",
@@ -27,7 +23,7 @@ KEYS_USED = frozenset({"attn_layer_offset", "attn_layer_period", "expert_layer_o
 KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_experts", "num_logits_to_keep",
                            "original_max_position_embeddings", "output_router_logits", "rope_parameters", "rope_scaling", "rope_theta",
                            "router_aux_loss_coef", "use_associative_scan", "use_mamba_kernels", "use_mambapy"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 NORMS = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}
 

@@ -13,15 +13,13 @@ from dataclasses import replace
 from ...kernels.kda_shape import KdaShape
 from ..config import Defaults, ModelConfig, demand_silu
 from ..config_reader import ConfigError, Keys, show
-from . import TensorRule, olmo_hybrid
-from .deepseek_v3 import SILENT, block, grouped, latent_config, latent_tensors, refuse_other_code
+from . import TensorRule, deepseek_v3, olmo_hybrid
+from .deepseek_v3 import SILENT, grouped, latent_config, latent_tensors, refuse_other_code
 from .glm4_moe_lite import sparse_behind
-from .llama import outer_tensors
 from .mixtral import MOST_EXPERTS, NAMES, expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 # What is called so in transformers -> what published configs call it, where they differ.
 CALLED = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
           "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
@@ -33,7 +31,7 @@ KEYS_USED = frozenset({
 # groups says.
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "output_router_logits", "qk_head_dim", "rope_parameters", "rope_scaling",
                            "rope_theta", "use_grouped_topk"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "attn_res_block_size": None, "mla_use_nope": True, "mla_use_output_gate": False, "mlp_bias": False, "moe_layer_freq": 1,
     "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_expert_hidden_size": None, "sliding_window": None}
 OF_LINEAR = frozenset({"full_attn_layers", "head_dim", "kda_layers", "num_heads", "short_conv_kernel_size"})  # in linear_attn_config

@@ -6,23 +6,18 @@ What every token visits is the MLP of a layer here, because one norm stands behi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule, llama
-from .llama import block, outer_tensors
 from .mixtral import mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-__all__ = ["EVERY", "KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
                        "shared_expert_intermediate_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"head_dtype", "output_router_logits"})  # of programs and of training
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}
 EVERY = 5  # layers, of which the last sees all, where nothing lists them
 

@@ -3,7 +3,6 @@ the gates of what is attended to, and experts that corrected sigmoids choose, be
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
@@ -12,12 +11,9 @@ from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 from .glm4_moe_lite import sparse_layers
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "queries_by_layer"]
 
 KEYS_USED = frozenset({
     "attention_bias", "auto_map", "first_k_dense_replace", "gating", "gating_types", "layer_types", "mlp_layer_types",
@@ -25,7 +21,7 @@ KEYS_USED = frozenset({
     "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "shared_expert_intermediate_size", "sliding_window"})
 # Of training, and what other programs read in the place of the sections of rotary positions.
 KEYS_HARMLESS = frozenset({"output_router_logits", "qkv_bias", "router_aux_loss_coef", "swa_rope_parameters"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "decoder_sparse_step": 1, "mlp_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
     "norm_topk_prob": True, "swa_attention_sink_enabled": False}
 SIZES = {"vocab_size": 100_352, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 40, "num_attention_heads": 48}

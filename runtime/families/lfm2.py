@@ -14,9 +14,6 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_s
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of",
                        "conv_L_cache", "conv_dim", "conv_dim_out", "full_attn_idxs", "layer_types", "norm_eps", "num_heads",
@@ -24,8 +21,8 @@ KEYS_USED = frozenset({"block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", 
 # Of training, and other names of norm_eps that are not read.
 KEYS_HARMLESS = frozenset({"block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init",
                            "conv_use_xavier_init", "rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "block_use_swiglu": True, "conv_bias": False, "mlp_bias": False,
-                                        "sliding_window": None, "use_pos_enc": True}
+REFUSED_UNLESS = {"attention_bias": False, "block_use_swiglu": True, "conv_bias": False, "mlp_bias": False, "sliding_window": None,
+                  "use_pos_enc": True}
 CONV, FULL = "conv", "full_attention"
 WIDTHS = {"block_dim": "hidden_size", "conv_dim": "hidden_size", "conv_dim_out": "hidden_size", "num_heads": "num_attention_heads"}
 SIZES = {"vocab_size": 65_536, "hidden_size": 2560, "intermediate_size": 12_288, "block_ff_dim": 12_288, "num_hidden_layers": 32,

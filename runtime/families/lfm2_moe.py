@@ -2,23 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, lfm2
-from .lfm2 import block, conv_config, conv_tensors, outer_tensors
+from .lfm2 import conv_config, conv_tensors
 from .mixtral import NAMES, expert_tensors, mixture
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = lfm2
 KEYS_USED = frozenset({"block_dim", "conv_L_cache", "conv_dim", "conv_dim_out", "layer_types", "moe_intermediate_size", "norm_eps",
                        "norm_topk_prob", "num_dense_layers", "num_experts", "num_experts_per_tok", "num_heads", "num_local_experts",
                        "routed_scaling_factor", "tie_embedding", "use_expert_bias"})
 KEYS_HARMLESS = frozenset({"conv_use_xavier_init", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {**{key: value for key, value in lfm2.REFUSED_UNLESS.items() if not key.startswith("block_")},
-                                        "block_auto_adjust_ff_dim": False, "full_attn_idxs": None}
+REFUSED_UNLESS = {**{key: value for key, value in lfm2.REFUSED_UNLESS.items() if not key.startswith("block_")},
+                  "block_auto_adjust_ff_dim": False, "full_attn_idxs": None}
 SIZES = {**lfm2.SIZES, "hidden_size": 2048, "intermediate_size": 7168}
 
 

@@ -3,23 +3,20 @@ every second sees a window, under rotary positions of its own, and what a head a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ...kernels.conv_shape import ConvShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
-from . import TensorRule, llama
-from .lfm2 import CONV, conv_tensors, outer_tensors
-from .llama import block
+from . import TensorRule, lfm2, llama
+from .lfm2 import CONV, conv_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = lfm2
 KEYS_USED = frozenset({"attention_bias", "conv_L_cache", "layer_types", "norm_eps", "sliding_window", "use_attention_gate",
                        "use_sandwich_norm"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})  # another name of norm_eps that is not read
-REFUSED_UNLESS: Mapping[str, object] = {"conv_bias": False, "mlp_bias": False}
+REFUSED_UNLESS = {"conv_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24, "num_attention_heads": 16}
 ROPES = {LOCAL: {"rope_type": "default", "rope_theta": 10_000.0},
          GLOBAL: {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.5}}

@@ -7,7 +7,7 @@ multiplier of `linear_add`; windows, scales and caps of scores are bound in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -24,8 +24,9 @@ if TYPE_CHECKING:
     from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+KEYS_HARMLESS: frozenset[str] = frozenset()
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
+NAMES: dict[str, str] = {}  # of experts, which these models lack
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -8,28 +8,24 @@ that is not yet as long both are as if they were not: so far such a model runs, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
-from .hunyuan_v1_dense import block
-from .llama import outer_tensors
+from . import TensorRule, hunyuan_v1_dense, llama
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
 from .smollm3 import rotated_layers
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = hunyuan_v1_dense
 KEYS_USED = frozenset({"attention_bias", "attention_chunk_size", "attn_temperature_tuning", "floor_scale", "interleave_moe_layer_step",
                        "intermediate_size_mlp", "layer_types", "moe_layers", "no_rope_layer_interval", "no_rope_layers",
                        "num_experts_per_tok", "num_local_experts", "use_qk_norm"})
 # How queries grow beyond what is run; of training and of other programs; and of another family, which transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "output_router_logits",
                            "rope_local_base_freq", "router_aux_loss_coef", "router_jitter_noise", "sliding_window"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
+REFUSED_UNLESS = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
 SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
 KINDS = ("chunked_attention", "full_attention")
 LENGTH = 8192  # of a chunk, and from which on queries grow

@@ -6,7 +6,7 @@ A block is a layer here, and the sum on its way a second stream of a token (`Mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -16,7 +16,6 @@ from ..config_reader import ConfigError, Keys
 from ..mixture import Mixture
 from . import LayerWeights, TensorRule, last_of, llama, narrowing
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
-from .llama import outer_tensors
 from .mixtral import MOST_EXPERTS, mixture_tensors
 from .qwen3_moe import NAMES
 
@@ -27,15 +26,12 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "auto_map", "expert_ffn_hidden_size", "ffn_hidden_size", "kv_lora_rank", "moe_topk",
                        "n_routed_experts", "num_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
                        "routed_scaling_factor", "v_head_dim", "zero_expert_num"})
 KEYS_HARMLESS = frozenset({"attention_method", "output_router_logits"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False,
-                                        "norm_topk_prob": False, "router_bias": False, "sliding_window": None,
-                                        "zero_expert_type": "identity"}
+REFUSED_UNLESS = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False, "norm_topk_prob": False,
+                  "router_bias": False, "sliding_window": None, "zero_expert_type": "identity"}
 SIZES = {"vocab_size": 131_072, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 56, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 128, "qk_rope_head_dim": 64, "v_head_dim": 128}
 CODE = r"(configuration|modeling)_longcat_flash\.LongcatFlash\w+"  # of the published ones, which became part of transformers

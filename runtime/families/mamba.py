@@ -5,7 +5,7 @@ A config has to have heads and a width inside: there is one of each, as small as
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -23,15 +23,13 @@ if TYPE_CHECKING:
     from ..kv.states import LayerStates
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"conv_kernel", "expand", "layer_norm_epsilon", "state_size", "time_step_rank", "use_conv_bias"})
 # Of training, of programs, of what is said twice, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
     "d_inner", "d_model", "fused_add_norm", "n_layer", "original_max_position_embeddings", "pad_vocab_size_multiple",
     "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "ssm_cfg",
     "time_step_floor", "time_step_init_scheme", "time_step_max", "time_step_min", "time_step_scale", "use_associative_scan", "use_mambapy"})
-REFUSED_UNLESS: Mapping[str, object] = {"rms_norm": True, "sliding_window": None, "use_bias": False}
+REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 50_280, "hidden_size": 768, "num_hidden_layers": 32}
 ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2, "intermediate_size": 1}  # what no layer has
 

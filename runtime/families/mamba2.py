@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from . import TensorRule, mamba
 from .granitemoehybrid import check_steps, mamba_tensors
-from .mamba import ABSENT, block, outer_tensors
+from .mamba import ABSENT
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = mamba
 KEYS_USED = frozenset({"conv_kernel", "expand", "head_dim", "intermediate_size", "layer_norm_epsilon", "n_groups", "num_heads",
                        "state_size", "time_step_limit", "use_conv_bias"})
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"chunk_size", "norm_before_gate", "time_step_rank"}
-REFUSED_UNLESS: Mapping[str, object] = {"rms_norm": True, "sliding_window": None, "use_bias": False}
+REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64}
 
 

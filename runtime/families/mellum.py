@@ -2,25 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, two_ropes
+from . import qwen3_moe
 from .glm4_moe_lite import SPARSE, sparse_of
-from .llama import block, outer_tensors
 from .mixtral import mixture
 from .qwen2 import windows_of
-from .qwen3_moe import NAMES, layer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = qwen3_moe
 KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "sliding_window"})
 # Of layers that predict a token ahead, which are not read.
 KEYS_HARMLESS = frozenset({"mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
                            "original_max_position_embeddings", "output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"decoder_sparse_step": 1, "mlp_bias": False, "mlp_only_layers": [], "use_sliding_window": True}
+REFUSED_UNLESS = {"decoder_sparse_step": 1, "mlp_bias": False, "mlp_only_layers": [], "use_sliding_window": True}
 SIZES = {"vocab_size": 98_304, "hidden_size": 2304, "intermediate_size": 7168, "num_hidden_layers": 28, "num_attention_heads": 32}
 THETAS = 500_000.0, 10_000.0  # of layers without and with a window, where a config has no rotary positions
 

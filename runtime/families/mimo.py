@@ -2,20 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
-from .llama import block, layer_tensors, outer_tensors
 from .qwen2 import KEYS_USED as OF_QWEN
 from .qwen2 import qwen_windows
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = OF_QWEN | {"auto_map", "num_nextn_predict_layers"}
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "mlp_bias": False, "use_mrope": False}
+REFUSED_UNLESS = {"attention_bias": True, "mlp_bias": False, "use_mrope": False}
 CODE = r"(configuration|modeling)_mimo\.MiMo\w+"
 
 

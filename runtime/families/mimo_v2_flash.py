@@ -6,7 +6,6 @@ Values are cached as wide as keys, a third more than they are.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
@@ -15,12 +14,9 @@ from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import TensorRule
 from .deepseek_v3 import grouped, refuse_other_code
 from .glm4_moe_lite import DENSE, SPARSE, sparse_layers
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({
     "attention_bias", "attention_value_scale", "auto_map", "first_k_dense_replace", "hybrid_layer_pattern", "layer_types",
@@ -30,7 +26,7 @@ KEYS_USED = frozenset({
 # Of programs and of layers that guess ahead; attention to chunks is that of windows.
 KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "output_router_logits", "rope_scaling",
                            "original_max_position_embeddings"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "mlp_bias": False, "n_shared_experts": None,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 152_576, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 48, "num_attention_heads": 64}

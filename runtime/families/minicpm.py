@@ -6,20 +6,16 @@ attends to all elsewhere, as is done here.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
-from .llama import block, layer_tensors, outer_tensors
 from .minicpm3 import scaled
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "scale_depth", "scale_emb", "sparse_config"})
 KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
 CODE = r"(configuration|modeling)_minicpm\.MiniCPM(Config|Model|ForCausalLM|ForSequenceClassification)"
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 

@@ -4,19 +4,17 @@ logits."""
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
-from . import TensorRule, llama
-from .deepseek_v3 import block, latent_config, latent_tensors, outer_tensors, refuse_other_code
+from . import TensorRule, deepseek_v3, llama
+from .deepseek_v3 import latent_config, latent_tensors, refuse_other_code
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "scaled"]
-
+LIKE = deepseek_v3
 KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
                        "qk_rope_head_dim", "scale_depth", "scale_emb", "v_head_dim"})
 KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}
 CODE = r"(configuration|modeling)_minicpm(3)?\.MiniCPM3\w+"  # of the published ones, which became part of transformers
 RANK = 768

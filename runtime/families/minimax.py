@@ -8,7 +8,7 @@ Checkpoints hold what is written and read in one matrix, head by head; a store o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import LayerWeights, TensorRule, last_of, narrowing
 from .deepseek_v3 import refuse_other_code
-from .llama import outer_tensors
 from .mixtral import NAMES, expert_tensors, mixture
 from .olmo_hybrid import FULL, LINEAR, demand_both
 
@@ -30,8 +29,6 @@ if TYPE_CHECKING:
     from ..kv.states import LayerStates
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
 # What is kept of the stream and what of a branch is added, by kind of branch: transformers' names, and those of the published models.
 SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
 SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
@@ -40,8 +37,7 @@ KEYS_USED = frozenset({"attn_type_list", "auto_map", "layer_types", "num_experts
                        "partial_rotary_factor", "rotary_dim", *(name for names in SPELLED.values() for name in names)})
 # `block_size` is how transformers cuts a prompt; the rest is of training.
 KEYS_HARMLESS = frozenset({"block_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0,
-                                        "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # of the published ones
 THETA, STATE_EPS = 1e6, 1e-6

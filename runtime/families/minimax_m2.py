@@ -3,17 +3,12 @@ half of each head's channels."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule
 from .deepseek_v3 import refuse_other_code
-from .llama import block, outer_tensors
 from .mixtral import NAMES, expert_tensors, mixture
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attn_type_list", "auto_map", "num_experts", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor",
                        "rotary_dim"})
@@ -22,7 +17,7 @@ KEYS_HARMLESS = frozenset({
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
     "mtp_transformer_layers", "num_mtp_modules", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode",
     "use_mtp"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "attention_bias": False, "layer_types": None, "mlp_bias": False, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "shared_intermediate_size": 0, "sliding_window": None, "use_qk_norm": True, "use_routing_bias": True}
 CODE = r"(configuration|modeling)_minimax_m2\.MiniMaxM2\w+"  # of the published ones, which became part of transformers

@@ -3,7 +3,7 @@ that chooses blocks of tokens for each head of keys (`kernels/index_shape.py`)."
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,8 +26,6 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({
     "dense_intermediate_size", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks",
     "layer_types", "mlp_layer_types", "moe_layer_freq", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "rotary_dim",
@@ -35,7 +33,7 @@ KEYS_USED = frozenset({
 # Of training, and of layers that guess ahead, which are left out.
 KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "output_router_logits",
                            "router_aux_loss_coef", "router_jitter_noise", "use_mtp"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "attention_bias": False, "attention_output_gate": False, "mlp_bias": False, "n_shared_experts": 1, "qk_norm_type": "per_head",
     "scoring_func": "sigmoid", "sliding_window": None, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT, "use_gemma_norm": True,
     "use_qk_norm": True, "use_routing_bias": True}

@@ -7,20 +7,16 @@ the same tensors under another prefix, beside those of the image encoder.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import GROWTH, MAX_POSITIONS, RopeConfig, rope_of
-from .llama import block
-from .mistral import layer_tensors, outer_tensors
+from . import mistral
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = mistral
 KEYS_USED = frozenset({"sliding_window"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 YARN = {"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
         "mscale_all_dim": 1.0, GROWTH: 0.1}  # where a config has no section of rotary positions
 

@@ -5,18 +5,12 @@ Checkpoints that take images hold the same tensors under another prefix, beside 
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, inside_others, llama
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"sliding_window"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 
 
 def config(keys: Keys) -> ModelConfig:

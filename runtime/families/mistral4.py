@@ -4,22 +4,19 @@ prefix."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GROWTH
-from . import TensorRule, deepseek_v3, inside_others
-from .deepseek_v3 import NAMES, block, latent_config
+from . import TensorRule, deepseek_v3, inside_others, llama
+from .deepseek_v3 import latent_config
 from .glm4_moe import shared_mixture
 from .ministral3 import grown
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "n_group", "num_mtp_layers", "num_nextn_predict_layers", "topk_group"}
-KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 128.0, "original_max_position_embeddings": 8192, "mscale": 1.0,
@@ -48,4 +45,4 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
-    return inside_others(deepseek_v3.outer_tensors(config))
+    return inside_others(llama.outer_tensors(config))

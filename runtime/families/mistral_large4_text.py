@@ -7,7 +7,7 @@ the others are times numbers that the checkpoint holds. Index queries are made o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -17,8 +17,8 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, last_of, llama
-from .deepseek_v3 import NAMES, latent_config
+from . import LayerWeights, TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, last_of, llama
+from .deepseek_v3 import latent_config
 from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import shared_mixture
 from .glm_moe_dsa import choosing
@@ -32,14 +32,13 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = glm_moe_dsa.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "n_group", "topk_group",
                                      "norm_topk_prob"} | {
     "final_logit_softcapping", "kv_source_layers", "no_rope_layer_interval", "no_rope_layers"}
 KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group": 1,
-                                        "norm_topk_prob": True, "rope_interleave": True, "sliding_window": None, "topk_group": 1}
+REFUSED_UNLESS = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group": 1, "norm_topk_prob": True, "rope_interleave": True,
+                  "sliding_window": None, "topk_group": 1}
 SIZES = {"vocab_size": 204_800, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 72, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}
 YARN = {"rope_type": "yarn", "rope_theta": 10_000.0, "factor": 2048.0, "original_max_position_embeddings": 512, "beta_fast": 32.0,

@@ -8,14 +8,10 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
 from . import TensorRule, expert_role, llama
-from .llama import block, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "bounds_by_layer", "config", "expert_tensors", "layer_tensors",
-           "mixture", "mixture_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 MOST_EXPERTS = 4096
 MOST_BOUND = 1e6  # of gates, as large as none gets

@@ -7,7 +7,7 @@ that has it (`runtime/kv/picture_keys.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 KEYS_USED = frozenset({"cross_attention_layers"})
 KEYS_HARMLESS = frozenset({"dropout"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
 WORDS_BESIDE = 8  # of which the first stands where a picture does
 SHARES = ("attn_share", "mlp_share")  # roles: the numbers by which what a layer adds is multiplied are their hyperbolic tangents
 SIZES = {"vocab_size": 128_256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32, "intermediate_size": 14_336}

@@ -14,8 +14,6 @@ from .llama import behind_entry_norm
 from .qwen2 import windows_of
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "classifier_activation", "classifier_bias", "decoder_bias", "global_attn_every_n_layers",
                        "global_rope_theta", "hidden_activation", "layer_types", "local_attention", "local_rope_theta", "mlp_bias",
                        "norm_bias", "norm_eps", "sliding_window"})
@@ -25,7 +23,7 @@ KEYS_HARMLESS = frozenset({
     "hidden_act", "initializer_cutoff_factor", "layer_norm_eps", "mlp_dropout", "num_key_value_heads", "original_max_position_embeddings",
     "position_embedding_type", "reference_compile", "repad_logits_with_grad", "rms_norm_eps", "rope_theta", "sparse_pred_ignore_index",
     "sparse_prediction"})
-REFUSED_UNLESS: Mapping[str, object] = {"causal_mask": True}
+REFUSED_UNLESS = {"causal_mask": True}
 SIZES = {"vocab_size": 50_368, "hidden_size": 768, "intermediate_size": 1152, "num_hidden_layers": 22, "num_attention_heads": 12}
 EVERY = 3  # of so many layers the first sees everything, where none are listed
 THETAS = 160_000.0, 10_000.0  # of layers that see everything, and of those with a window

@@ -3,20 +3,16 @@ Words that are never written have rows of the embedding in a tensor of their own
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
-from .llama import block
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"additional_vocab_size", "layer_norm_eps", "norm_after", "qk_norm_type", "rms_norm_eps", "rope_scaling_layers"})
 KEYS_HARMLESS = frozenset({"attn_implementation", "embedding_dropout", "residual_dropout"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
+REFUSED_UNLESS = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
 SIZES = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 FUSED = {"self_attn.att_proj": ("q", "k", "v"), "mlp.ff_proj": ("up", "gate")}
 EMBEDDING, TABLES = "model.embed_tokens.weight", ("model.wte.embedding", "model.wte.new_embedding")

@@ -8,7 +8,6 @@ to a multiple of 16, of which kernels make most. A few bits would not hold place
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -16,19 +15,17 @@ import numpy as np
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS
-from . import TensorRule
+from . import TensorRule, opt
 from .deepseek_v3 import refuse_other_code
-from .opt import block
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "attending", "block", "config", "layer_tensors", "outer_tensors", "slopes"]
-
+LIKE = opt
 KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "layer_norm_epsilon", "max_seq_len", "n_heads", "n_layers"})
 # Of training, of programs, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
     "emb_pdrop", "embedding_fraction", "head_dim", "init_config", "init_device", "learned_pos_emb", "num_key_value_heads",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tokenizer_name", "verbose"})
-REFUSED_UNLESS: Mapping[str, object] = {"expansion_ratio": 4, "layer_types": None, "logit_scale": None, "no_bias": True, "norm_type":
-                                        "low_precision_layernorm", "sliding_window": None}
+REFUSED_UNLESS = {"expansion_ratio": 4, "layer_types": None, "logit_scale": None, "no_bias": True, "norm_type": "low_precision_layernorm",
+                  "sliding_window": None}
 CODE = r"(configuration|modeling)_mpt\.MPT\w+"  # of the published ones, which became part of transformers
 ATTENTION = {"alibi": True, "alibi_bias_max": 8, "attn_type": "multihead_attention", "attn_uses_sequence_id": False, "prefix_lm": False,
              "qk_ln": False}  # the one value of each that is run

@@ -7,23 +7,20 @@ queries' factor in norms of heads, with weights: a folder made of one says so in
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
 from . import TensorRule, gemma2, llama
-from .llama import behind_entry_norm, outer_tensors
+from .llama import behind_entry_norm
 from .qwen2 import windows_of
-
-__all__ = ["BEHIND_EPS", "KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "STORED", "block", "config", "layer_tensors", "outer_tensors"]
 
 STORED = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
 KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_rope_theta", "layer_types",
                        "output_multiplier", "post_norm_eps", "qk_scale_factor", "sliding_window", STORED})
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_bidirectional_attention": False}
+REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32}
 WINDOW, EVERY = 2048, 4  # of so many layers, counted from the last one back, that one sees all
 BEHIND_EPS, CAP, SCALE, MULTIPLIER = 1e-8, 20.0, 3.87, 26**-0.5

@@ -6,21 +6,18 @@ The block is OPT's with rotary positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
-from .opt import block
-from .stablelm import normed, outer_tensors
+from . import TensorRule, llama, opt, stablelm
+from .stablelm import normed
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = opt
+outer_tensors = stablelm.outer_tensors
 KEYS_USED = frozenset({"attention_bias", "mlp_bias", "norm_eps", "partial_rotary_factor"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 SHARE = 0.5  # of a head that turns, where a config does not say
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "rope_percent": SHARE, "rope_percentage": SHARE, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "rope_percent": SHARE, "rope_percentage": SHARE, "sliding_window": None}
 SIZES = {"vocab_size": 256_000, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 32, "num_attention_heads": 48}
 
 

@@ -8,7 +8,7 @@ keeps steps of prompts above time_step_min, those of answers not; kernels that s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from itertools import product
 from typing import TYPE_CHECKING
@@ -39,8 +39,7 @@ KEYS_HARMLESS = frozenset({
     "original_max_position_embeddings", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps",
     "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
     "use_mamba_kernels"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None,
-                                        "use_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None, "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
 KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}
 WHOLE = {"".join(halves): letter for halves, letter in zip(product((STATE, FULL), (MLP, MOE)), "mnfg", strict=True)}  # two in one layer

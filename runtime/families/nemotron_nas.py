@@ -5,14 +5,14 @@ A config says block by block what is left. Those that have a matrix in the place
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from . import LayerWeights, TensorRule, llama, narrowing
 from .deepseek_v3 import refuse_other_code
-from .llama import feed_forward, outer_tensors
+from .llama import feed_forward
 
 if TYPE_CHECKING:
     import numpy as np
@@ -21,11 +21,8 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = llama.KEYS_USED | {"auto_map", "block_configs"}
 KEYS_HARMLESS = frozenset({"_attn_implementation_autoset"})
-REFUSED_UNLESS: Mapping[str, object] = llama.REFUSED_UNLESS
 ATTENTION, INSIDE = "attention", "ffn"
 # Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has to be Llama's if stated.
 SIZES = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), INSIDE: ("ffn_mult", "intermediate_size")}

@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
-from .llama import block, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

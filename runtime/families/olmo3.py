@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, is_flat, two_ropes
-from .olmo2 import block, layer_tensors, outer_tensors
+from . import olmo2
 from .qwen2 import windows_of
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = olmo2
 KEYS_USED = frozenset({"attention_bias", "layer_types", "sliding_window"})
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
-REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
+REFUSED_UNLESS = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
 THETA = 500_000.0
 EVERY = 4  # of so many layers the last sees everything, where none are listed
 

@@ -7,23 +7,18 @@ folder joins them (`parted_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ...kernels.delta_shape import DeltaShape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, olmo2
-from .llama import block, outer_tensors
 from .qwen3_5_text import FULL, LINEAR
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "layer_types", "linear_allow_neg_eigval", "linear_conv_kernel_dim", "linear_key_head_dim",
                        "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"})
 # How weights were drawn before training.
 KEYS_HARMLESS = frozenset({"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"})
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 100_352, "hidden_size": 3840, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 30}
 EVERY = 4  # of so many layers the last has keys and values, where none are listed
 STATE_EPS = 1e-5  # of the norm behind linear attention, whatever the config says

@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"attention_bias", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
-REFUSED_UNLESS: Mapping[str, object] = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -6,7 +6,7 @@ rounding. opt-350m, which alone norms behind its branches and has an embedding o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -25,8 +25,7 @@ KEYS_HARMLESS = frozenset({
     "activation_dropout", "dropout", "head_dim", "hidden_act", "init_std", "intermediate_size", "layerdrop", "num_key_value_heads",
     "original_max_position_embeddings", "output_projection", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
 })
-REFUSED_UNLESS: Mapping[str, object] = {"_remove_final_layer_norm": False, "do_layer_norm_before": True,
-                                        "layer_norm_elementwise_affine": True}
+REFUSED_UNLESS = {"_remove_final_layer_norm": False, "do_layer_norm_before": True, "layer_norm_elementwise_affine": True}
 OFFSET = 2
 
 

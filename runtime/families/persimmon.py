@@ -6,23 +6,19 @@ A store of the folder takes queries, keys and values apart (`parted_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
-from .opt import block
+from . import TensorRule, llama, opt
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "stored_rows"]
-
+LIKE = opt
 KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm"})
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"head_dim", "num_key_value_heads", "rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}
 SIZES = {"vocab_size": 262_144, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 36, "num_attention_heads": 64}
 SHARE = 0.5  # of a head that turns, where a config does not say
 PARTS = ("q", "k", "v")  # of what lies in one matrix, head by head

@@ -3,22 +3,17 @@ positions on a part of each head."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import TensorRule, llama
-from .cohere import block
+from . import TensorRule, cohere, llama
 from .deepseek_v3 import refuse_other_code
 from .stablelm import biased
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = cohere
 KEYS_USED = frozenset({"auto_map", "layer_norm_eps", "partial_rotary_factor"})
 KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False,
-                                        "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False, "sliding_window": None}
 SIZES = {"vocab_size": 51_200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}
 SHARE = 0.5  # of a head that turns, where a config does not say
 CODE = r"(configuration|modeling)_phi\.Phi\w+"  # of the published ones, which became part of transformers

@@ -5,21 +5,16 @@ Each part is read as a range of rows, under the name that it has in Llama; a con
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 from .deepseek_v3 import refuse_other_code
-from .llama import block, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "phi_config"]
 
 KEYS_USED = frozenset({"auto_map", "partial_rotary_factor", "sliding_window"})
 KEYS_HARMLESS = frozenset({"embd_pdrop"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None,
-                                        "lm_head_bias": False, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None, "lm_head_bias": False,
+                  "mlp_bias": False}
 FUSED = {"self_attn.qkv_proj": ("q", "k", "v"), "mlp.gate_up_proj": ("gate", "up")}
 TRAINED = 4096  # positions, by transformers' default, which goes before what a rotary section says
 LONGROPE = {"su": "longrope", "yarn": "longrope"}  # what it was called before it had a name

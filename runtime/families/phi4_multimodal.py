@@ -6,20 +6,14 @@ text is read without them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import phi3
-from .phi3 import block, layer_tensors, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
-KEYS_USED = phi3.KEYS_USED
+LIKE = phi3
 # Of what sees and hears, and of their adapters.
 KEYS_HARMLESS = phi3.KEYS_HARMLESS | {"audio_config", "audio_processor", "embd_layer", "img_processor", "speech_lora", "vision_config",
                                       "vision_lora"}
-REFUSED_UNLESS: Mapping[str, object] = phi3.REFUSED_UNLESS
 SIZES = {"vocab_size": 200_064, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_phi4mm\.Phi4MM\w+"  # of the published one, which became part of transformers
 

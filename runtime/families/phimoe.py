@@ -3,7 +3,6 @@ those alone that come near it (SparseMixer v2: L. Liu et al. 2024, arXiv:2409.12
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -11,15 +10,13 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, mixtral, stablelm
 from .deepseek_v3 import refuse_other_code
-from .llama import block
-from .mixtral import NAMES, mixture
+from .mixtral import mixture
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = mixtral
 KEYS_USED = frozenset({"attention_bias", "auto_map", "lm_head_bias", "num_experts", "num_experts_per_tok", "num_local_experts",
                        "router_jitter_noise", "sliding_window"})
 KEYS_HARMLESS = frozenset({"input_jitter_noise", "output_router_logits", "router_aux_loss_coef"})  # of training
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False}
 SIZES = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_attention_heads": 32}
 THETA, JITTER = 1e6, 0.01
 CODE = r"(configuration|modeling)_(phi|slim)moe\.PhiMoE\w+"  # of the published ones, which became part of transformers

@@ -2,18 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "qwen_window",
-           "qwen_windows", "windows_of"]
 
 KEYS_USED = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_mrope": False}
+REFUSED_UNLESS = {"mlp_bias": False, "use_mrope": False}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -2,23 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES, sparse_layers
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "qkv_bias", "shared_expert_intermediate_size"})
 KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window"})
 # No published model switches windows on, and which layers then have them has changed in transformers.
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "use_mrope": False,
-                                        "use_sliding_window": False}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "use_mrope": False, "use_sliding_window": False}
 
 
 def config(keys: Keys) -> ModelConfig:

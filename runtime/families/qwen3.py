@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .llama import block, layer_tensors, outer_tensors
 from .qwen2 import KEYS_USED as QWEN2_KEYS
 from .qwen2 import qwen_windows
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = QWEN2_KEYS | {"attention_bias"}
-KEYS_HARMLESS = frozenset()
-REFUSED_UNLESS: Mapping[str, object] = {"mlp_bias": False, "use_mrope": False}
+REFUSED_UNLESS = {"mlp_bias": False, "use_mrope": False}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, qwen3_5_text
 from .mixtral import expert_tensors, mixture
-from .qwen3_5_text import block, hybrid_config, hybrid_tensors, outer_tensors
+from .qwen3_5_text import hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "mixed_config", "outer_tensors"]
-
+LIKE = qwen3_5_text
 KEYS_USED = qwen3_5_text.KEYS_USED | {"moe_intermediate_size", "num_experts", "num_experts_per_tok", "num_local_experts",
                                       "shared_expert_intermediate_size"}
 KEYS_HARMLESS = qwen3_5_text.KEYS_HARMLESS - {"mlp_only_layers"} | {"intermediate_size", "output_router_logits", "router_aux_loss_coef"}
-REFUSED_UNLESS: Mapping[str, object] = {**qwen3_5_text.REFUSED_UNLESS, "decoder_sparse_step": 1, "mlp_only_layers": [],
-                                        "norm_topk_prob": True}
+REFUSED_UNLESS = {**qwen3_5_text.REFUSED_UNLESS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 WIDTH = 512
 
 

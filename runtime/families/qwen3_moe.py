@@ -2,24 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule
-from .llama import block, outer_tensors
 from .mixtral import expert_tensors, mixture
 from .qwen2 import qwen_window
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "sparse_layers"]
 
 KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "sliding_window", "use_sliding_window"})
 # Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
 KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"})
 # Qwen3-Coder states the norms of q and k, which every model of the family has, and what none has.
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "qkv_bias": False, "shared_expert_intermediate_size": 0,
-                                        "use_mrope": False, "use_qk_norm": True}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_mrope": False,
+                  "use_qk_norm": True}
 NAMES = {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
 
 

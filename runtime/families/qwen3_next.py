@@ -7,23 +7,16 @@ follow one another in `in_proj_qkvz`, those of its betas and its decays in `in_p
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 import numpy as np
 
 from ...kernels.delta_shape import DeltaShape
 from ..config import ModelConfig
 from ..config_reader import Keys
 from . import qwen3_5_moe_text
-from .qwen3_5_moe_text import block, layer_tensors, mixed_config, outer_tensors
-from .qwen3_moe import NAMES
+from .qwen3_5_moe_text import mixed_config
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors", "parted_rows",
-           "stored_rows"]
-
-KEYS_USED = qwen3_5_moe_text.KEYS_USED
-KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS
-REFUSED_UNLESS: Mapping[str, object] = {**qwen3_5_moe_text.REFUSED_UNLESS, "use_sliding_window": False}
+LIKE = qwen3_5_moe_text
+REFUSED_UNLESS = {**qwen3_5_moe_text.REFUSED_UNLESS, "use_sliding_window": False}
 
 
 def config(keys: Keys) -> ModelConfig:

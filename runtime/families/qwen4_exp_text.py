@@ -8,7 +8,7 @@ What a branch reads of the streams says a gate for every channel, and numbers of
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -32,16 +32,13 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = qwen3_5_moe_text.KEYS_USED | {
     "hc_count", "hc_lowrank", "heads_per_ngram", "indexer_budget", "indexer_compress_ratio", "indexer_head_dim", "indexer_kv_heads",
     "indexer_n_heads", "make_ngram_vocab_size_divisible_by", "ngram_size", "ngram_vocab_size_base", "norm_topk_prob", "output_gate_type",
     "ple_conv_kernel_size", "ple_embed_dim", "ple_layer_ids", "seed", "split_ngram_parts"}
 # Of training, of layers that guess ahead, which are left out, and how many buffers transformers keeps.
 KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS | {"number_of_conv_states"}
-REFUSED_UNLESS: Mapping[str, object] = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items()
-                                        if key not in ("norm_topk_prob", "output_gate_type")}
+REFUSED_UNLESS = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items() if key not in ("norm_topk_prob", "output_gate_type")}
 SIZES = {"vocab_size": 248_320, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 16, "moe_intermediate_size": 512}
 CHOOSING = "indexed_attention"  # as transformers names what published configs call full
 GATES = {"silu": False, "swish": False, "sigmoid": True}  # of what a state gives: is it the sigmoid alone?

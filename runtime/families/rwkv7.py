@@ -8,7 +8,7 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,7 @@ KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate
 KEYS_HARMLESS = frozenset({
     "attn_mode", "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight",
     "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "use_l2warp"})
-REFUSED_UNLESS: Mapping[str, object] = {"attn": None, "norm_first": True, "sliding_window": None}
+REFUSED_UNLESS = {"attn": None, "norm_first": True, "sliding_window": None}
 CODE = r"(configuration|modeling)_rwkv7\.RWKV7\w+|fla\.models\.rwkv7\.\w+\.RWKV7\w+"  # of published ones, which this is
 ABSENT = {"num_attention_heads": 1, "num_key_value_heads": 1}  # what no layer has
 ACT = "relu2"

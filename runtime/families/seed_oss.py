@@ -2,17 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .llama import block, layer_tensors, outer_tensors
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "attention_out_bias", "mlp_bias"})
 KEYS_HARMLESS = frozenset({"residual_dropout"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

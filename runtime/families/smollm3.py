@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from .llama import block, layer_tensors, outer_tensors
 from .qwen2 import windows_of
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_bias", "no_rope_layer_interval", "no_rope_layers", "sliding_window",
                        "use_sliding_window"})
 KEYS_HARMLESS = frozenset({"max_window_layers"})
-REFUSED_UNLESS: Mapping[str, object] = {}
+REFUSED_UNLESS = {}
 THETA = 2_000_000.0
 
 

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import glm4_moe
 from .deepseek_v3 import refuse_other_code
-from .glm4_moe import NAMES, block, corrected, layer_tensors, outer_tensors
+from .glm4_moe import corrected
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = glm4_moe
 KEYS_USED = glm4_moe.KEYS_USED - {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"} | {"auto_map"}
 KEYS_HARMLESS = glm4_moe.KEYS_HARMLESS | {"intermediate_size", "num_nextn_predict_layers"}
-REFUSED_UNLESS: Mapping[str, object] = glm4_moe.REFUSED_UNLESS
 SIZES = {"vocab_size": 196_608, "hidden_size": 4096, "moe_intermediate_size": 1280, "num_hidden_layers": 48, "num_attention_heads": 64}
 CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # of the published one, which became part of transformers
 

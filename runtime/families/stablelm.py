@@ -21,11 +21,9 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "normed", "outer_tensors", "stacked_rows"]
-
 KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual", "use_qkv_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
+REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32}
 HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}  # once they are one
 SHARE = 0.25  # of a head that turns, where a config does not say

@@ -5,19 +5,16 @@ The block is OPT's with rotary positions.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import TensorRule, llama
-from .opt import block
-from .stablelm import normed, outer_tensors
+from . import TensorRule, llama, opt, stablelm
+from .stablelm import normed
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = opt
+outer_tensors = stablelm.outer_tensors
 KEYS_USED = frozenset({"norm_epsilon", "sliding_window", "use_bias"})
 KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout", "rms_norm_eps"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
+REFUSED_UNLESS = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
 MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them
 
 

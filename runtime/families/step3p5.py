@@ -8,7 +8,6 @@ are not read.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from ..config import MAX_LAYERS, MAX_POSITIONS, Defaults, ModelConfig, decoder_config
@@ -17,12 +16,9 @@ from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_of
 from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 from .glm4_moe_lite import DENSE, SPARSE, sparse_of
-from .llama import block, outer_tensors
 from .mixtral import bounds_by_layer, expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
 
 # Names of older configs, those of code that checkpoints brought, by those of transformers.
 CALLED = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_tok", "num_attention_groups": "num_key_value_heads",
@@ -36,7 +32,7 @@ KEYS_USED = frozenset({
 # Of layers that guess ahead, of training and of other programs.
 KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate",
                            "output_router_logits", "gating"})
-REFUSED_UNLESS: Mapping[str, object] = {
+REFUSED_UNLESS = {
     "mlp_bias": False, "moe_every_n_layer": 1, "moe_router_activation": "sigmoid", "norm_expert_weight": True, "sink": False,
     "use_bidirectional_attention": False, "use_head_wise_attn_gate": True, "use_mfa": False, "use_moe": True, "use_moe_router_bias": True,
     "use_qk_norm": True, "yarn_only_types": [GLOBAL], "zero_centered": True}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from ..config import ModelConfig
 from . import TensorRule, gemma2
-from .gemma2 import KEYS_HARMLESS, KEYS_USED, REFUSED_UNLESS, block, config, outer_tensors
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
+LIKE = gemma2
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

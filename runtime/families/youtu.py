@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-
 from ..config import Defaults, ModelConfig
 from ..config_reader import Keys
 from . import TensorRule, deepseek_v3, llama
-from .deepseek_v3 import WIDTHS, block, latent_config, latent_tensors, outer_tensors, refuse_other_code
+from .deepseek_v3 import WIDTHS, latent_config, latent_tensors, refuse_other_code
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "REFUSED_UNLESS", "block", "config", "layer_tensors", "outer_tensors"]
-
+LIKE = deepseek_v3
 KEYS_USED = frozenset({"attention_bias", "auto_map", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
                        "rope_interleave", "v_head_dim"})
 KEYS_HARMLESS = frozenset({"embedding_initializer_range", "qk_head_dim"})
-REFUSED_UNLESS: Mapping[str, object] = {"layer_types": None, "mlp_bias": False, "n_routed_experts": None, "sliding_window": None}
+REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_routed_experts": None, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}
 CODE = r"(configuration|modeling)_youtu\.Youtu\w+"  # of the published ones, which became part of transformers
 

@@ -8,7 +8,7 @@ names of the first layer that a block is lent to. Steps are not kept above time_
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -34,8 +34,7 @@ KEYS_USED = frozenset({"adapter_rank", "attention_head_dim", "layers_block_type"
 KEYS_HARMLESS = frozenset({
     "attention_hidden_size", "chunk_size", "ffn_hidden_size", "hybrid_layer_ids", "kv_channels", "layer_types", "num_logits_to_keep",
     "num_query_groups", "time_step_floor", "time_step_max", "time_step_min", "use_conv_bias", "use_mamba_kernels", "use_mem_eff_path"})
-REFUSED_UNLESS: Mapping[str, object] = {"add_bias_linear": False, "sliding_window": None, "use_long_context": False,
-                                        "use_shared_mlp_adapter": True}
+REFUSED_UNLESS = {"add_bias_linear": False, "sliding_window": None, "use_long_context": False, "use_shared_mlp_adapter": True}
 SIZES = {"vocab_size": 32_000, "hidden_size": 2560, "num_hidden_layers": 54, "num_attention_heads": 32}
 STATE, HYBRID = ("linear_attention", "mamba"), "hybrid"
 STREAMS = 2  # what layers work on, and the embedding

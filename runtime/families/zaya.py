@@ -7,7 +7,7 @@ What routers begin with lies in a second stream of a token (`ModelConfig.streams
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING
@@ -27,12 +27,10 @@ if TYPE_CHECKING:
     from ..cache import LayerCache
     from ..rope import RopeTable
 
-__all__ = ["KEYS_HARMLESS", "KEYS_USED", "NAMES", "REFUSED_UNLESS", "block", "config", "joined_rows", "layer_tensors", "outer_tensors"]
-
 KEYS_USED = frozenset({"cca_time0", "cca_time1", "layer_types", "lm_head_bias", "moe_intermediate_size", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "router_hidden_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"intermediate_size", "output_router_logits"})  # of no layer, and of training
-REFUSED_UNLESS: Mapping[str, object] = {"attention_bias": False, "mlp_bias": False}
+REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 262_272, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 8, "moe_intermediate_size": 2048}
 FULL, LOCAL = "hybrid", "hybrid_sliding"
 ROPES = {FULL: {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5},

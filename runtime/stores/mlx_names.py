@@ -34,7 +34,7 @@ def give_mlx_names(store: TensorStore, family: str) -> None:
 
 
 def _as_published(tensors: Mapping[str, TensorInfo], family: str) -> Iterator[TensorInfo]:
-    names, parts = getattr(families.get(family), "NAMES", {}), PARTS.get(family, {})
+    names, parts = families.get(family).NAMES, PARTS.get(family, {})
     for name, info in tensors.items():
         if name.endswith(CONVOLUTIONS) and len(info.shape) == 3 and info.shape[2] == 1:
             yield replace(info, shape=(info.shape[0], 1, info.shape[1]))
