@@ -26,7 +26,7 @@ from .config import ModelConfig, read_config
 from .conversion.convert_stream import DAMAGED
 from .conversion.gathered import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
 from .events import Notice, Progress
-from .families import EXPERT, SHARED, LayerWeights, kind_of
+from .families import EXPERT, SHARED, Layer, LayerWeights, kind_of
 from .kv.cache_made import open_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
 from .model import Model
@@ -279,8 +279,8 @@ class Calibration:
             kv.pages.write(kept["k"], kept["v"], step.slots, step.rows)
         given = model.read_inputs(layer, self.cut[number][: len(states)])
         x = self.ops.from_host(states)
-        return model.block(self.ops, weights, x, kv, step.positions, model.ropes[layer], model.config, layer, tap,
-                           *(() if given is None else (given,)))
+        at = Layer(self.ops, weights, kv, step.positions, model.ropes[layer], model.config, layer, tap)
+        return model.block(x, at, *(() if given is None else (given,)))
 
     def head(self) -> dict[str, Stats]:
         """Statistics of what the head reads, of `states` that have gone through all layers."""

@@ -7,7 +7,7 @@ a pager that streams them changes nothing here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import numpy as np
@@ -21,7 +21,7 @@ from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
-from .families import SEEN, LayerWeights, expert_of, last_of
+from .families import SEEN, Layer, LayerWeights, Tap, expert_of, last_of, no_tap
 from .images.album import Shown
 from .images.seen_experts import by_sort
 from .kv.both_ways import ends_of
@@ -43,12 +43,6 @@ from .weights.parts import TABLES
 from .weights.store_reads import StoreReads, in_table
 from .weights.streamed import StreamedWeights, Streams
 from .weights.weight_records import OuterWeights, WeightRecords
-
-Tap = Callable[[str, int, object], None]
-
-
-def no_tap(name: str, layer: int, value: object) -> None:
-    """The tap of a run that records nothing."""
 
 
 class Model(StoreReads):
@@ -324,7 +318,7 @@ class Model(StoreReads):
         own = last_of(own, self._last) if own is not None and self._last is not None and layer >= self._alone else own
         given = () if own is None else (own if ops is host or isinstance(own, tuple) else ops.from_host(own),)
         places = cache.step.positions if self._turned is None else self._turned
-        return self.block(ops, w, x, kv, places, self.ropes[layer], config, layer, tap, *given)
+        return self.block(x, Layer(ops, w, kv, places, self.ropes[layer], config, layer, tap), *given)
 
     def _pictures_of(self, layer: int) -> SeenLayer:
         """What a layer of cross attention sees in the pass in hand."""

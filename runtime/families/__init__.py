@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -78,7 +78,12 @@ if TYPE_CHECKING:
         Streams,
     )
     from ...quant.wide_weights import Residual, Wide
+    from ..block_ops import BlockOps
+    from ..cache import LayerCache
     from ..config import ModelConfig
+    from ..kv.picture_keys import SeenLayer
+    from ..kv.states import LayerStates
+    from ..rope import RopeTable
     from ..weights.state_weights import StateWeights
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
@@ -314,7 +319,40 @@ def kind_of(role: str) -> str:
     return role.rpartition(".")[2]
 
 
-Block = Callable[..., object]
+Tap = Callable[[str, int, object], None]
+
+
+def no_tap(name: str, layer: int, value: object) -> None:
+    """The tap of a run that records nothing."""
+
+
+@dataclass(frozen=True, slots=True)
+class Layer:
+    """Where a block runs: over which backend, with which weights, cache or state, positions of tokens and rotary table; `watch` is told of
+    what others may want to see of it."""
+
+    ops: BlockOps
+    w: LayerWeights
+    kv: LayerCache | LayerStates | SeenLayer
+    positions: np.ndarray
+    rope: RopeTable | None
+    config: ModelConfig
+    number: int
+    watch: Tap = no_tap
+
+    def tap(self, name: str, value: object) -> None:
+        self.watch(name, self.number, value)
+
+    def tap_heads(self, q: object, k: object, v: object) -> None:
+        for name, value in (("q", q), ("k", k), ("v", v)):
+            self.watch(name, self.number, value)
+
+    def see(self, name: str) -> Callable[[object], None]:
+        """A tap of this name, for ops that make what it is told of."""
+        return partial(self.watch, name, self.number)
+
+
+Block = Callable[..., object]  # x, where it runs, and what the family's layers are given beside
 NARROWING: set[Block] = set()
 
 

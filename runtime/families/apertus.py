@@ -3,19 +3,13 @@ of each layer's own (xIELU, arXiv 2411.13010)."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
 from math import isfinite
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama
+from . import Layer, TensorRule, llama
 from .llama import attention, in_halves
-
-if TYPE_CHECKING:
-    from ..block_ops import BlockOps
 
 CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
 KEYS_USED = frozenset({"attention_bias", *CURVES})
@@ -67,12 +61,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
                     "curve_below": TensorRule(f"{prefix}mlp.act_fn.alpha_n", (1,))}
 
 
-def _second_half(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                 tap: Callable[[str, int, object], None]) -> object:
+def _second_half(x: object, at: Layer) -> object:
     """An MLP without gates, whose curve each layer has learned."""
-    tap("mlp_in", layer, x)
-    x = ops.mlp(x, w.post_norm, w.up, w.down, "none", partial(tap, "mlp_hidden", layer), curve=w.curve)
-    tap("block_out", layer, x)
+    w = at.w
+    at.tap("mlp_in", x)
+    x = at.ops.mlp(x, w.post_norm, w.up, w.down, "none", at.see("mlp_hidden"), curve=w.curve)
+    at.tap("block_out", x)
     return x
 
 

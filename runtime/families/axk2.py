@@ -7,25 +7,17 @@ is. Checkpoints hold both in one matrix, head by head (`parted_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v32, last_of, narrowing
+from . import Layer, TensorRule, deepseek_v32, last_of, narrowing
 from .deepseek_v32 import indexed_config
 from .glm4_moe import corrected
 from .llama import feed_forward
-
-if TYPE_CHECKING:
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 LIKE = deepseek_v32
 KEYS_USED = deepseek_v32.KEYS_USED | {"gated_norm_rank"}
@@ -73,44 +65,42 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `deepseek_v3.block`. Taps see block_in, and mlp_in of a mixture, once they have been through norm and gates, and in the place of
     q_in doubled_in, what queries and gates of what is attended to are made of."""
+    ops, w, config = at.ops, at.w, at.config
     before, between = w.norm_gates
     y = ops.gated_rows(ops.normed_apart(x, w.input_norm), before)
-    attended = attended_to(ops, w, y, kv, positions, rope, config, layer, tap)
+    attended = attended_to(y, at)
     x = ops.linear_add(attended, w.o, last_of(x, len(attended)))
     if not w.experts:
-        return feed_forward(ops, w, x, config, layer, tap)
+        return feed_forward(x, at)
     y = ops.gated_rows(ops.normed_apart(x, w.post_norm), between)
-    tap("mlp_in", layer, y)
+    at.tap("mlp_in", y)
     branch = ops.expert_branch(y, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               partial(tap, "visits", layer), w.correction, w.shared)
+                               at.see("visits"), w.correction, w.shared)
     x = ops.added(x, branch, 1.0)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 
-def attended_to(ops: BlockOps, w: LayerWeights, y: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
-                config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attended_to(y: object, at: Layer) -> object:
     """What o reads, [T, H * value]."""
-    tap("block_in", layer, y)
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
+    at.tap("block_in", y)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
     beside = () if w.index is None else (w.index.k, w.index.weights)
     latent, low, *said = ops.norm_linear(y, None, [own.kv_down, own.q_down, *beside])
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
     both = ops.normed_beside(low, own.q_norm)  # [T, 2 * rank], and the first half in the place of low
-    tap("doubled_in", layer, both)
+    at.tap("doubled_in", both)
     if w.index is not None:  # before the layer's own queries take the place of its
         (chosen_by,) = ops.norm_linear(low, None, [w.index.q])
         choose(ops, w.index, chosen_by, *said, kv, positions, rope, config.indexed.shape)
     q, gates = ops.norm_linear(both, None, [own.q, w.attn_gate])
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
-    tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, k)
+    at.tap_heads(q, k, k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)
     attended = ops.gate_heads(attended, last_of(gates, len(attended)), heads, shape.value)
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     return attended

@@ -4,22 +4,11 @@ constant."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
+from . import Layer, TensorRule, last_of, llama, narrowing
 from .llama import mlp_or_experts
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"model_max_length", "rms_norm_eps", "use_embedding_sharing", "use_parallel_embedding"})
@@ -61,25 +50,23 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As Llama's block, taps too. What was attended to waits while the MLP, with a gate or without, or experts, which read what attention
     read, add to x."""
-    tap("block_in", layer, x)
+    ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
+    at.tap("block_in", x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, w.k_norm)
-    tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, v)
-    attended = kv.attend(q, k, v, None)
+    at.tap_heads(q, k, v)
+    attended = at.kv.attend(q, k, v, None)
     x = last_of(x, len(attended))
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     if w.gate is None and not w.experts:
-        tap("mlp_in", layer, x)
-        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+        at.tap("mlp_in", x)
+        x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     else:
-        x = mlp_or_experts(ops, w, x, config, layer, tap)
+        x = mlp_or_experts(x, at)
     x = ops.linear_add(attended, w.o, x)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

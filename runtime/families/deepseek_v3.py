@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.latent_shape import LatentShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
@@ -19,18 +18,11 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..mixture import Mixture
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, last_of
+from . import Layer, TensorRule, last_of
 from .glm4_moe import corrected
 from .llama import in_halves
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group",
                        "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
@@ -139,17 +131,16 @@ def latent_tensors(config: ModelConfig, layer: int, rules: dict[str, TensorRule]
     return rules
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """The first half of a block. q and k are those of latents, which are v too; a tap sees q_in before the norm between q_a and q_b."""
-    attended = attended_to(ops, w, x, kv, positions, rope, config, layer, tap)
-    return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
+    attended = attended_to(x, at)
+    return at.ops.linear_add(attended, at.w.o, last_of(x, len(attended)), None, at.config.residual_multiplier)
 
 
-def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None,
-                config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attended_to(x: object, at: Layer) -> object:
     """What o reads, [T, H * value], of what a layer reads."""
-    tap("block_in", layer, x)
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
+    at.tap("block_in", x)
     own, shape, heads = w.latent, config.latent, config.num_attention_heads
     beside = () if w.index is None else (w.index.k, w.index.weights)
     if w.attn_gate is not None:
@@ -160,7 +151,7 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
         latent, q, *gated = ops.norm_linear(x, w.input_norm, [own.kv_down, own.q_down, *beside])
     k = ops.rope_heads(ops.latent_keys(latent, shape, own.kv_norm), 1, shape.key, positions, rope, None)
     if own.q_down is not None:
-        tap("q_in", layer, q)
+        at.tap("q_in", q)
         if w.index is not None:  # before the queries take the place of its own
             (chosen_by,) = ops.norm_linear(q, own.q_norm, [w.index.q])
             choose(ops, w.index, chosen_by, *gated[:2], kv, positions, rope, config.indexed.shape)
@@ -168,13 +159,11 @@ def attended_to(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, posit
     q = ops.rope_heads(ops.latent_queries(q, heads, shape, own.expand), heads, shape.key, positions, rope, None)
     if rope is not None and rope.queries is not None:
         q = ops.rope_heads(q, heads, shape.key, positions, rope.queries, None)
-    tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, k)
+    at.tap_heads(q, k, k)
     attended = ops.latent_values(kv.attend(q, k, k, w.sinks), heads, shape, own.expand)  # [T, H * value]
     if w.attn_gate is not None:
         attended = ops.gate_heads(attended, last_of(gated[-1], len(attended)), heads, shape.value)
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     return attended
 
 

@@ -8,9 +8,8 @@ through matrices by groups.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from ...kernels.compressed_shape import CompressedShape
@@ -22,17 +21,13 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
 from ..indexed import Indexed
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, last_of, narrowing
+from . import Layer, TensorRule, last_of, narrowing
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ...quant.weight import Linear
     from ...quant.wide_weights import Hyper, Residual
     from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({
     "compress_rate_csa", "compress_rate_hca", "compress_rates", "compress_ratios", "compress_rope_theta", "expert_dtype", "hc_eps",
@@ -214,14 +209,14 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None], picked: object | None = None) -> object:
+def block(x: object, at: Layer, picked: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `picked`: corrections of scores [T, E] where a table says who visits whom. Taps see what a
     branch reads where they see x of other families, but for block_out; q_in before the norm between q_a and q_b; attn_out before o."""
+    w = at.w
     own = w.wide
-    x = written(ops, x, attention(ops, w, x, kv, positions, rope, config, layer, tap), w.o, own.around_attention)
+    x = written(at.ops, x, attention(x, at), w.o, own.around_attention)
     picked = None if picked is None else last_of(picked, len(x))
-    return second_half(ops, w, x, own.around_mlp, config, layer, tap, config.hidden_act, picked)
+    return second_half(x, at, own.around_mlp, at.config.hidden_act, picked)
 
 
 def written(ops: BlockOps, x: object, gave: object, last: Linear, around: Hyper | Residual) -> object:
@@ -233,31 +228,31 @@ def written(ops: BlockOps, x: object, gave: object, last: Linear, around: Hyper 
     return ops.mixed(x, branch, around)
 
 
-def second_half(ops: BlockOps, w: LayerWeights, x: object, around: Hyper | Residual, config: ModelConfig, layer: int,
-                tap: Callable[[str, int, object], None], act: str, picked: object | None = None) -> object:
+def second_half(x: object, at: Layer, around: Hyper | Residual, act: str, picked: object | None = None) -> object:
     """The second half of a block of streams; `act`: the activation of experts, `picked`: what corrects their scores in the layer's
     place."""
+    ops, w, config = at.ops, at.w, at.config
     own = ops.gathered(x, around)
-    tap("mlp_in", layer, own)
+    at.tap("mlp_in", own)
     if w.experts:
         branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, act,
-                                   partial(tap, "visits", layer), w.correction if picked is None else picked, w.shared)
+                                   at.see("visits"), w.correction if picked is None else picked, w.shared)
     else:
-        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+        branch = ops.lent_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
     x = ops.mixed(x, branch, around)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """What o reads, [T, N]."""
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     own, maker, heads, width = w.wide, w.wide.compressor, config.num_attention_heads, config.head_dim
     y = ops.gathered(x, own.around_attention)
-    tap("block_in", layer, y)
+    at.tap("block_in", y)
     beside = () if maker is None else (*maker.products, *(() if w.index is None else (w.index.weights,)))
     k, low, *made = ops.norm_linear(y, w.input_norm, [w.k, own.q_down, *beside])
-    tap("q_in", layer, low)
+    at.tap("q_in", low)
     if maker is not None:
         kv.compress(made[: len(maker.products)], maker, rope)
     k = ops.rope_heads(ops.copied(k), 1, width, positions, None, w.k_norm)  # before queries take its place
@@ -268,10 +263,9 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         kv.choose(ops.turn_tails(by, shape.heads, shape.width, positions, rope), None, made[-1])
     (q,) = ops.norm_linear(low, own.q_norm, [own.q])
     q = ops.turn_tails(ops.rope_heads(q, heads, width, positions, None, own.heads_norm), heads, width, positions, rope)
-    for name, value in (("q", q), ("k", k), ("v", k)):
-        tap(name, layer, value)
+    at.tap_heads(q, k, k)
     attended = kv.attend(q, k, k, w.sinks)
     attended = ops.turn_tails(attended, heads, width, last_of(positions, len(attended)), rope, True)
     gave = ops.grouped_linear(attended, own.groups)
-    tap("attn_out", layer, gave)
+    at.tap("attn_out", gave)
     return gave

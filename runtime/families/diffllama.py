@@ -8,21 +8,12 @@ queries and keys stand behind zeros there (`widened_heads`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
+from . import Layer, TensorRule, last_of, llama, narrowing
 from .llama import feed_forward
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias"})
 KEYS_HARMLESS = frozenset({"lambda_std_dev"})  # of training
@@ -55,19 +46,18 @@ def share_of(layer: int) -> float:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
-    tap("block_in", layer, x)
+    ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
+    at.tap("block_in", x)
     heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])  # [T, H * narrow], [T, KVH * narrow] twice
     q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, None), heads, wide, None, 0)
     k = ops.widened_heads(ops.rope_heads(k, kv_heads, narrow, positions, rope, None), kv_heads, wide, None, 1)
     v = ops.paired_heads(v, kv_heads, narrow)
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, value)
-    attended = kv.attend(q, k, v)  # [T, H * wide]
+    at.tap_heads(q, k, v)
+    attended = at.kv.attend(q, k, v)  # [T, H * wide]
     own = ops.added(ops.first_stream(attended, 2), ops.second_stream(attended, 2), -w.difference)
     own = ops.rope_heads(own, heads // 2, wide, last_of(positions, len(own)), None, w.attn_sub_norm)
-    tap("attn_out", layer, own)
-    return feed_forward(ops, w, ops.linear_add(own, w.o, last_of(x, len(own))), config, layer, tap)
+    at.tap("attn_out", own)
+    return feed_forward(ops.linear_add(own, w.o, last_of(x, len(own))), at)

@@ -7,21 +7,11 @@ what makes it one in a score. Beyond `keep_window_size` tokens those of the larg
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
+from . import Layer, TensorRule, last_of, llama, narrowing
 
 OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
 KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias", *OF_MIXTURES})
@@ -55,10 +45,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
-    tap("block_in", layer, x)
+    ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
+    at.tap("block_in", x)
     heads, kv_heads, narrow, wide = config.num_attention_heads, config.num_key_value_heads, config.made_dim, config.head_dim
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.widened_heads(ops.rope_heads(q, heads, narrow, positions, rope, w.q_norm), heads, wide, w.fronts[0], 0)
@@ -66,15 +56,14 @@ def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: 
     (says,) = ops.norm_linear(v, None, [w.mark[0]])  # [T, KVH]
     k = ops.marked_heads(k, says, kv_heads, wide, w.mark[1])
     v = ops.widened_heads(v, kv_heads, wide, None, 2)
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, value)
-    attended = ops.narrowed_heads(kv.attend(q, k, v), heads, narrow)
+    at.tap_heads(q, k, v)
+    attended = ops.narrowed_heads(at.kv.attend(q, k, v), heads, narrow)
     x = last_of(x, len(attended))
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
     x = ops.rescaled(x, branch, w.rescales[0])
-    tap("mlp_in", layer, x)
-    branch = ops.lent_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), partial(tap, "mlp_hidden", layer))
+    at.tap("mlp_in", x)
+    branch = ops.lent_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, (), at.see("mlp_hidden"))
     x = ops.rescaled(x, branch, w.rescales[1])
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

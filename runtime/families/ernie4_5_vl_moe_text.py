@@ -6,26 +6,17 @@ No token has a choice between the two, so a pass is cut where tokens of one sort
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
-from . import SEEN, LayerWeights, TensorRule, expert_role, last_of, narrowing
+from . import SEEN, Layer, TensorRule, expert_role, last_of, narrowing
 from .ernie4_5 import ernie_config
 from .glm4_moe_lite import DENSE, SPARSE, sparse_of
 from .llama import attention
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 # Words around pictures, and around videos, whose experts are those of pictures.
 WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
@@ -99,22 +90,22 @@ def turned_columns(config: ModelConfig, layer: int) -> dict[str, tuple[str, int]
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None], seen: Sequence[bool] | None = None) -> object:
+def block(x: object, at: Layer, seen: Sequence[bool] | None = None) -> object:
     """As `llama.block`; `seen`: of each token whether its experts are those for pictures, None where none's are. Taps see the visits of
     words alone."""
-    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    tap("mlp_in", layer, x)
+    ops, w, config, layer = at.ops, at.w, at.config, at.number
+    x = attention(x, at)
+    at.tap("mlp_in", x)
     if w.router is None:
-        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+        x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     elif seen is None:
-        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(layer), partial(tap, "visits", layer),
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(layer), at.see("visits"),
                     w.correction, w.shared)
     else:
         for begin, end, is_seen in _runs(last_of(seen, len(x))):
             router, experts, correction = w.seen if is_seen else (w.router, w.experts, w.correction)
             ops.moe(x[begin:end], w.post_norm, router, experts, config.mixture.routing, config.act_of(layer), None, correction, w.shared)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 

@@ -7,23 +7,13 @@ reads that too and what is added takes it back. Gates and steps of state spaces 
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import MOST, ConfigError, Keys, show
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
+from . import Layer, TensorRule, last_of, llama, narrowing
 from .granitemoehybrid import check_steps, mamba_tensors
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 ONES = ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
         "ssm_in_multiplier", "ssm_out_multiplier")  # numbers that are 1 where nothing is said
@@ -105,24 +95,22 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block` and of its layers with a state."""
-    tap("block_in", layer, x)
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
+    at.tap("block_in", x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
-    tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, v)
+    at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v, None)
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
-    tap("state_out", layer, mixed)
+    at.tap("state_out", mixed)
     x = ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), None, config.factor("state_out"))
     x = ops.linear_add(attended, w.o, x, None, config.factor("o"))
-    tap("mlp_in", layer, x)
-    see, factor = partial(tap, "mlp_hidden", layer), config.factor("down")
+    at.tap("mlp_in", x)
+    see, factor = at.see("mlp_hidden"), config.factor("down")
     x = ops.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, config.hidden_act, see, None, factor)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

@@ -9,26 +9,16 @@ What layers are given of a token beside the streams, as in Gemma 4, is added to 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from statistics import NormalDist
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys, is_count
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import LayerWeights, TensorRule, gemma2, inside_others, last_of, llama, narrowing
+from . import Layer, TensorRule, gemma2, inside_others, last_of, llama, narrowing
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .gemma4_text import MOST_INPUTS, given_outside, given_tensors, not_made, sources_of
 from .llama import attention, mlp_or_experts
 from .qwen2 import windows_of
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"activation_sparsity_pattern", "altup_num_inputs", "attention_bias", "final_logit_softcapping", "hidden_activation",
                        "hidden_size_per_layer_input", "laurel_rank", "layer_types", "num_kv_shared_layers", "rope_local_base_freq",
@@ -115,23 +105,23 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None], inputs: object) -> object:
+def block(x: object, at: Layer, inputs: object) -> object:
     """As `gemma4_text.block`, of streams x [T, S * D]. Taps see the one that the layer works on where they see x of other families, but for
     block_out; before `low_out` low_hidden."""
+    ops, w, config = at.ops, at.w, at.config
     own = ops.predicted(x, w.streams)
-    beside = ops.low_rank(own, w.input_norm, w.low_rank, partial(tap, "low_hidden", layer))
-    own = attention(ops, w, own, kv, positions, rope, config, layer, tap)
+    beside = ops.low_rank(own, w.input_norm, w.low_rank, at.see("low_hidden"))
+    own = attention(own, at)
     x, beside, inputs = (last_of(each, len(own)) for each in (x, beside, inputs))
     own = ops.added(ops.scaled(own, HALF), beside, HALF)
-    cut = config.cut_of(layer)
+    cut = config.cut_of(at.number)
     if cut is None:
-        own = mlp_or_experts(ops, w, own, config, layer, tap)
+        own = mlp_or_experts(own, at)
     else:
-        tap("mlp_in", layer, own)
-        own = ops.cut_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, partial(tap, "mlp_hidden", layer), w.down_norm)
+        at.tap("mlp_in", own)
+        own = ops.cut_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, cut, at.see("mlp_hidden"), w.down_norm)
     own = ops.corrected(x, own, w.streams)
-    tap("inputs_in", layer, own)
-    x = ops.spread_inputs(x, own, w.inputs, inputs, config.hidden_act, partial(tap, "inputs_hidden", layer))
-    tap("block_out", layer, x)
+    at.tap("inputs_in", own)
+    x = ops.spread_inputs(x, own, w.inputs, inputs, config.hidden_act, at.see("inputs_hidden"))
+    at.tap("block_out", x)
     return x

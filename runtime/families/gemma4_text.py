@@ -9,27 +9,16 @@ norms of its own, and the share of each is multiplied by a number of the expert'
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, expert_role, gemma2, inside_others, last_of, llama, narrowing
+from . import Layer, TensorRule, expert_role, gemma2, inside_others, last_of, llama, narrowing
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
 from .mixtral import MOST_EXPERTS
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping", "global_head_dim",
                        "hidden_activation", "hidden_size_per_layer_input", "layer_types", "moe_intermediate_size", "num_experts",
@@ -195,16 +184,16 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None], inputs: object | None = None) -> object:
+def block(x: object, at: Layer, inputs: object | None = None) -> object:
     """As `llama.block`; `inputs` [T, P] are what the layer is given beside the stream, of which a tap sees inputs_in before `input_gate`
     and inputs_hidden before `input_out`."""
-    x = attention(ops, w, x, kv, positions, rope, config, layer, tap)
-    x = mlp_or_experts(ops, w, x, config, layer, tap)
+    ops, w = at.ops, at.w
+    x = attention(x, at)
+    x = mlp_or_experts(x, at)
     if w.inputs is not None:
-        tap("inputs_in", layer, x)
-        x = ops.add_inputs(x, w.inputs, last_of(inputs, len(x)), config.hidden_act, partial(tap, "inputs_hidden", layer))
+        at.tap("inputs_in", x)
+        x = ops.add_inputs(x, w.inputs, last_of(inputs, len(x)), at.config.hidden_act, at.see("inputs_hidden"))
     if w.scale != 1.0:
         x = ops.scaled(x, w.scale)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

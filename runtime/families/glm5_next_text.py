@@ -7,9 +7,7 @@ The key of a pool is a mean of its tokens' index keys, weighed channel by channe
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
 from ...kernels.kda_shape import KdaShape
@@ -18,7 +16,7 @@ from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear, narrowing
+from . import Layer, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear, narrowing
 from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
 from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import EPS, INDEXED, sparse
@@ -28,14 +26,6 @@ from .kimi_linear import linear_tensors
 from .mixtral import expert_tensors
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 KEYS_USED = glm_moe_dsa.KEYS_USED | {
     "hc_eps", "hc_mult", "hc_sinkhorn_iters", "index_kpool", "linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim",
@@ -153,16 +143,16 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
+    ops, w = at.ops, at.w
     around_attention, around_mlp = w.around
     own = ops.gathered(x, around_attention)
     if w.state is not None:
-        tap("block_in", layer, own)
-        gave, last = kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own), w.state.out
-        tap("state_out", layer, gave)
+        at.tap("block_in", own)
+        gave, last = at.kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own), w.state.out
+        at.tap("state_out", gave)
     else:
-        gave, last = attended_to(ops, w, own, kv, positions, rope, config, layer, tap), w.o
+        gave, last = attended_to(own, at), w.o
     x = written(ops, x, gave, last, around_attention)
-    return second_half(ops, w, x, around_mlp, config, layer, tap, config.hidden_act)
+    return second_half(x, at, around_mlp, at.config.hidden_act)

@@ -6,22 +6,16 @@ Checkpoints hold queries, keys and values in one matrix, head by head; a store o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, cohere, narrowing, opt
+from . import Layer, TensorRule, cohere, narrowing, opt
 from .stablelm import biased
-
-if TYPE_CHECKING:
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
                        "use_parallel_residual"})
@@ -89,8 +83,7 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`."""
-    run = cohere.block if config.side_by_side else opt.block
-    return run(ops, w, x, kv, positions, rope, config, layer, tap)
+    run = cohere.block if at.config.side_by_side else opt.block
+    return run(x, at)

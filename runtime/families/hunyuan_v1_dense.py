@@ -3,21 +3,13 @@ stretched by one factor of their base."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, last_of, llama
+from . import Layer, TensorRule, last_of, llama
 from .llama import in_halves
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias"})
 # The published ones list what models of the family that take images have, and what a head is as wide as, a second time.
@@ -71,19 +63,17 @@ def attention_names(rules: Mapping[str, TensorRule], layer: int) -> dict[str, Te
             "k_norm": TensorRule(f"{prefix}key_layernorm.weight", rules["k_norm"].shape)}
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """The first half of a block: Llama's, but for the place of the norms of q and k."""
-    tap("block_in", layer, x)
+    ops, w, positions, config = at.ops, at.w, at.positions, at.config
+    at.tap("block_in", x)
     q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
     for y, heads, norm in ((q, config.num_attention_heads, w.q_norm), (k, config.num_key_value_heads, w.k_norm)):
-        ops.rope_heads(y, heads, config.head_dim, positions, rope, None)
+        ops.rope_heads(y, heads, config.head_dim, positions, at.rope, None)
         ops.rope_heads(y, heads, config.head_dim, positions, None, norm)
-    tap("q", layer, q)
-    tap("k", layer, k)
-    tap("v", layer, v)
-    attended = kv.attend(q, k, v, None)
-    tap("attn_out", layer, attended)
+    at.tap_heads(q, k, v)
+    attended = at.kv.attend(q, k, v, None)
+    at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)))
 
 

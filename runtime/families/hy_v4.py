@@ -8,26 +8,19 @@ streams and gates by names of their own (`native_names.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, deepseek_v32, llama, narrowing
+from . import Layer, TensorRule, deepseek_v32, llama, narrowing
 from .deepseek_v3 import attended_to
 from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import indexed_config
 from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
-
-if TYPE_CHECKING:
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 LIKE = deepseek_v32
 KEYS_USED = deepseek_v32.KEYS_USED | {"hc_eps", "hc_mult", "indexer_types", "swiglu_limit"}
@@ -92,10 +85,10 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`, of streams x [T, S * D]. Taps see what a branch reads where they see x of other families, but for block_out."""
+    ops, w = at.ops, at.w
     around_attention, around_mlp = w.around
     own = ops.gathered(x, around_attention)
-    x = written(ops, x, attended_to(ops, w, own, kv, positions, rope, config, layer, tap), w.o, around_attention)
-    return second_half(ops, w, x, around_mlp, config, layer, tap, BOUNDED)
+    x = written(ops, x, attended_to(own, at), w.o, around_attention)
+    return second_half(x, at, around_mlp, BOUNDED)

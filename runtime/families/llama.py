@@ -7,21 +7,9 @@ multiplier of `linear_add`; windows, scales and caps of scores are bound in the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import Block, LayerWeights, TensorRule, last_of, narrowing
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
+from . import Block, Layer, TensorRule, last_of, narrowing
 
 KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 KEYS_HARMLESS: frozenset[str] = frozenset()
@@ -70,28 +58,25 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                 tap: Callable[[str, int, object], None]) -> object:
+def feed_forward(x: object, at: Layer) -> object:
     """The second half of a block."""
-    x = mlp_or_experts(ops, w, x, config, layer, tap)
-    tap("block_out", layer, x)
+    x = mlp_or_experts(x, at)
+    at.tap("block_out", x)
     return x
 
 
-def mlp_or_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                   tap: Callable[[str, int, object], None]) -> object:
+def mlp_or_experts(x: object, at: Layer) -> object:
     """What adds to x behind attention. Of experts beside an MLP a tap sees mlp_hidden before `down`, then the visits."""
-    tap("mlp_in", layer, x)
+    ops, w, config = at.ops, at.w, at.config
+    at.tap("mlp_in", x)
     if w.apart is not None:
         x = ops.mlp_and_experts(x, w.post_norm, w.gate, w.up, w.down, w.router, w.experts, w.apart, config.mixture.routing,
-                                config.hidden_act, partial(tap, "mlp_hidden", layer), partial(tap, "visits", layer), w.down_norm,
-                                w.correction)
+                                config.hidden_act, at.see("mlp_hidden"), at.see("visits"), w.down_norm, w.correction)
     elif w.experts:
-        own = config.mixture
-        see = partial(tap, "visits", layer)
-        x = ops.moe(x, w.post_norm, w.router, w.experts, own.routing, config.act_of(layer), see, w.correction, w.shared)
+        x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.act_of(at.number), at.see("visits"), w.correction,
+                    w.shared)
     else:
-        see, factor = partial(tap, "mlp_hidden", layer), config.residual_multiplier
+        see, factor = at.see("mlp_hidden"), config.residual_multiplier
         if w.bundles is not None:
             x = ops.bundled_mlp(x, w.post_norm, w.gate, w.bundles, config.hidden_act, see, w.down_norm, factor)
         else:
@@ -99,10 +84,10 @@ def mlp_or_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfi
     return x
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """The first half of a block."""
-    tap("block_in", layer, x)
+    ops, w, positions, rope, config, layer = at.ops, at.w, at.positions, at.rope, at.config, at.number
+    at.tap("block_in", x)
     heads, (kv_heads, head_dim) = config.queries_of(layer), config.heads_of(layer)
     # [T, H * head_dim], and if they are the layer's own [T, KVH * head_dim] twice
     made = ops.norm_linear(x, w.input_norm, [each for each in (w.q, w.k, w.v, w.attn_gate) if each is not None])
@@ -115,23 +100,23 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
     if config.gated_queries:
         q = ops.part_queries(q, heads, head_dim)
     if config.slopes:
-        q, k, rope = *placed(ops, w, q, k, kv_heads, head_dim, positions, rope), None
+        q, k, rope = *placed(q, k, at, kv_heads, head_dim), None
     if config.narrow:
         v = ops.widened_heads(v, kv_heads, head_dim, None, 2)
         if config.factors:
             ops.scaled(v, config.factor("v"))
     turned = rope if rope is None else rope.queries or rope
     q = ops.rope_heads(q, heads, head_dim, positions, turned, w.q_norm)
-    tap("q", layer, q)
+    at.tap("q", q)
     if k is not None:
         k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
         if w.v_norm is not None:
             v = ops.rope_heads(v, kv_heads, head_dim, positions, None, w.v_norm)
-        tap("k", layer, k)
-        tap("v", layer, v)
+        at.tap("k", k)
+        at.tap("v", v)
     if w.sinks is not None:
-        tap("sinks", layer, w.sinks)
-    attended = kv.attend(q, k, v, w.sinks)  # [T, H * head_dim], or of the last tokens alone
+        at.tap("sinks", w.sinks)
+    attended = at.kv.attend(q, k, v, w.sinks)  # [T, H * head_dim], or of the last tokens alone
     x = last_of(x, len(attended))
     if config.narrow:
         attended = ops.narrowed_heads(attended, heads, config.narrow)
@@ -139,26 +124,26 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         attended = ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim, config.gates_softplus)
     if w.attn_sub_norm is not None:
         attended = ops.normed(attended, w.attn_sub_norm)
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, x, w.o_norm, config.residual_multiplier)
 
 
-def placed(ops: BlockOps, w: LayerWeights, q: object, k: object, kv_heads: int, head_dim: int, positions: np.ndarray,
-           rope: RopeTable) -> tuple[object, object]:
+def placed(q: object, k: object, at: Layer, kv_heads: int, head_dim: int) -> tuple[object, object]:
     """Queries and keys [T, H * head_dim] that score higher the later a key stands."""
-    q = ops.widened_heads(q, len(w.fronts[0]), head_dim, w.fronts[0], 0)
-    k = ops.widened_heads(k, kv_heads, head_dim, w.fronts[1], 1)
-    return q, ops.rope_heads(k, kv_heads, head_dim, positions, rope, None)
+    of_queries, of_keys = at.w.fronts
+    q = at.ops.widened_heads(q, len(of_queries), head_dim, of_queries, 0)
+    k = at.ops.widened_heads(k, kv_heads, head_dim, of_keys, 1)
+    return q, at.ops.rope_heads(k, kv_heads, head_dim, at.positions, at.rope, None)
 
 
-def state_layer(ops: BlockOps, w: LayerWeights, x: object, states: LayerStates, config: ModelConfig, layer: int,
-                tap: Callable[[str, int, object], None]) -> object:
+def state_layer(x: object, at: Layer) -> object:
     """The first half of a block that remembers in a state. A tap sees state_out, before that matrix, in the place of q, k, v and
     attn_out."""
-    tap("block_in", layer, x)
-    mixed = states.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
-    tap("state_out", layer, mixed)
-    return ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), w.o_norm, config.residual_multiplier)
+    ops, w = at.ops, at.w
+    at.tap("block_in", x)
+    mixed = at.kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)  # [T, values]
+    at.tap("state_out", mixed)
+    return ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), w.o_norm, at.config.residual_multiplier)
 
 
 def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
@@ -168,13 +153,8 @@ def in_halves(attend: Block, go_on: Block = feed_forward) -> Block:
     attn_out and mlp_hidden before `o` and `down`; of experts the visits (`Routed`) instead of mlp_hidden."""
 
     @narrowing
-    def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-              config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
-        if w.state is not None:
-            x = state_layer(ops, w, x, kv, config, layer, tap)
-        else:
-            x = attend(ops, w, x, kv, positions, rope, config, layer, tap)
-        return go_on(ops, w, x, config, layer, tap)
+    def block(x: object, at: Layer) -> object:
+        return go_on(attend(x, at) if at.w.state is None else state_layer(x, at), at)
 
     return block
 
@@ -183,8 +163,8 @@ def behind_entry_norm(run: Block) -> Block:
     """A block before which what enters the first layer is normed in its place."""
 
     @narrowing
-    def block(ops: BlockOps, w: LayerWeights, x: object, *given: object) -> object:
-        return run(ops, w, x if w.entry_norm is None else ops.renormed(x, w.entry_norm), *given)
+    def block(x: object, at: Layer) -> object:
+        return run(x if at.w.entry_norm is None else at.ops.renormed(x, at.w.entry_norm), at)
 
     return block
 

@@ -6,25 +6,15 @@ A block is a layer here, and the sum on its way a second stream of a token (`Mod
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
+from . import Layer, TensorRule, last_of, llama, narrowing
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
 from .mixtral import MOST_EXPERTS, mixture_tensors
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "auto_map", "expert_ffn_hidden_size", "ffn_hidden_size", "kv_lora_rank", "moe_topk",
                        "n_routed_experts", "num_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
@@ -90,19 +80,19 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on; of experts the visits come first."""
-    own = attention(ops, w, ops.first_stream(x, STREAMS), kv, positions, rope, config, layer, tap)
+    ops, w, config = at.ops, at.w, at.config
+    own = attention(ops.first_stream(x, STREAMS), at)
     x = last_of(x, len(own))
-    tap("mlp_in", layer, own)
+    at.tap("mlp_in", own)
     if w.experts:
         sum_of_experts = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                                           partial(tap, "visits", layer), w.correction)
+                                           at.see("visits"), w.correction)
         x = ops.put_stream(x, sum_of_experts, 1)
-    own = ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer))
+    own = ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"))
     if not w.experts:
         own = ops.added(own, ops.second_stream(x, STREAMS), 1.0)
     x = ops.put_stream(x, own, 0)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

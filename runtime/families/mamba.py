@@ -5,23 +5,14 @@ A config has to have heads and a width inside: there is one of each, as small as
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.mamba1_shape import Mamba1Shape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, narrowing
+from . import Layer, TensorRule, narrowing
 from .jamba import rank, space_tensors
 from .llama import state_layer
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"conv_kernel", "expand", "layer_norm_epsilon", "state_size", "time_step_rank", "use_conv_bias"})
 # Of training, of programs, of what is said twice, and of attention, which nothing has.
@@ -69,9 +60,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of a state alone."""
-    x = state_layer(ops, w, x, kv, config, layer, tap)
-    tap("block_out", layer, x)
+    x = state_layer(x, at)
+    at.tap("block_out", x)
     return x

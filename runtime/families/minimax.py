@@ -8,8 +8,6 @@ Checkpoints hold what is written and read in one matrix, head by head; a store o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -18,16 +16,13 @@ from ...kernels.lightning_shape import LightningShape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, last_of, narrowing
+from . import Layer, TensorRule, last_of, narrowing
 from .deepseek_v3 import refuse_other_code
 from .mixtral import NAMES, expert_tensors, mixture
 from .olmo_hybrid import FULL, LINEAR, demand_both
 
 if TYPE_CHECKING:
     from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 # What is kept of the stream and what of a branch is added, by kind of branch: transformers' names, and those of the published models.
 SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
@@ -115,30 +110,29 @@ def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndar
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """x[T, D] -> x[T, D], with the taps of `llama.block`, of which block_in and mlp_in see what is normed already."""
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     x = ops.renormed(x, w.entry_norm)
-    tap("block_in", layer, x)
+    at.tap("block_in", x)
     if w.state is not None:
         mixed = kv.mix(ops.norm_linear(x, w.input_norm, w.state.products), w.state.own)
-        tap("state_out", layer, mixed)
+        at.tap("state_out", mixed)
         x = ops.linear_add(mixed, w.state.out, last_of(x, len(mixed)), None, config.factor("state_out"))
     else:
         q, k, v = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v])
         q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
         k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
-        for name, seen in zip("qkv", (q, k, v), strict=True):
-            tap(name, layer, seen)
+        at.tap_heads(q, k, v)
         attended = kv.attend(q, k, v)
-        tap("attn_out", layer, attended)
+        at.tap("attn_out", attended)
         x = ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.factor("o"))
     x = _kept(ops, x, config.factor(KEPT[FULL if w.state is None else LINEAR]))
     x = ops.renormed(x, w.middle_norm)
-    tap("mlp_in", layer, x)
-    x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.hidden_act, partial(tap, "visits", layer))
+    at.tap("mlp_in", x)
+    x = ops.moe(x, w.post_norm, w.router, w.experts, config.mixture.routing, config.hidden_act, at.see("visits"))
     x = _kept(ops, x, config.factor(KEPT_MLP))
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 

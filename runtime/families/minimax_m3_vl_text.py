@@ -3,9 +3,7 @@ that chooses blocks of tokens for each head of keys (`kernels/index_shape.py`)."
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
 from ...kernels.layout import PAGE, SWISH_LIMIT, SWISH_SLOPE
@@ -14,17 +12,10 @@ from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..indexed import Indexed
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, last_of, llama, mixtral, narrowing, qwen3_moe
+from . import Layer, TensorRule, last_of, llama, mixtral, narrowing, qwen3_moe
 from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward
 from .mixtral import mixture, mixture_tensors
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({
     "dense_intermediate_size", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks",
@@ -147,19 +138,18 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`."""
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     if w.index is None:
-        return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
-    tap("block_in", layer, x)
-    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(layer)
+        return llama.block(x, at)
+    at.tap("block_in", x)
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(at.number)
     q, k, v, *index = ops.norm_linear(x, w.input_norm, [w.q, w.k, w.v, w.index.q, w.index.k])
     choose(ops, w.index, *index, None, kv, positions, rope, config.indexed.shape)
     q = ops.rope_heads(q, heads, head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, value)
+    at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)
-    tap("attn_out", layer, attended)
-    return feed_forward(ops, w, ops.linear_add(attended, w.o, last_of(x, len(attended))), config, layer, tap)
+    at.tap("attn_out", attended)
+    return feed_forward(ops.linear_add(attended, w.o, last_of(x, len(attended))), at)

@@ -7,9 +7,8 @@ the others are times numbers that the checkpoint holds. Index queries are made o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
 from ..config import Defaults, ModelConfig
@@ -17,20 +16,13 @@ from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, last_of, llama
+from . import Layer, TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, last_of, llama
 from .deepseek_v3 import latent_config
 from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import shared_mixture
 from .glm_moe_dsa import choosing
 from .llama import in_halves
 from .smollm3 import rotated_layers
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 LIKE = deepseek_v3
 KEYS_USED = glm_moe_dsa.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "n_group", "topk_group",
@@ -105,11 +97,11 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return llama.outer_tensors(config) | {"rope_alpha": TensorRule("model.rotary_emb.alpha", (config.latent.rope // 2,))}
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """As `deepseek_v3.attention`; a layer without latents of its own attends to those that an earlier one has cached."""
-    tap("block_in", layer, x)
-    own, shape, heads = w.latent, config.latent_of(layer), config.num_attention_heads
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
+    at.tap("block_in", x)
+    own, shape, heads = w.latent, config.latent_of(at.number), config.num_attention_heads
     y, norm, beside = x, w.input_norm, ()
     if w.index is not None:  # whose queries read the row once it is normed
         y, norm, beside = ops.normed_apart(x, w.input_norm), None, (w.index.k, w.index.weights)
@@ -122,12 +114,12 @@ def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positio
         (chosen_by,) = ops.norm_linear(y, w.index.entered, [w.index.q])
         chosen_by = ops.grown_heads(chosen_by, config.indexed.shape.heads, config.indexed.shape.width, positions, LOGARITHMS, w.index.grows)
         choose(ops, w.index, chosen_by, *made, kv, positions, rope, config.indexed.shape)
-    tap("q", layer, q)
+    at.tap("q", q)
     if k is not None:
-        tap("k", layer, k)
-        tap("v", layer, k)
+        at.tap("k", k)
+        at.tap("v", k)
     attended = ops.latent_values(kv.attend(q, k, k), heads, shape, own.expand)  # [T, H * value]
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     return ops.linear_add(attended, w.o, last_of(x, len(attended)), None, config.residual_multiplier)
 
 

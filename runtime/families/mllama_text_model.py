@@ -7,22 +7,11 @@ that has it (`runtime/kv/picture_keys.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule, llama, narrowing
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.picture_keys import SeenLayer
-    from ..rope import RopeTable
+from . import Layer, TensorRule, llama, narrowing
 
 KEYS_USED = frozenset({"cross_attention_layers"})
 KEYS_HARMLESS = frozenset({"dropout"})
@@ -69,21 +58,21 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | SeenLayer, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """`llama.block`; of a layer that attends to pictures a tap sees what goes into its matrices but k and v, of tokens that see some."""
+    ops, w, kv, config = at.ops, at.w, at.kv, at.config
     if w.shares is None:
-        return llama.block(ops, w, x, kv, positions, rope, config, layer, tap)
+        return llama.block(x, at)
     for look in kv.looks:
         with kv.within(look, w):
             own = x[look.rows]
-            tap("block_in", layer, own)
+            at.tap("block_in", own)
             q = ops.norm_linear(own, w.input_norm, [w.q])[0]
-            q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, None, w.q_norm)
+            q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, at.positions, None, w.q_norm)
             attended = kv.attend(q, look.pictures)
-            tap("attn_out", layer, attended)
+            at.tap("attn_out", attended)
             own = ops.linear_add(attended, w.o, own, None, w.shares[0])
-            tap("mlp_in", layer, own)
-            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, partial(tap, "mlp_hidden", layer), None, w.shares[1])
-    tap("block_out", layer, x)
+            at.tap("mlp_in", own)
+            ops.gated_mlp(own, w.post_norm, w.gate, w.up, w.down, config.hidden_act, at.see("mlp_hidden"), None, w.shares[1])
+    at.tap("block_out", x)
     return x

@@ -3,22 +3,13 @@ the other way round, and an MLP of two matrices has the square of ReLU between."
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import LayerWeights, TensorRule, llama, narrowing
+from . import Layer, TensorRule, llama, narrowing
 from .hunyuan_v1_dense import attention
 from .opt import feed_forward
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
@@ -45,9 +36,8 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """Hunyuan's attention and OPT's MLP. What enters the first layer is normed in place, as a row that does not turn."""
-    if layer == 0:
-        x = ops.rope_heads(x, 1, config.hidden_size, positions, None, w.input_norm)
-    return feed_forward(ops, w, attention(ops, w, x, kv, positions, rope, config, layer, tap), config, layer, tap)
+    if at.number == 0:
+        x = at.ops.rope_heads(x, 1, at.config.hidden_size, at.positions, None, at.w.input_norm)
+    return feed_forward(attention(x, at), at)

@@ -8,24 +8,17 @@ keeps steps of prompts above time_step_min, those of answers not; kernels that s
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from functools import partial
 from itertools import product
-from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
-from . import LayerWeights, TensorRule, llama, opt
+from . import Layer, TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
 from .llama import attention, feed_forward, in_halves
 from .mixtral import mixture, mixture_tensors
-
-if TYPE_CHECKING:
-
-    from ..block_ops import BlockOps
 
 KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
                        "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act",
@@ -153,33 +146,33 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def _second_half(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                 tap: Callable[[str, int, object], None]) -> object:
+def _second_half(x: object, at: Layer) -> object:
     """Experts, an MLP, or nothing."""
+    w = at.w
     if w.between is not None:
-        return narrowed_experts(ops, w, x, config, layer, tap)
+        return narrowed_experts(x, at)
     if w.experts:
-        return feed_forward(ops, w, x, config, layer, tap)
-    if layer not in config.without_mlp:
-        return opt.feed_forward(ops, w, x, config, layer, tap)  # of two matrices, without a gate
-    tap("block_out", layer, x)
+        return feed_forward(x, at)
+    if at.number not in at.config.without_mlp:
+        return opt.feed_forward(x, at)  # of two matrices, without a gate
+    at.tap("block_out", x)
     return x
 
 
-def narrowed_experts(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                     tap: Callable[[str, int, object], None]) -> object:
+def narrowed_experts(x: object, at: Layer) -> object:
     """Experts over fewer numbers than a token has, beside one over all of them; the router reads all of them too. A tap sees experts_in and
     experts_out, what goes into the experts and comes out of them all, and shared_hidden."""
-    tap("mlp_in", layer, x)
+    ops, w, config = at.ops, at.w, at.config
+    at.tap("mlp_in", x)
     y, act = ops.normed_apart(x, w.post_norm), config.hidden_act
     (narrow,) = ops.norm_linear(y, None, [w.between.into])
-    tap("experts_in", layer, narrow)
+    at.tap("experts_in", narrow)
     narrow = ops.expert_branch(narrow, w.apart.norm, w.router, w.experts, w.apart, config.mixture.routing, act,
-                               partial(tap, "visits", layer), w.correction, None, y)
-    tap("experts_out", layer, narrow)
-    x = ops.mlp(x, w.post_norm, w.shared.up, w.shared.down, act, partial(tap, "shared_hidden", layer))
+                               at.see("visits"), w.correction, None, y)
+    at.tap("experts_out", narrow)
+    x = ops.mlp(x, w.post_norm, w.shared.up, w.shared.down, act, at.see("shared_hidden"))
     x = ops.linear_add(narrow, w.between.out, x)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 

@@ -5,21 +5,11 @@ A config says block by block what is left. Those that have a matrix in the place
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING
-
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule, llama, narrowing
+from . import Layer, TensorRule, llama, narrowing
 from .deepseek_v3 import refuse_other_code
 from .llama import feed_forward
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = llama.KEYS_USED | {"auto_map", "block_configs"}
 KEYS_HARMLESS = frozenset({"_attn_implementation_autoset"})
@@ -90,12 +80,12 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As `llama.block`, without the half that a layer lacks."""
+    w = at.w
     if w.o is not None:
-        x = llama.attention(ops, w, x, kv, positions, rope, config, layer, tap)
+        x = llama.attention(x, at)
     if w.up is not None:
-        return feed_forward(ops, w, x, config, layer, tap)
-    tap("block_out", layer, x)
+        return feed_forward(x, at)
+    at.tap("block_out", x)
     return x

@@ -6,18 +6,10 @@ rounding. opt-350m, which alone norms behind its branches and has an embedding o
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
-
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import LayerWeights, TensorRule
+from . import Layer, TensorRule
 from .llama import attention, in_halves
-
-if TYPE_CHECKING:
-
-    from ..block_ops import BlockOps
 
 KEYS_USED = frozenset({"activation_function", "enable_bias", "ffn_dim", "word_embed_proj_dim"})
 # What rotary families call by these names, transformers passes over in this one.
@@ -64,16 +56,16 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules if config.tie_word_embeddings else rules | {"head": TensorRule("lm_head.weight", table)}
 
 
-def feed_forward(ops: BlockOps, w: LayerWeights, x: object, config: ModelConfig, layer: int,
-                 tap: Callable[[str, int, object], None]) -> object:
+def feed_forward(x: object, at: Layer) -> object:
     """The second half of a block."""
-    tap("mlp_in", layer, x)
-    see = partial(tap, "mlp_hidden", layer)
+    ops, w, config = at.ops, at.w, at.config
+    at.tap("mlp_in", x)
+    see = at.see("mlp_hidden")
     if w.bundles is not None:
         x = ops.bundled_mlp(x, w.post_norm, w.up, w.bundles, config.hidden_act, see)
     else:
         x = ops.mlp(x, w.post_norm, w.up, w.down, config.hidden_act, see)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 

@@ -8,9 +8,7 @@ What a branch reads of the streams says a gate for every channel, and numbers of
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.index_shape import IndexShape
 from ...kernels.ngram_shape import NgramShape
@@ -19,18 +17,11 @@ from ..config_reader import ConfigError, Keys, is_count, show
 from ..indexed import Indexed
 from ..ngrams import Ngrams, role_of
 from ..weights.index_weights import choose
-from . import LayerWeights, TensorRule, last_of, llama, narrowing, qwen3_5_moe_text
+from . import Layer, TensorRule, last_of, llama, narrowing, qwen3_5_moe_text
 from .deepseek_v4 import second_half, written
 from .mixtral import expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = qwen3_5_moe_text.KEYS_USED | {
     "hc_count", "hc_lowrank", "heads_per_ngram", "indexer_budget", "indexer_compress_ratio", "indexer_head_dim", "indexer_kv_heads",
@@ -160,37 +151,36 @@ def joined_rows(config: ModelConfig, layer: int) -> dict[str, tuple[tuple[str, i
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None], rows: object | None = None) -> object:
+def block(x: object, at: Layer, rows: object | None = None) -> object:
     """As `llama.block`, of streams x [T, S * D]; `rows` [T, E]: what tokens have in a table of n-grams. Taps see what a branch reads where
     they see x of other families, but for block_out."""
+    ops, w, kv = at.ops, at.w, at.kv
     around_attention, around_mlp = w.around
     if w.ngrams is not None:
-        tap("ngrams_in", layer, rows)
+        at.tap("ngrams_in", rows)
         x = kv.add_ngrams(x, ops.ngram_products(rows, w.ngrams), w.ngrams)
     own = ops.gathered(x, around_attention)
-    tap("block_in", layer, own)
+    at.tap("block_in", own)
     if w.state is not None:
         gave, last = kv.mix(ops.norm_linear(own, None, w.state.products), w.state.own), w.state.out
-        tap("state_out", layer, gave)
+        at.tap("state_out", gave)
     else:
-        gave, last = attention(ops, w, own, kv, positions, rope, config, layer, tap), w.o
-        tap("attn_out", layer, gave)
+        gave, last = attention(own, at), w.o
+        at.tap("attn_out", gave)
     x = written(ops, x, gave, last, around_attention)
-    return second_half(ops, w, x, around_mlp, config, layer, tap, config.hidden_act)
+    return second_half(x, at, around_mlp, at.config.hidden_act)
 
 
-def attention(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable, config: ModelConfig,
-              layer: int, tap: Callable[[str, int, object], None]) -> object:
+def attention(x: object, at: Layer) -> object:
     """What o reads, [T, H * head_dim], of what a branch reads."""
-    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(layer)
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
+    heads, (kv_heads, head_dim) = config.num_attention_heads, config.heads_of(at.number)
     index = () if w.index is None else (w.index.q, w.index.k)
     gated, k, v, *by = ops.norm_linear(x, None, [w.q, w.k, w.v, *index])
     if by:
         choose(ops, w.index, *by, None, kv, positions, rope, config.indexed.shape)
     q = ops.rope_heads(ops.part_queries(gated, heads, head_dim), heads, head_dim, positions, rope, w.q_norm)
     k = ops.rope_heads(k, kv_heads, head_dim, positions, rope, w.k_norm)
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, value)
+    at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)
     return ops.gate_heads(attended, last_of(gated, len(attended)), heads, head_dim)

@@ -8,22 +8,11 @@ them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
-from typing import TYPE_CHECKING
-
 from ...kernels.rwkv7_shape import Rwkv7Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import LayerWeights, TensorRule
+from . import Layer, TensorRule
 from .deepseek_v3 import refuse_other_code
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..kv.states import ShiftedStates
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
                        "norm_eps", "num_heads", "v_low_rank_dim", "value_dim"})
@@ -124,28 +113,28 @@ def _with_biases(rules: dict[str, TensorRule], roles: tuple[str, ...]) -> dict[s
                     for role in roles if role in rules}
 
 
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: ShiftedStates, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. Taps see block_in and mlp_in before their norms, what each matrix reads of rows on their way to
     those before (`READ`, and shifted_in of the MLP), state_out and mlp_hidden before the last matrices."""
+    ops, w, kv = at.ops, at.w, at.kv
     own = ops.first_stream(x, STREAMS)
     if w.entry_norm is not None:
         own = ops.renormed(own, w.entry_norm)
-    tap("block_in", layer, own)
+    at.tap("block_in", own)
     rows = kv.shifted(own, w.input_norm, w.state.own.shift, 0)
     for name, place in READ.items():
-        tap(name, layer, rows[place])
-    first = ops.second_stream(x, STREAMS) if layer else None
+        at.tap(name, rows[place])
+    first = ops.second_stream(x, STREAMS) if at.number else None
     products = kv.products(rows, w.state.products, w.state.own, first)  # [T, D] each
     if first is None:
         x = ops.put_stream(x, products[2], 1)
     mixed = kv.mix(products, w.state.own)
-    tap("state_out", layer, mixed)
+    at.tap("state_out", mixed)
     own = ops.linear_add(mixed, w.state.out, own)
-    tap("mlp_in", layer, own)
+    at.tap("mlp_in", own)
     (row,) = kv.shifted(own, w.post_norm, w.state.own.channel_shift, 1)
-    tap("shifted_in", layer, row)
-    own = ops.mlp_branch(row, w.up, w.down, config.hidden_act, own, partial(tap, "mlp_hidden", layer))
+    at.tap("shifted_in", row)
+    own = ops.mlp_branch(row, w.up, w.down, at.config.hidden_act, own, at.see("mlp_hidden"))
     x = ops.put_stream(x, own, 0)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

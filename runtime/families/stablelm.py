@@ -6,20 +6,12 @@ own, which a store of the folder stacks (`parted_rows.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING
+from collections.abc import Mapping
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import LayerWeights, TensorRule, cohere, llama, narrowing
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
+from . import Layer, TensorRule, cohere, llama, narrowing
 
 KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual", "use_qkv_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
@@ -60,11 +52,10 @@ def stacked_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, ...]]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """As Llama's block, or Cohere's."""
-    run = cohere.block if config.side_by_side else llama.block
-    return run(ops, w, x, kv, positions, rope, config, layer, tap)
+    run = cohere.block if at.config.side_by_side else llama.block
+    return run(x, at)
 
 
 def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:

@@ -8,25 +8,15 @@ names of the first layer that a block is lent to. Steps are not kept above time_
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..weights.lent_weights import ATTENTION, WIDE, block_of, block_role
-from . import LayerWeights, TensorRule, llama
+from . import Layer, TensorRule, llama
 from .granitemoehybrid import mamba_tensors
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"adapter_rank", "attention_head_dim", "layers_block_type", "mamba_d_conv", "mamba_d_state", "mamba_expand",
                        "mamba_headdim", "mamba_ngroups", "n_mamba_heads", "num_mem_blocks", "use_mem_rope", "use_shared_attention_adapter"})
@@ -143,26 +133,26 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
     return rules
 
 
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache | LayerStates, positions: np.ndarray, rope: RopeTable | None,
-          config: ModelConfig, layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D]. A tap sees in block_in what the state space reads, and of a shared block q, k, v, attn_out and,
     before the layer's own matrix, lent_in."""
-    own = ops.first_stream(x, config.streams)
+    ops, w = at.ops, at.w
+    own = ops.first_stream(x, at.config.streams)
     if w.lent is not None:
-        given = _shared(ops, w, x, kv, positions, rope, config, layer, tap)
-        tap("lent_in", layer, given)
+        given = _shared(x, at)
+        at.tap("lent_in", given)
         own = ops.linear_add(given, w.lent.out, own)
-    tap("block_in", layer, own)
-    mixed = kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own)
-    tap("state_out", layer, mixed)
+    at.tap("block_in", own)
+    mixed = at.kv.mix(ops.norm_linear(own, w.input_norm, w.state.products), w.state.own)
+    at.tap("state_out", mixed)
     x = ops.add_to_first(x, mixed, w.state.out)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x
 
 
-def _shared(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-            layer: int, tap: Callable[[str, int, object], None]) -> object:
+def _shared(x: object, at: Layer) -> object:
     """What the block that the layer is lent makes of both streams, [T, D]."""
+    ops, w, positions, rope, config = at.ops, at.w, at.positions, at.rope, at.config
     lent, block = w.lent, w.lent.block
     made = ops.norm_linear(x, block.input_norm, [block.q, block.k, block.v])
     for low, out in zip(lent.attention, made):
@@ -170,9 +160,8 @@ def _shared(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions
     q, k, v = made
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
-    for name, each in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, each)
-    attended = kv.attend(q, k, v)
-    tap("attn_out", layer, attended)
+    at.tap_heads(q, k, v)
+    attended = at.kv.attend(q, k, v)
+    at.tap("attn_out", attended)
     (given,) = ops.norm_linear(attended, None, [block.o])
     return ops.lent_mlp(given, block.mlp_norm, block.gate, block.up, block.down, config.hidden_act, lent.mlp)

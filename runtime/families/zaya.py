@@ -7,25 +7,15 @@ What routers begin with lies in a second stream of a token (`ModelConfig.streams
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
-from typing import TYPE_CHECKING
 
 from ...kernels.cca_shape import CcaShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, ropes_by_kind
-from . import LayerWeights, TensorRule, last_of, llama, narrowing
+from . import Layer, TensorRule, last_of, llama, narrowing
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
-
-if TYPE_CHECKING:
-    import numpy as np
-
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
-    from ..rope import RopeTable
 
 KEYS_USED = frozenset({"cca_time0", "cca_time1", "layer_types", "lm_head_bias", "moe_intermediate_size", "num_experts",
                        "num_experts_per_tok", "num_local_experts", "router_hidden_size", "sliding_window"})
@@ -123,29 +113,28 @@ def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
 
 
 @narrowing
-def block(ops: BlockOps, w: LayerWeights, x: object, kv: LayerCache, positions: np.ndarray, rope: RopeTable | None, config: ModelConfig,
-          layer: int, tap: Callable[[str, int, object], None]) -> object:
+def block(x: object, at: Layer) -> object:
     """Streams x[T, 2 * D] -> x[T, 2 * D], with the taps of `llama.block` over what a layer works on."""
+    ops, w, kv, positions, rope, config = at.ops, at.w, at.kv, at.positions, at.rope, at.config
     own = ops.first_stream(x, STREAMS)
     if w.entered is not None:
         own = ops.rescaled(own, None, w.entered)
-    tap("block_in", layer, own)
+    at.tap("block_in", own)
     (made,) = ops.norm_linear(own, w.input_norm, w.state.products)
     q, k, v = kv.convolved(made, w.state.own)
     q = ops.rope_heads(q, config.num_attention_heads, config.head_dim, positions, rope, None)
     k = ops.rope_heads(k, config.num_key_value_heads, config.head_dim, positions, rope, None)
-    for name, value in (("q", q), ("k", k), ("v", v)):
-        tap(name, layer, value)
+    at.tap_heads(q, k, v)
     attended = kv.attend(q, k, v)
     x, own = last_of(x, len(attended)), last_of(own, len(attended))
-    tap("attn_out", layer, attended)
+    at.tap("attn_out", attended)
     (branch,) = ops.norm_linear(attended, None, [w.o])
     own = ops.rescaled(own, branch, w.rescales[0])
-    tap("mlp_in", layer, own)
+    at.tap("mlp_in", own)
     said = ops.routed_by(own, w.post_norm, w.path, x)
     branch = ops.expert_branch(own, w.post_norm, w.router, w.experts, w.apart, config.mixture.routing, config.hidden_act,
-                               partial(tap, "visits", layer), w.correction, None, said)
+                               at.see("visits"), w.correction, None, said)
     own = ops.rescaled(own, branch, w.rescales[1])
     x = ops.put_stream(x, own, 0)
-    tap("block_out", layer, x)
+    at.tap("block_out", x)
     return x

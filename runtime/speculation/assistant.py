@@ -23,7 +23,7 @@ from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ..config import parse_config
 from ..config_reader import REQUIRED, ConfigError, Keys
-from ..families import TensorRule, gemma4_text
+from ..families import Layer, TensorRule, gemma4_text
 from ..rope import rope_tables
 from .draft_length import GuessCosts
 from .draft_model import KIND
@@ -235,7 +235,7 @@ class AssistantDrafts:
             host.flush()
             x = host.from_host(made)
             for layer, (weights, kv) in enumerate(zip(self._layers, seen, strict=True)):
-                x = gemma4_text.block(host, weights, x, kv, positions, self._ropes[layer], own, layer, lambda name, layer, value: None)
+                x = gemma4_text.block(x, Layer(host, weights, kv, positions, self._ropes[layer], own, layer))
         return x
 
     def _scores(self, x: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:

@@ -25,7 +25,7 @@ from ...kernels.layout import PAGE
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ..config_reader import ConfigError, Keys, is_count, show
-from ..families import TensorRule, llama, qwen3
+from ..families import Layer, TensorRule, llama, qwen3
 from ..kv.cache_shape import AttnSpec
 from ..rope import rope_tables
 from .draft_types import INNER
@@ -255,7 +255,6 @@ class Eagle3Drafts(StateDrafts):
             x = host.linear_add(self._cache.layer(0).attend(q, k, v), w.o, x)
             x = host.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, own.hidden_act)
             for layer, weights in enumerate(self._layers[1:], 1):
-                x = llama.block(host, weights, x, self._cache.layer(layer), step.positions, self._ropes[layer], own, layer,
-                                lambda name, layer, value: None)
+                x = llama.block(x, Layer(host, weights, self._cache.layer(layer), step.positions, self._ropes[layer], own, layer))
         self._cache.commit()
         return x

@@ -72,7 +72,7 @@ class OwnDrafts(StateDrafts):
                 normalised(values, norm, joined[:, place : place + width])
             (made,) = host.norm_linear(joined, None, [own.join])
             host.flush()
-            x = self._block(host, own.layer, host.from_host(made), self._cache.layer(0), step.positions, model.ropes[self._layer], config,
-                            self._layer, lambda name, layer, value: None)
+            x = self._block(host.from_host(made), families.Layer(host, own.layer, self._cache.layer(0), step.positions,
+                                                                 model.ropes[self._layer], config, self._layer))
         self._cache.commit()
         return x
