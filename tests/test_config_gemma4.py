@@ -115,6 +115,7 @@ def test_positions_are_those_of_transformers():
     ("rope_parameters", {**ROPES, "chunked_attention": {}}, "chunked_attention"), ("hidden_size_per_layer_input", -1, "per_layer_input"),
     ("rope_parameters", {**ROPES, "full_attention": {"rope_type": "default", "partial_rotary_factor": 0.25}}, "partial_rotary_factor"),
     ("per_layer_config", {"4": {"head_dim": 64, "sliding_window": 3}}, "per_layer_config"), ("per_layer_config", {"35": {}}, "35"),
+    ("per_layer_config", {"full_attention": {"head_dim": 64}}, "full_attention"), ("per_layer_config", {"4" * 5000: {}}, "444"),
     ("per_layer_config", {"4": {"head_dim": 64}}, "layers of full_attention differ"), ("enable_moe_block", True, "num_experts"),
     ("vocab_size_per_layer_input", 262143, "vocab_size_per_layer_input = 262143"),
     ("rope_parameters", {**ROPES, "full_attention": {**ROPES["full_attention"], "partial_rotary_factor": 1.5}}, "partial_rotary_factor"),

@@ -102,9 +102,10 @@ def heads_by_kind(keys: Keys, kinds: list[str], usual: tuple[int, int], wide: tu
     else:
         found = [usual] * len(kinds)
         for name, stated in own.items():
-            if not name.isdecimal() or int(name) >= len(kinds) or not isinstance(stated, dict) or \
-                    (stray := sorted(stated.keys() - {"head_dim", "num_key_value_heads"})):
-                said = f" of {show(name)}: {show(stray[0])}" if isinstance(stated, dict) and stated else f": {show(name)}"
+            is_layer = name.isdecimal() and len(name) < 5 and int(name) < len(kinds) and isinstance(stated, dict)
+            stray = sorted(stated.keys() - {"head_dim", "num_key_value_heads"}) if is_layer else ()
+            if stray or not is_layer:
+                said = f" of {show(name)}: {show(stray[0])}" if stray else f": {show(name)}"
                 raise ConfigError(f"config.json: per_layer_config{said} is not supported",
                                   "known: head_dim and num_key_value_heads of layers by number")
             section = Keys(stated, f"config.json: per_layer_config.{name}")
