@@ -26,9 +26,10 @@ from .config import ModelConfig, read_config
 from .conversion.convert_stream import DAMAGED
 from .conversion.gathered import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
 from .events import Notice, Progress
-from .families import EXPERT, SHARED, Layer, LayerWeights, kind_of
+from .families import EXPERT, SHARED, kind_of
 from .kv.cache_made import open_cache
 from .kv.cache_shape import CacheShape, LayerSpec, SharedPages, layer_specs
+from .layer import Layer, LayerWeights
 from .model import Model
 from .planning.compiled import compiled
 from .planning.demands import LOGIT_ROWS

@@ -1,9 +1,10 @@
 """What a checkpoint's `config.json` says, checked and put into one dialect: a `ModelConfig`.
 
-Each family lists the keys it uses, those that change nothing at inference, and those it can only take at their default: a feature
-that is not supported is refused by name instead of giving a wrong answer. A key on no list is a warning (an error with `strict`),
-because new keys appear every month and most are bookkeeping. Both dialects are read: `rope_theta` + `rope_scaling` + `torch_dtype`,
-and the newer `rope_parameters` + `dtype`. Where transformers has a default for an absent key, it is ours too.
+Each family reads the keys it uses, and lists those that change nothing at inference and those it can only take at their default: a
+feature that is not supported is refused by name instead of giving a wrong answer. A key that is neither read nor listed is a warning
+(an error with `strict`), because new keys appear every month and most are bookkeeping. Both dialects are read: `rope_theta` +
+`rope_scaling` + `torch_dtype`, and the newer `rope_parameters` + `dtype`. Where transformers has a default for an absent key, it is ours
+too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 
 from .. import UsageError
 from ..offload.header import is_gguf
-from .config_keys import KEYS_HARMLESS, KEYS_USED, REASONS, REFUSED_UNLESS
+from .config_keys import KEYS_HARMLESS, READ_BY_SOME, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .images import taken_too
@@ -35,6 +36,7 @@ BARE = "Model"  # of those that make vectors and have no head
 # Families whose tokens see both ways where is_causal says so, and what configs of such models say beside: code that comes with them does
 # just that, for programs that did not know the key.
 BOTH_WAYS, ALSO = ("llama", "ministral3", "mistral", "qwen2", "qwen3"), frozenset({"is_causal", "auto_map", "pooling", "temperature"})
+READING_SECTIONS = ("gpt_oss",)  # families that judge quantization_config themselves
 LISTWISE, LISTED = "JinaForRanking", 512  # of Qwen 3 models that rank documents of one text, and how many numbers they compare
 OLDER = "LMHeadModel"  # as GPT-2's of the former
 SPEAKING = ("OmniModel", "Omni_Reasoning_V3")  # and what models that hear and see were called
@@ -101,25 +103,25 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     raw = made
     keys = Keys(raw)
     family = families.get(keys.text("model_type"))
-    own = family.KEYS_USED | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset({"auto_map"} if ranks_lists else ()))
-    refused = {key: value for key, value in {**REFUSED_UNLESS, **family.REFUSED_UNLESS}.items() if key not in own}
+    harmless = KEYS_HARMLESS | family.KEYS_HARMLESS | (ALSO if sees_both_ways else frozenset({"auto_map"} if ranks_lists else ()))
+    refused = {key: value for key, value in REFUSED_UNLESS.items() if key not in harmless} | family.REFUSED_UNLESS
     section = raw.get("quantization_config") or raw.get("quantization")  # MLX writes both
-    if isinstance(section, dict) and ("quantization_config" not in own or isinstance(raw.get("quantization"), dict)):
+    if isinstance(section, dict) and (raw["model_type"] not in READING_SECTIONS or isinstance(raw.get("quantization"), dict)):
         from .stores.import_config import check_family, check_method, mlx_says, section_of
 
         section = section_of(raw)
         check_method(section)
         check_family(section, keys.text("model_type"))
         keys = Keys(mlx_says(section, raw))
-        refused |= {key: raw.get(key) for key in ("quantization", "quantization_config")}
-        refused["compression_config"] = raw.get("compression_config")  # some say it twice
+        keys.knows("quantization_config")
+        refused |= {key: raw.get(key) for key in ("quantization", "compression_config")}  # some say it twice
     if _full_attention_alone(raw):
         refused["layer_types"] = raw["layer_types"]
-    for key, default in refused.items():
-        if raw.get(key) is not None and raw[key] != default:
-            why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
-            raise ConfigError(f"config.json: {key} = {show(raw[key])} is not supported for {keys.text('model_type')} models", why)
+    _refuse(raw, refused)
     config = family.config(keys)
+    known = harmless | keys.asked | refused.keys() | {"architectures"}
+    unread = {key: value for key, value in READ_BY_SOME.items() if key not in known}
+    _refuse(raw, unread)
     if isinstance(section, dict) and section.get("quant_method") == "bitnet":
         config = replace(config, one_scale=True)
     if sees_both_ways:
@@ -128,9 +130,17 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
         config = replace(config, both_ways=True, windows=windows, tie_word_embeddings=True)
     if ranks_lists:
         config = replace(config, ranks_lists=True, vector_inner=config.hidden_size // 2, vector_width=LISTED, tie_word_embeddings=True)
-    unknown = sorted(raw.keys() - KEYS_USED - KEYS_HARMLESS - refused.keys() - own)
+    unknown = sorted(raw.keys() - known - unread.keys())
     unknown += unknown_rope_keys(raw, config.ropes)
     return replace(config, warnings=config.warnings + _judge_unknown(unknown, strict))
+
+
+def _refuse(raw: Mapping[str, object], refused: Mapping[str, object]) -> None:
+    """Raises ConfigError for a key that is not at the one value at which it is taken."""
+    for key, default in refused.items():
+        if raw.get(key) is not None and raw[key] != default:
+            why = REASONS.get(key, f"this family runs only {'without it' if default is None else f'with {key} = {show(default)}'}")
+            raise ConfigError(f"config.json: {key} = {show(raw[key])} is not supported for {raw['model_type']} models", why)
 
 
 def _full_attention_alone(raw: Mapping[str, object]) -> bool:

@@ -1,16 +1,9 @@
-"""The keys of a config.json that hold for every family: those that are read, that change nothing, that are taken at one value."""
+"""The keys of a config.json that hold for every family: those that change nothing, and that are taken at one value."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
-# Read for every family, here.
-KEYS_USED = frozenset({
-    "architectures", "bos_token_id", "dtype", "eos_token_id", "head_dim", "hidden_act", "hidden_size", "intermediate_size",
-    "max_position_embeddings", "model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads",
-    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "tie_word_embeddings",
-    "torch_dtype", "vocab_size",
-})
 # Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
 KEYS_HARMLESS = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path",
@@ -23,14 +16,16 @@ KEYS_HARMLESS = frozenset({
     "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config", "transformers_version",
     "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 })
-# Key -> the one value that means "not used". null always does.
+# Key -> the one value that means "not used". null always does. What some families read is refused of those that do not.
+READ_BY_SOME: Mapping[str, object] = {
+    "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None, "embedding_multiplier": 1.0,
+    "final_logit_softcapping": None, "logits_scaling": 1.0, "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0,
+    "per_layer_config": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
+    "use_qk_norm": False,
+}
 REFUSED_UNLESS: Mapping[str, object] = {
-    "add_cross_attention": False, "attention_multiplier": 1.0, "attn_logit_softcapping": None, "auto_map": None,
-    "compression_config": None, "cross_attention_hidden_size": None,
-    "embedding_multiplier": 1.0, "final_logit_softcapping": None, "is_causal": True, "is_encoder_decoder": False, "logits_scaling": 1.0,
-    "num_experts": None, "num_local_experts": None, "partial_rotary_factor": 1.0, "per_layer_config": None, "pruned_heads": {},
-    "quantization": None, "quantization_config": None, "query_pre_attn_scalar": None, "residual_multiplier": 1.0,
-    "rope_interleaved": False, "use_qk_norm": False,
+    "add_cross_attention": False, "compression_config": None, "cross_attention_hidden_size": None, "is_causal": True,
+    "is_encoder_decoder": False, "pruned_heads": {}, "quantization": None, "rope_interleaved": False,
 }
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",

@@ -1,7 +1,7 @@
 """Values from `config.json`, treated as hostile input: each one's type and range are checked before it sizes anything.
 
-`Keys` reads by name and remembers which names were asked for, so that a test can hold a family's list of keys against what its
-code really reads. A JSON `true` is no number here, nor is NaN (which Python's parser accepts).
+`Keys` reads by name and remembers which names were asked for: a key that a family neither reads nor lists is one that nobody knows. A JSON
+`true` is no number here, nor is NaN (which Python's parser accepts).
 """
 
 from __future__ import annotations
@@ -83,6 +83,10 @@ class Keys:
         made = Keys({**self.raw, **others}, self.where)
         made.asked = self.asked
         return made
+
+    def knows(self, *names: str) -> None:
+        """These are read, of every config or of some alone."""
+        self.asked.update(names)
 
     def _get(self, name: str, default: object) -> object:
         self.asked.add(name)

@@ -137,7 +137,9 @@ def unknown_rope_keys(raw: Mapping[str, object], ropes: Iterable[RopeConfig | No
     if not ropes:
         return []
     name = _section(raw)
-    section = raw.get(name) or {}
+    section = raw.get(name)
+    if not isinstance(section, dict):  # of a family that reads none
+        return []
     nested = {f"{name}.{key}": value for key, value in section.items() if isinstance(value, dict)} or {name: section}
     read = (ROPE_KEYS[rope.kind].union(rope.params) for rope in ropes)
     known = ROPE_HARMLESS.union(*read, ("rope_type", "type", "rope_theta", "partial_rotary_factor"))

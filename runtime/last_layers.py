@@ -11,6 +11,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from . import families
+from .layer import NARROWING
 
 if TYPE_CHECKING:
     from .config import ModelConfig
@@ -31,7 +32,7 @@ def first_alone(config: ModelConfig) -> int:
 
 def narrows(config: ModelConfig, layer: int) -> bool:
     """Does a layer go on with the last tokens alone, behind what it keeps of all?"""
-    own = families.get(config.family).block in families.NARROWING
+    own = families.get(config.family).block in NARROWING
     return layer >= first_alone(config) or own and layer == config.last_to_keep
 
 

@@ -21,13 +21,14 @@ from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
-from .families import SEEN, Layer, LayerWeights, Tap, expert_of, last_of, no_tap
+from .families import SEEN, expert_of
 from .images.album import Shown
 from .images.seen_experts import by_sort
 from .kv.both_ways import ends_of
 from .kv.layer_cache import of_last
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
 from .last_layers import first_alone, kept_of, narrows
+from .layer import Layer, LayerWeights, Tap, last_of, no_tap
 from .ngrams import away_nbytes, held, is_table
 from .rope import learned, rope_tables
 from .sparse.predictors import FEW, Predictors

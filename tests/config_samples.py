@@ -3,7 +3,9 @@
 import pytest
 
 from effllm import EffllmError
+from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config
+from effllm.runtime.config_reader import Keys
 from effllm.runtime.stores.parted_rows import joins, places, stacks
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -22,6 +24,28 @@ PARTED = {"bailing_hybrid": {"layer_group_size": 2, "num_key_value_heads": 6, "n
                              "indexer_compress_ratio": 4},
           "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32}, "rwkv7": {"head_dim": 16},
           "zamba2": {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"]}}
+
+LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "mistral4",
+          "mistral_large4_text", "youtu", "minicpm3", "axk2", "hy_v4")
+DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
+SOME = {"granitemoehybrid": {"layer_types": ["attention"] * 4, "num_local_experts": 0}, "nemotron_h": {"hybrid_override_pattern": "M*-M"},
+        **dict.fromkeys(LATENT, {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2}),
+        "bailing_moe_v2": {"moe_intermediate_size": 48}, "gemma3n_text": {"num_kv_shared_layers": 0},
+        "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2}, "hunyuan_v1_moe": {"num_experts": 4}, **PARTED,
+        "nemotron_nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}}] * 4}}
+
+
+def small_config(family: str) -> dict[str, object]:
+    """A config of any family that reads all keys that it knows."""
+    return {**LLAMA, "ffn_dim": 88, **DOTS, **SOME.get(family, {}), "model_type": family}
+
+
+def keys_read(family: str) -> set[str]:
+    """The keys that a family knows."""
+    keys = Keys(small_config(family))
+    keys.text("model_type")
+    families.get(family).config(keys)
+    return keys.asked
 
 
 def refused(raw: dict[str, object], *words: str, strict: bool = False) -> EffllmError:

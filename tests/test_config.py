@@ -51,16 +51,13 @@ from effllm import UsageError
 from effllm.runtime import config as config_module
 from effllm.runtime import families
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.config_reader import ConfigError, Keys
+from effllm.runtime.config_reader import ConfigError
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, PARTED, SMALL, in_a_file, in_one, refused
+from config_samples import DOTS, LLAMA, SMALL, in_a_file, in_one, keys_read, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}
-LATENT = ("axk1", "deepseek_v2", "deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm5_next_text", "glm_moe_dsa", "mistral4",
-          "mistral_large4_text", "youtu", "minicpm3", "axk2", "hy_v4")
-DOTS = {"n_routed_experts": 6, "num_experts_per_tok": 2, "n_shared_experts": 1}
 
 
 def granite_4(**changes: object) -> GraniteMoeHybridConfig:
@@ -153,22 +150,19 @@ def test_both_dialects_give_the_same_config() -> None:
 
 
 @pytest.mark.parametrize("family", families.FAMILIES)
-def test_a_family_reads_the_keys_it_lists_and_no_others(family: str) -> None:
-    module = families.get(family)
-    some = {"layer_types": ["attention"] * 4, "num_local_experts": 0} if family == "granitemoehybrid" else {}
-    some |= {"num_key_value_heads": 6, "topk_method": "group_limited_greedy", "n_group": 3, "topk_group": 2} if family in LATENT else {}
-    some = {"hybrid_override_pattern": "M*-M"} if family == "nemotron_h" else some
-    some |= {"bailing_moe_v2": {"moe_intermediate_size": 48}, "gemma3n_text": {"num_kv_shared_layers": 0},
-             "deepseek_v4": {"num_key_value_heads": 1, "o_groups": 2}, "hunyuan_v1_moe": {"num_experts": 4}, **PARTED,
-             "nemotron_nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 2.0}}] * 4}}.get(family, {})
-    keys = Keys({**LLAMA, "ffn_dim": 88, **DOTS, **some, "model_type": family})
-    module.config(keys)
-    listed = config_module.KEYS_USED - module.KEYS_HARMLESS | module.KEYS_USED
-    assert keys.asked <= listed
-    assert listed - keys.asked == {"architectures"}  # judged before a family is asked
-    harmless = config_module.KEYS_HARMLESS | module.KEYS_HARMLESS
-    refused_keys = config_module.REFUSED_UNLESS.keys() - module.KEYS_USED | module.REFUSED_UNLESS.keys()
-    assert not listed & harmless and not listed & refused_keys and not harmless & refused_keys
+def test_a_key_that_a_family_reads_is_on_none_of_its_lists(family: str) -> None:
+    """Nor does one stand on both."""
+    module, read = families.get(family), keys_read(family)
+    assert read >= {"model_type", "vocab_size", "num_hidden_layers", "bos_token_id", "eos_token_id", "tie_word_embeddings", "dtype"}
+    harmless, refused_keys = module.KEYS_HARMLESS, module.REFUSED_UNLESS.keys()
+    assert not read & (harmless | refused_keys) and not harmless & refused_keys
+    assert not harmless & config_module.KEYS_HARMLESS and not config_module.KEYS_HARMLESS & config_module.REFUSED_UNLESS.keys()
+
+
+def test_what_some_families_read_is_refused_of_the_others() -> None:
+    """What none reads is refused before a family is asked."""
+    read = set().union(*map(keys_read, families.FAMILIES))
+    assert config_module.READ_BY_SOME.keys() <= read and not config_module.REFUSED_UNLESS.keys() & read
 
 
 def test_the_families_are_the_files_of_their_folder() -> None:
@@ -207,7 +201,8 @@ def test_a_feature_that_is_not_supported_is_refused_by_name(key: str, value: obj
 
 @pytest.mark.parametrize("key", ["partial_rotary_factor", "is_encoder_decoder", "residual_multiplier", "pruned_heads", "rope_interleaved"])
 def test_such_a_feature_at_its_default_is_fine(key: str) -> None:
-    assert parse_config({**LLAMA, key: config_module.REFUSED_UNLESS[key]}, strict=True).warnings == ()
+    usual = {**config_module.REFUSED_UNLESS, **config_module.READ_BY_SOME}[key]
+    assert parse_config({**LLAMA, key: usual}, strict=True).warnings == ()
 
 
 # ---- tokens, lengths, tensors

@@ -9,13 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import EffllmError, ModelNotFound
-from effllm.runtime import config as config_module
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config, read_config
-from effllm.runtime.config_reader import FILE_LIMIT, ConfigError
+from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
+from config_samples import LLAMA, SMALL, keys_read, refused, small_config
 
 
 @pytest.mark.parametrize("name", SMALL)
@@ -60,8 +59,7 @@ def test_values_of_a_familys_own_keys_are_named(family: str, name: str, value: o
     refused({**LLAMA, "model_type": family, name: value}, name)
 
 
-OWN_KEYS = [families.get(name).KEYS_USED for name in families.FAMILIES]
-ANY_KEY = st.sampled_from(sorted(config_module.KEYS_USED.union({"text_config"}, *OWN_KEYS)))
+ANY_KEY = st.sampled_from(sorted({"architectures", "text_config"}.union(*map(keys_read, families.FAMILIES))))
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.sampled_from(["type", "factor", "rope_type"]), inner), max_leaves=4)
@@ -75,6 +73,40 @@ def test_any_json_gives_a_config_or_one_line(changes: dict[str, object], family:
         assert "\n" not in error.message
     else:
         assert isinstance(config, ModelConfig) and len(config.windows) == config.num_hidden_layers
+
+
+@given(st.data(), st.sampled_from(families.FAMILIES))
+def test_a_key_that_is_known_is_known_whatever_the_others_say(data: st.DataObject, family: str) -> None:
+    known = keys_read(family)
+    own = st.sampled_from(sorted(known - {"model_type"}))
+    values = st.sampled_from([None, True, False, 0, 1, 2, 4, 0.5, ["full_attention"] * 4, [1] * 4])
+    changes = data.draw(st.dictionaries(own, values, max_size=3))
+    keys = Keys({**small_config(family), **changes})
+    keys.text("model_type")
+    try:
+        families.get(family).config(keys)
+    except ConfigError:
+        return
+    assert known <= keys.asked
+
+
+@pytest.mark.parametrize(("family", "changes", "name"), [
+    ("cohere2_moe", {"rms_norm_eps": 1e-5}, "layer_norm_eps"), ("deepseek_v2", {"topk_method": "greedy"}, "n_group"),
+    ("exaone4", {"sliding_window": None}, "sliding_window_pattern"),
+    ("step3p5", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "rope_scaling"),
+    ("glm_moe_dsa", {"indexer_types": ["full"] * 4}, "index_topk_freq"),
+    ("lfm2", {"block_ff_dim": 88}, "intermediate_size"), ("lfm3", {"layer_types": ["full_attention"] * 4}, "conv_L_cache"),
+    ("llama4_text", {"num_local_experts": 0}, "num_experts_per_tok")])
+def test_a_key_that_the_others_make_idle_is_known(family: str, changes: dict[str, object], name: str) -> None:
+    keys = Keys({**small_config(family), **changes})
+    families.get(family).config(keys)
+    assert name in keys.asked
+
+
+def test_a_section_of_positions_that_nothing_reads_may_be_anything() -> None:
+    plain = parse_config(small_config("gptj"))
+    for odd in ([0, 1], 2.0, "nope"):
+        assert parse_config({**small_config("gptj"), "rope_parameters": odd}) == plain
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

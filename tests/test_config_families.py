@@ -14,7 +14,7 @@ from effllm.runtime.config import Defaults, ModelConfig, decoder_config, parse_c
 from effllm.runtime.config_reader import Keys
 
 sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
+from config_samples import LLAMA, keys_read, refused
 
 
 def test_biases() -> None:
@@ -130,7 +130,7 @@ def test_the_factor_of_the_embedding_is_rounded_to_the_type_of_the_weights() -> 
 @pytest.mark.parametrize("family", [name for name in families.FAMILIES if "layer_types" in families.get(name).REFUSED_UNLESS])
 def test_full_attention_may_be_said_of_every_layer(family: str) -> None:
     """Newer writers say it of families that know nothing else; not where it contradicts a window."""
-    latent, used = {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2}, families.get(family).KEYS_USED
+    latent, used = {"num_key_value_heads": LLAMA["num_attention_heads"], "num_experts_per_tok": 2}, keys_read(family)
     own = {"bailing_moe_v2": {"moe_intermediate_size": 48}, "codegen": {"rotary_dim": 8, "num_attention_heads": 8},
            "deepseek_ocr2_text": {"num_experts_per_tok": 2},
            "nemotron_nas": {"block_configs": [{"attention": {"n_heads_in_group": 2}, "ffn": {"intermediate_size": 48}}] * 4},

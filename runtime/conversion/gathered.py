@@ -10,7 +10,8 @@ import numpy as np
 from ...kernels.blas import one_thread
 from ...kernels.reference_moe import Routed
 from ...quant.stats import Stats
-from ..families import EXPERT, LayerWeights, expert_of, expert_role, kind_of
+from ..families import EXPERT, expert_of, expert_role, kind_of
+from ..layer import LayerWeights
 
 SMALL = 1 << 30  # multiplications of a product that one thread makes
 LEAST_VISITS = 64  # of an expert, for statistics of its own; `Stats.damped` allows for few tokens

@@ -50,7 +50,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
-from functools import cache, partial
+from functools import cache
 from importlib import import_module
 from typing import TYPE_CHECKING
 
@@ -59,32 +59,8 @@ from ..config_reader import ConfigError, Keys, show
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...quant.state_weights import Ngrams
-    from ...quant.weight import (
-        Apart,
-        Bundles,
-        Curve,
-        Expert,
-        Index,
-        Inputs,
-        Latent,
-        Lent,
-        Linear,
-        LowRank,
-        Norm,
-        Rescale,
-        RouterPath,
-        SharedExpert,
-        Streams,
-    )
-    from ...quant.wide_weights import Residual, Wide
-    from ..block_ops import BlockOps
-    from ..cache import LayerCache
     from ..config import ModelConfig
-    from ..kv.picture_keys import SeenLayer
-    from ..kv.states import LayerStates
-    from ..rope import RopeTable
-    from ..weights.state_weights import StateWeights
+    from ..layer import Block
 
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
             "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
@@ -217,78 +193,6 @@ def joined(rules: Mapping[str, TensorRule], layer: int, inside: Mapping[str, tup
     return found
 
 
-@dataclass(frozen=True)
-class LayerWeights:
-    """A layer's parameters on one backend. Biases sit in their `Linear`; `q_norm` and `k_norm` are over head_dim, or over all heads.
-
-    A norm of kind none stands for an input_norm that the family lacks, post_norm is the one that the MLP reads. `gate` None: the MLP has
-    none. A layer with experts has neither gate, up nor down. `attn_sub_norm`, `ffn_sub_norm`: of what goes into o and down. `sinks`:
-    float32 [H]; `correction`: [E]. `bundles` take the place of down, and with a gate of up; `state` that of q, k, v and o, `latent` that of
-    q, k and v. `v_norm`: over head_dim, of values; `scale`: a number that multiplies what leaves the layer; `curve`: an activation with
-    numbers of the layer's own; `fronts`: what stands in front of queries [H, F] and keys [KVH, F] whose scores grow with a
-    place; `entry_norm`: of what enters the first layer, or
-    each, in its place, as `middle_norm` is of what lies between the branches. `index`: what chooses the tokens that are seen. `wide`:
-    attention with keys of several tokens, in the place of q, and what mixes streams. `shares`: of a layer that attends to pictures, what
-    its attention and its MLP are multiplied by. `around`: how attention, or a state, and the MLP meet the streams of a token; `ngrams`:
-    what is made of rows of n-grams. `grows`: scales and offsets [H] by which queries grow with their place. `entered`: what enters the
-    first layer, and `rescales` how the stream meets both branches, where channels are multiplied and moved; `path`: what stands before the
-    router. `difference`: how much of what the second half of the heads attends to is taken from what the first does. `mark`: what makes
-    the number of a key of its value, and a rate for each head. `norm_gates`: what says, of what input_norm and what post_norm gives,
-    how much of each channel is read; None for one that has no such gates. `seen`: router, experts and correction of rows of pictures, where
-    words have others. `between`: what makes of a token the numbers that experts read, and widens what they give.
-    """
-
-    input_norm: Norm
-    q: Linear | None
-    k: Linear | None
-    v: Linear | None
-    q_norm: Norm | None
-    k_norm: Norm | None
-    o: Linear | None
-    post_norm: Norm
-    gate: Linear | None
-    up: Linear | None
-    down: Linear | None
-    o_norm: Norm | None = None
-    down_norm: Norm | None = None
-    sinks: object | None = None
-    router: Linear | None = None
-    experts: tuple[Expert, ...] = ()
-    correction: object | None = None
-    shared: SharedExpert | None = None
-    bundles: Bundles | None = None
-    state: StateWeights | None = None
-    latent: Latent | None = None
-    v_norm: Norm | None = None
-    scale: float | None = None
-    curve: Curve | None = None
-    inputs: Inputs | None = None
-    apart: Apart | None = None
-    attn_gate: Linear | None = None
-    streams: Streams | None = None
-    low_rank: LowRank | None = None
-    attn_sub_norm: Norm | None = None
-    ffn_sub_norm: Norm | None = None
-    lent: Lent | None = None
-    fronts: tuple[object, object] | None = None
-    entry_norm: Norm | None = None
-    middle_norm: Norm | None = None
-    index: Index | None = None
-    wide: Wide | None = None
-    shares: tuple[float, float] | None = None
-    around: tuple[Residual, Residual] | None = None
-    ngrams: Ngrams | None = None
-    grows: tuple[object, object] | None = None
-    entered: Rescale | None = None
-    rescales: tuple[Rescale, Rescale] | None = None
-    path: RouterPath | None = None
-    difference: float = 0.0
-    mark: tuple[Linear, object] | None = None
-    norm_gates: tuple[LowRank | None, LowRank | None] = (None, None)
-    seen: tuple[Linear, tuple[Expert, ...], object | None] | None = None
-    between: LowRank | None = None
-
-
 def is_side_by_side(roles: Collection[str]) -> bool:
     """Whether attention and MLP of a layer both read what came into it, under one norm or under input_norm and mlp_norm."""
     return "input_norm" in roles and "post_norm" not in roles
@@ -319,60 +223,11 @@ def kind_of(role: str) -> str:
     return role.rpartition(".")[2]
 
 
-Tap = Callable[[str, int, object], None]
-
-
-def no_tap(name: str, layer: int, value: object) -> None:
-    """The tap of a run that records nothing."""
-
-
-@dataclass(frozen=True, slots=True)
-class Layer:
-    """Where a block runs: over which backend, with which weights, cache or state, positions of tokens and rotary table; `watch` is told of
-    what others may want to see of it."""
-
-    ops: BlockOps
-    w: LayerWeights
-    kv: LayerCache | LayerStates | SeenLayer
-    positions: np.ndarray
-    rope: RopeTable | None
-    config: ModelConfig
-    number: int
-    watch: Tap = no_tap
-
-    def tap(self, name: str, value: object) -> None:
-        self.watch(name, self.number, value)
-
-    def tap_heads(self, q: object, k: object, v: object) -> None:
-        for name, value in (("q", q), ("k", k), ("v", v)):
-            self.watch(name, self.number, value)
-
-    def see(self, name: str) -> Callable[[object], None]:
-        """A tap of this name, for ops that make what it is told of."""
-        return partial(self.watch, name, self.number)
-
-
-Block = Callable[..., object]  # x, where it runs, and what the family's layers are given beside
-NARROWING: set[Block] = set()
-
-
-def narrowing(block: Block) -> Block:
-    """A block that goes on with as many tokens as it was given what they attended to of: with the last ones, where no others matter."""
-    NARROWING.add(block)
-    return block
-
-
-def last_of(rows: object, count: int) -> object:
-    """The last `count` of rows [T, N]: the very array, where it has no more."""
-    return rows if len(rows) == count else rows[-count:]
-
-
 @dataclass(frozen=True)
 class Family:
-    """What modules of this folder define. The lists of keys go before those of `config_keys.py`, which hold for every family; NAMES are
+    """What modules of this folder define. The keys go before those of `config_keys.py`, which hold for every family; NAMES are
     those of an expert's matrices by role. What follows is asked of families alone that `stores/parted_rows.py` lists."""
 
-    KEYS_USED: frozenset[str]
     KEYS_HARMLESS: frozenset[str]
     REFUSED_UNLESS: Mapping[str, object]
     NAMES: Mapping[str, str]

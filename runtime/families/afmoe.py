@@ -15,9 +15,6 @@ from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "auto_map", "global_attn_every_n_layers", "layer_types", "moe_intermediate_size", "mup_enabled",
-                       "num_dense_layers", "num_experts", "num_experts_per_tok", "num_local_experts", "num_shared_experts", "route_scale",
-                       "sliding_window"})
 KEYS_HARMLESS = frozenset({"load_balance_coeff", "output_router_logits", "use_grouped_mm"})  # of training, and how it is computed
 # The published ones say in words what every model of the family does; groups of experts under two names each.
 REFUSED_UNLESS = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True,

@@ -8,11 +8,11 @@ from math import isfinite
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import Layer, TensorRule, llama
+from ..layer import Layer
+from . import TensorRule, llama
 from .llama import attention, in_halves
 
 CURVES = ("xielu_alpha_p", "xielu_alpha_n")  # of a config that was made of a GGUF file: what checkpoints hold as tensors
-KEYS_USED = frozenset({"attention_bias", *CURVES})
 KEYS_HARMLESS = frozenset({"post_norm", "qk_norm"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}

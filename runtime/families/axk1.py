@@ -17,7 +17,6 @@ from .glm4_moe_lite import sparse_behind
 from .mixtral import mixture_tensors
 
 LIKE = deepseek_v3
-KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers"} | {"mlp_layer_types"}
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"num_mtp_layers", "num_nextn_predict_layers"}
 REFUSED_UNLESS = {key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "topk_method"}
 SIZES = {"vocab_size": 163_840, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 64}

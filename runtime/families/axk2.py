@@ -13,14 +13,14 @@ import numpy as np
 
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
+from ..layer import Layer, last_of, narrowing
 from ..weights.index_weights import choose
-from . import Layer, TensorRule, deepseek_v32, last_of, narrowing
+from . import TensorRule, deepseek_v32
 from .deepseek_v32 import indexed_config
 from .glm4_moe import corrected
 from .llama import feed_forward
 
 LIKE = deepseek_v32
-KEYS_USED = deepseek_v32.KEYS_USED | {"gated_norm_rank"}
 SIZES = {"vocab_size": 163_840, "hidden_size": 2048, "intermediate_size": 5120, "num_hidden_layers": 48, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 128, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64}
 QUERY_RANK = 384

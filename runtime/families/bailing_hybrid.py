@@ -23,12 +23,6 @@ from .qwen3_moe import NAMES
 
 LIKE = kimi_linear
 CLAMPS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # how large gates of experts get, by layer; 0 for no bound
-KEYS_USED = frozenset({
-    *CALLED, *CALLED.values(), *CLAMPS, "attention_bias", "auto_map", "first_k_dense_replace", "kda_lower_bound", "kda_safe_gate",
-    "kv_lora_rank", "layer_group_size", "layer_types", "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads",
-    "mlp_layer_types", "moe_intermediate_size", "moe_shared_expert_intermediate_size", "num_experts", "num_local_experts",
-    "num_mtp_layers", "num_nextn_predict_layers", "partial_rotary_factor", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-    "routed_scaling_factor", "short_conv_kernel_size", "topk_group", "v_head_dim"})
 # Of training and of the layer behind; rotary_dim and qk_head_dim are what others say.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "output_dropout",
                            "output_router_logits", "qk_head_dim", "rotary_dim", "router_dtype"})
@@ -57,7 +51,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, heads = base.size(keys, "num_hidden_layers"), base.size(keys, "num_attention_heads")
     stated = keys.raw.get("kda_lower_bound", -5.0)
     bound = -stated if type(stated) in (int, float) else NO_BOUND
-    keys.asked.add("kda_lower_bound")
+    keys.knows("kda_lower_bound")
     if not 0 < bound < 1e3:
         raise keys.fail("kda_lower_bound", "a number below 0")
     shape = KdaShape.of(*(keys.integer(own, keys.integer(name, usual, high=high), high=high) for own, name, usual, high in (

@@ -13,10 +13,6 @@ from .deepseek_v3 import grouped, refuse_other_code
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"auto_map", "first_k_dense_replace", "moe_intermediate_size", "moe_router_enable_expert_bias",
-                       "moe_shared_expert_intermediate_size", "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok",
-                       "num_local_experts", "num_nextn_predict_layers", "num_shared_experts", "partial_rotary_factor", "rotary_dim",
-                       "routed_scaling_factor", "topk_group"})
 # Of training, and windows that are not used.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "num_token_max", "output_dropout",
                            "output_router_logits", "router_dtype", "use_sliding_window"})

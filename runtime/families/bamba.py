@@ -10,9 +10,6 @@ from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 from .granitemoehybrid import check_shape, mamba_shape, mamba_tensors
 
-KEYS_USED = frozenset({"attention_bias", "attn_layer_indices", "attn_rotary_emb", "layer_types", "mamba_conv_bias", "mamba_d_conv",
-                       "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads", "mlp_bias",
-                       "partial_rotary_factor", "time_step_limit"})
 KEYS_HARMLESS = frozenset({"mamba_chunk_size", "num_logits_to_keep", "z_loss_coefficient"})
 REFUSED_UNLESS = {"mamba_proj_bias": False, "sliding_window": None}
 ROTATED = 0.5  # of a head, whatever a config says beside its rotary positions

@@ -11,7 +11,6 @@ from ..config_reader import Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = frozenset({"attention_bias", "auto_map"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 30, "num_attention_heads": 20}
 CODE = r"(configuration|modeling)_bitnet\.BitNet\w+"  # of the published one, which became part of transformers

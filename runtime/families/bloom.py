@@ -17,12 +17,11 @@ from .llama import behind_entry_norm
 from .mpt import STEEPEST, attending
 from .stablelm import biased
 
-KEYS_USED = frozenset({"layer_norm_epsilon", "n_embed", "n_head", "n_layer", "seq_length"})
 # Of training and of programs, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
     "attention_softmax_in_fp32", "bias_dropout_fusion", "gradient_checkpointing", "head_dim", "masked_softmax_fusion",
     "num_key_value_heads", "offset_alibi", "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling",
-    "rope_theta", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact", "unk_token_id"})
+    "rope_theta", "skip_bias_add", "skip_bias_add_qkv", "slow_but_exact"})
 REFUSED_UNLESS = {"apply_residual_connection_post_layernorm": False, "layer_types": None, "n_inner": None, "sliding_window": None}
 BEFORE = "transformer."
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart

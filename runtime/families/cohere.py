@@ -7,10 +7,10 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import Layer, TensorRule, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, llama
 from .llama import mlp_or_experts
 
-KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "logit_scale", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"model_max_length", "rms_norm_eps", "use_embedding_sharing", "use_parallel_embedding"})
 REFUSED_UNLESS = {
     "layer_types": None, "mlp_bias": False, "position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "sliding_window": None,

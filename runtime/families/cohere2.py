@@ -11,7 +11,6 @@ from .cohere import cohere_config
 from .qwen2 import windows_of
 
 LIKE = cohere
-KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window", "sliding_window_pattern"}
 # The published ones say the pattern by another name too, and which cache they would like.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch"}
 REFUSED_UNLESS = {

@@ -13,11 +13,6 @@ from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
 LIKE = cohere
-KEYS_USED = frozenset({"attention_bias", "expert_selection_fn", "first_k_dense_replace", "layer_norm_eps", "layer_types", "logit_scale",
-                       "mlp_layer_types", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
-                       "num_nextn_predict_layers", "num_shared_experts", "prefix_dense_intermediate_size",
-                       "prefix_dense_sliding_window_pattern", "shared_expert_combination_strategy", "sliding_window",
-                       "sliding_window_pattern"})
 KEYS_HARMLESS = cohere.KEYS_HARMLESS - {"rms_norm_eps"} | {"cache_implementation", "layer_switch", "output_router_logits",
                                                            "router_aux_loss_coef"}
 REFUSED_UNLESS = {
@@ -28,6 +23,7 @@ HALF = 0.5
 
 
 def config(keys: Keys) -> ModelConfig:
+    keys.knows("layer_norm_eps")
     rms = keys.number("rms_norm_eps", None) is not None
     base = Defaults(max_position_embeddings=8192, head_dim=128, bos=5, eos=(255_001,), eps_key="rms_norm_eps" if rms else "layer_norm_eps",
                     norm_eps=1e-5, tied=True, sizes=cohere.SIZES)

@@ -13,7 +13,6 @@ from .cohere import cohere_config
 from .qwen2 import windows_of
 
 LIKE = cohere
-KEYS_USED = cohere.KEYS_USED - {"use_qk_norm"} | {"layer_types", "sliding_window"}
 # `pooling` is of models that classify; transformers too passes over a rope_theta beside the sections, and over a pattern where no types of
 # layers are listed; the others as of Cohere 2.
 KEYS_HARMLESS = cohere.KEYS_HARMLESS | {"cache_implementation", "layer_switch", "pooling", "rope_theta", "sliding_window_pattern"}

@@ -7,7 +7,6 @@ from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from .qwen2 import windows_of
 
-KEYS_USED = frozenset({"layer_types", "mlp_bias", "sliding_window"})
 REFUSED_UNLESS = {"attention_bias": False}
 WINDOW, EVERY, THETA = 8192, 4, 1_000_000.0  # where a config says nothing: the first of so many layers has no window
 ROPE = {"rope_type": "llama3", "rope_theta": THETA, "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,

@@ -15,7 +15,6 @@ from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 from .mixtral import mixture, mixture_tensors
 
-KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "ffn_config", "max_seq_len", "n_heads", "n_layers"})
 KEYS_HARMLESS = frozenset({"emb_pdrop", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers

@@ -14,9 +14,6 @@ from .glm4_moe_lite import sparse_behind
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "n_group",
-                       "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_local_experts", "routed_scaling_factor",
-                       "topk_group", "topk_method"})
 KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "seq_aux"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
                   "sliding_window": None, "use_mla": False}

@@ -10,7 +10,6 @@ from .deepseek_v3 import grouped, latent_config, refuse_other_code
 from .glm4_moe import shared_mixture
 
 LIKE = deepseek_v3
-KEYS_USED = deepseek_v3.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "norm_topk_prob", "rope_interleave"} | {"topk_method"}
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
                   "sliding_window": None, "use_mla": True}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
@@ -27,6 +26,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def by_method(keys: Keys, own: Mixture) -> Mixture:
     """The mixture with groups of experts, where the config chooses experts by them. Raises ConfigError."""
+    keys.knows("n_group", "topk_group")
     method = keys.text("topk_method", GREEDY)
     if method not in (GREEDY, LIMITED):
         raise ConfigError(f"config.json: topk_method {show(method)} is not supported", f"known: {GREEDY}, {LIMITED}")

@@ -16,18 +16,15 @@ from ...kernels.latent_shape import LatentShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
+from ..layer import Layer, last_of
 from ..mixture import Mixture
 from ..weights.index_weights import choose
-from . import Layer, TensorRule, last_of
+from . import TensorRule
 from .glm4_moe import corrected
 from .llama import in_halves
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "moe_intermediate_size", "n_group",
-                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
-                       "num_mtp_layers", "num_nextn_predict_layers", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                       "rope_interleave", "routed_scaling_factor", "topk_group", "v_head_dim"})
 # Of training and of serving on several machines; qk_head_dim is the sum of two that are read.
 KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "qk_head_dim", "router_aux_loss_coef", "seq_aux"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "sliding_window": None,

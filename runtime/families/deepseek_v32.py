@@ -16,8 +16,6 @@ from .glm4_moe import corrected
 from .glm4_moe_lite import sparse_of
 
 LIKE = deepseek_v3
-KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "rope_interleave"} | {
-    "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types"}
 # Of GLM 5's layers, some of which share a choice.
 KEYS_HARMLESS = deepseek_v3.KEYS_HARMLESS | {"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"}
 REFUSED_UNLESS = {**{key: value for key, value in deepseek_v3.REFUSED_UNLESS.items() if key != "layer_types"},

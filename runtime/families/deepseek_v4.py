@@ -20,8 +20,9 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import MAX_POSITIONS, RopeConfig, rope_of
 from ..indexed import Indexed
+from ..layer import Layer, last_of, narrowing
 from ..mixture import Mixture
-from . import Layer, TensorRule, last_of, narrowing
+from . import TensorRule
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 
 if TYPE_CHECKING:
@@ -29,11 +30,6 @@ if TYPE_CHECKING:
     from ...quant.wide_weights import Hyper, Residual
     from ..block_ops import BlockOps
 
-KEYS_USED = frozenset({
-    "compress_rate_csa", "compress_rate_hca", "compress_rates", "compress_ratios", "compress_rope_theta", "expert_dtype", "hc_eps",
-    "hc_mult", "hc_sinkhorn_iters", "index_head_dim", "index_n_heads", "index_topk", "layer_types", "mlp_layer_types",
-    "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok", "num_hash_layers", "num_local_experts",
-    "o_groups", "o_lora_rank", "partial_rotary_factor", "q_lora_rank", "qk_rope_head_dim", "routed_scaling_factor", "sliding_window"})
 # Of training, and of layers that predict tokens ahead, which are left out.
 KEYS_HARMLESS = frozenset({"dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids", "num_nextn_predict_layers",
                            "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
@@ -51,7 +47,8 @@ MAIN, LONG = "main", "compress"  # sections of rotary positions
 
 
 def config(keys: Keys) -> ModelConfig:
-    stored = keys.text("expert_dtype", None) or (keys.raw.get("quantization_config") or {}).get("expert_dtype")
+    section = keys.raw.get("quantization_config")
+    stored = keys.text("expert_dtype", None) or (section.get("expert_dtype") if isinstance(section, dict) else None)
     if stored not in (None, *EXPERTS_IN):
         raise ConfigError(f"config.json: expert_dtype = {show(stored)} is not supported for deepseek_v4 models",
                           "experts in FP4, FP8 or 16 bits are: take an upload of those")

@@ -12,10 +12,10 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import Layer, TensorRule, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, llama
 from .llama import feed_forward
 
-KEYS_USED = frozenset({"attention_bias"})
 KEYS_HARMLESS = frozenset({"lambda_std_dev"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32}

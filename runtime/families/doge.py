@@ -11,12 +11,12 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import Layer, TensorRule, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, llama
 
 OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
-KEYS_USED = frozenset({"attention_bias", "keep_window_size", "mlp_bias", *OF_MIXTURES})
 # Of training, and of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
-KEYS_HARMLESS = frozenset({"hidden_dropout", "norm_topk_prob", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"is_moe": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
 EVEN = 16  # a head in attention is so many channels, or several times as many

@@ -9,9 +9,6 @@ from .glm4_moe import corrected
 from .qwen2 import windows_of
 
 LIKE = glm4_moe
-KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "layer_types", "max_window_layers", "moe_intermediate_size",
-                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
-                       "routed_scaling_factor", "sliding_window"})
 # The published ones also say how scores are made, in words of their own for what every model of the family does.
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "scoring_func", "topk_method"})
 REFUSED_UNLESS = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}

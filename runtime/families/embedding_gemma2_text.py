@@ -17,8 +17,6 @@ from .gemma4_text import MOST_INPUTS, PATTERN, heads_by_kind
 from .qwen2 import windows_of
 
 LIKE = gemma4_text
-KEYS_USED = frozenset({"attention_bias", "embedding_dim", "global_head_dim", "hidden_activation", "hidden_size_per_layer_input",
-                       "layer_types", "num_global_key_value_heads", "per_layer_config", "sliding_window", "sliding_window_pattern"})
 KEYS_HARMLESS = frozenset({"hidden_act"})
 REFUSED_UNLESS = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 4}

@@ -12,10 +12,6 @@ from .glm4_moe_lite import sparse_of
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"auto_map", "moe_intermediate_size", "moe_k", "moe_layer_end_index", "moe_layer_interval", "moe_layer_start_index",
-                       "mlp_layer_types", "moe_num_experts", "moe_num_shared_experts", "moe_use_aux_free", "num_experts_per_tok",
-                       "num_local_experts",
-                       "num_nextn_predict_layers"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_gate_act": "softmax",

@@ -11,7 +11,8 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig
 from ..config_reader import Keys
-from . import SEEN, Layer, TensorRule, expert_role, last_of, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import SEEN, TensorRule, expert_role
 from .ernie4_5 import ernie_config
 from .glm4_moe_lite import DENSE, SPARSE, sparse_of
 from .llama import attention
@@ -20,9 +21,6 @@ from .qwen3_moe import NAMES
 
 # Words around pictures, and around videos, whose experts are those of pictures.
 WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
-KEYS_USED = frozenset({*WORDS, "auto_map", "mlp_layer_types", "moe_intermediate_size", "moe_k", "moe_layer_end_index",
-                       "moe_layer_interval", "moe_layer_start_index", "moe_num_experts", "moe_num_shared_experts", "num_experts_per_tok",
-                       "num_local_experts"})
 KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12,
@@ -49,7 +47,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _pair(keys: Keys, name: str, usual: int | tuple[int, int], least: int = 1) -> tuple[int, int]:
     """A number of experts for words, and of those for pictures: in the first configs that were published a list, else one for both."""
-    keys.asked.add(name)
+    keys.knows(name)
     stated = usual if keys.raw.get(name) is None else keys.raw[name]
     pair = [stated] * 2 if type(stated) is int else stated
     if not isinstance(pair, list | tuple) or len(pair) != 2 or not all(type(each) is int and least <= each <= 2**22 for each in pair):

@@ -9,7 +9,6 @@ from ..config_reader import ConfigError, Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = frozenset({"activation_function", "auto_map", "layer_norm_epsilon", "num_layers"})
 KEYS_HARMLESS = frozenset({"embed_dropout", "hidden_act", "rms_norm_eps", "rotary"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_exaone\.Exaone\w+"

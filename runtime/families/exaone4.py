@@ -12,7 +12,6 @@ from . import olmo2
 from .qwen2 import windows_of
 
 LIKE = olmo2
-KEYS_USED = frozenset({"layer_types", "num_nextn_predict_layers", "sliding_window", "sliding_window_pattern"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 
 
@@ -20,8 +19,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, ahead = keys.integer("num_hidden_layers", high=MAX_LAYERS), keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS)
     listed = keys.raw.get("layer_types")
     if isinstance(listed, list) and len(listed) == layers + max(ahead, 1):  # as published folders of 4.5 list the one behind the last too
-        stated = Keys({**keys.raw, "layer_types": listed[:layers]}, keys.where)
-        stated.asked, keys = keys.asked, stated
+        keys = keys.saying(layer_types=listed[:layers])
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     windows = windows_of(keys, window, usual_layers(keys, layers, window))
 
@@ -36,10 +34,10 @@ def config(keys: Keys) -> ModelConfig:
 def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:
     """Types of layers where none are listed, with a window: by a word of L and G, repeated, as the published configs have it beside their
     list, or all but the last of so many with a window."""
+    keys.knows("sliding_window_pattern")
     if window is None:
         return (GLOBAL,) * layers
     pattern = keys.raw.get("sliding_window_pattern")
-    keys.holds("sliding_window_pattern")
     if isinstance(pattern, str) and pattern and set(pattern) <= {"L", "G"}:
         return tuple(LOCAL if pattern[layer % len(pattern)] == "L" else GLOBAL for layer in range(layers))
     every = 1 if keys.raw.get("layer_types") is not None else keys.integer("sliding_window_pattern", 4)

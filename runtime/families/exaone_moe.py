@@ -16,9 +16,6 @@ from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"first_k_dense_replace", "first_last_k_dense_replace", "layer_types", "mlp_layer_types", "moe_intermediate_size",
-                       "n_group", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers",
-                       "num_shared_experts", "routed_scaling_factor", "sliding_window", "sliding_window_pattern", "topk_group"})
 # Which layers have experts is said in a second way, as numbers.
 KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}

@@ -15,8 +15,6 @@ from .deepseek_v3 import refuse_other_code
 from .stablelm import biased
 
 LIKE = gpt_neox
-KEYS_USED = frozenset({"activation", "auto_map", "bias", "ffn_hidden_size", "layer_norm_epsilon", "multi_query",
-                       "new_decoder_architecture", "num_kv_heads", "num_ln_in_parallel_attn", "parallel_attn"})
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"apply_residual_connection_post_layernorm", "hidden_act", "rms_norm_eps"})
 REFUSED_UNLESS = {"alibi": False, "layer_types": None, "sliding_window": None}

@@ -12,14 +12,12 @@ from dataclasses import replace
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import MOST, ConfigError, Keys, show
-from . import Layer, TensorRule, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, llama
 from .granitemoehybrid import check_steps, mamba_tensors
 
 ONES = ("attention_in_multiplier", "attention_out_multiplier", "embedding_multiplier", "key_multiplier", "lm_head_multiplier",
         "ssm_in_multiplier", "ssm_out_multiplier")  # numbers that are 1 where nothing is said
-KEYS_USED = frozenset({*ONES, "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_ssm", "mamba_d_state", "mamba_expand",
-                       "mamba_n_groups", "mamba_n_heads", "mamba_norm_before_gate", "mamba_rms_norm", "mlp_multipliers", "ssm_multipliers",
-                       "time_step_limit"})
 # Of speed, of what was read when the model was made, and of layers, which are all alike.
 KEYS_HARMLESS = frozenset({"layers_block_type", "mamba_chunk_size", "mlp_expansion_factor", "num_logits_to_keep"})
 REFUSED_UNLESS = {"attention_bias": False, "attn_layer_indices": None, "layer_types": None, "mamba_proj_bias": False, "mamba_use_mlp": True,

@@ -8,7 +8,6 @@ from . import mamba
 from .mamba import spaces_config
 
 LIKE = mamba
-KEYS_USED = mamba.KEYS_USED | {"mixer_rms_eps"}
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"use_falcon_mambapy"}
 
 

@@ -11,8 +11,6 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "layer_types", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob",
-                       "num_experts", "num_experts_per_tok", "num_local_experts", "shared_expert_intermediate_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})  # of training
 REFUSED_UNLESS = {"mlp_bias": False, "qkv_bias": False}
 SIZES = {"vocab_size": 150_144, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 49, "num_attention_heads": 32}

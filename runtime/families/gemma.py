@@ -8,7 +8,6 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .gemma2 import embedding_multiplier
 
-KEYS_USED = frozenset({"attention_bias"})
 # Some releases repeat their activation under a second name.
 REFUSED_UNLESS = {"hidden_activation": "gelu_pytorch_tanh", "layer_types": None, "mlp_bias": False, "sliding_window": None,
                   "use_bidirectional_attention": False}

@@ -16,8 +16,6 @@ from ..config_reader import Keys
 from . import TensorRule, llama
 from .qwen2 import windows_of
 
-KEYS_USED = frozenset({"attention_bias", "attn_logit_softcapping", "final_logit_softcapping", "hidden_activation", "layer_types",
-                       "query_pre_attn_scalar", "sliding_window"})
 # An old hidden_act is passed over for hidden_activation, sliding_window_size for sliding_window.
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act", "sliding_window_size"})
 REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}

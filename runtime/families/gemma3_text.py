@@ -11,8 +11,6 @@ from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
 from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, gemma_features, softcap
 
-KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_types", "query_pre_attn_scalar",
-                       "rope_local_base_freq", "sliding_window", "sliding_window_pattern", "use_bidirectional_attention"})
 # what stands in _sliding_window_pattern is written next to the layer_types that it made
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "hidden_act", "original_max_position_embeddings"})
 REFUSED_UNLESS = {"mlp_bias": False}

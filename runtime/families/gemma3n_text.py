@@ -14,15 +14,13 @@ from statistics import NormalDist
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys, is_count
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
-from . import Layer, TensorRule, gemma2, inside_others, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .gemma4_text import MOST_INPUTS, given_outside, given_tensors, not_made, sources_of
 from .llama import attention, mlp_or_experts
 from .qwen2 import windows_of
 
-KEYS_USED = frozenset({"activation_sparsity_pattern", "altup_num_inputs", "attention_bias", "final_logit_softcapping", "hidden_activation",
-                       "hidden_size_per_layer_input", "laurel_rank", "layer_types", "num_kv_shared_layers", "rope_local_base_freq",
-                       "sliding_window", "vocab_size_per_layer_input"})
 # A clip and a multiplier of what was learned.
 KEYS_HARMLESS = frozenset({"altup_coef_clip", "altup_lr_multiplier", "cache_implementation", "hidden_act",
                            "original_max_position_embeddings"})

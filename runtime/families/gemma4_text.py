@@ -12,18 +12,15 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
 from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
+from ..layer import Layer, last_of, narrowing
 from ..mixture import Mixture
-from . import Layer, TensorRule, expert_role, gemma2, inside_others, last_of, llama, narrowing
+from . import TensorRule, expert_role, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
 from .llama import attention, mlp_or_experts
 from .mixtral import MOST_EXPERTS
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "attention_k_eq_v", "enable_moe_block", "final_logit_softcapping", "global_head_dim",
-                       "hidden_activation", "hidden_size_per_layer_input", "layer_types", "moe_intermediate_size", "num_experts",
-                       "num_global_key_value_heads", "num_kv_shared_layers", "per_layer_config", "sliding_window", "top_k_experts",
-                       "use_bidirectional_attention", "use_double_wide_mlp", "vocab_size_per_layer_input"})
 # A pattern is written next to the layer_types that it made, and a first name of moe_intermediate_size stands in the published configs.
 KEYS_HARMLESS = frozenset({"_sliding_window_pattern", "cache_implementation", "expert_intermediate_size", "hidden_act",
                            "sliding_window_pattern"})

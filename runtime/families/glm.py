@@ -8,7 +8,6 @@ from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 
-KEYS_USED = frozenset({"attention_bias", "partial_rotary_factor"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 FUSED = {"mlp.gate_up_proj": ("gate", "up")}
 SHARE = 0.5  # of a head that turns, where a config does not say

@@ -9,7 +9,6 @@ from ..config_reader import Keys
 from . import TensorRule, glm
 
 LIKE = glm
-KEYS_USED = glm.KEYS_USED | {"num_nextn_predict_layers"}
 
 
 def config(keys: Keys) -> ModelConfig:

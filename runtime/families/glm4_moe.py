@@ -13,9 +13,6 @@ from . import TensorRule
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "first_k_dense_replace", "moe_intermediate_size", "n_routed_experts", "n_shared_experts",
-                       "norm_topk_prob", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor",
-                       "num_nextn_predict_layers", "use_qk_norm"})
 KEYS_HARMLESS = frozenset({"num_mtp_layers", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 ROTARY = 0.5  # of a head, where nothing is said

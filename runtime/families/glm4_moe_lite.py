@@ -11,7 +11,6 @@ from .deepseek_v3 import grouped, latent_config, mtp_layers
 from .glm4_moe import corrected
 
 LIKE = deepseek_v3
-KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map"} | {"mlp_layer_types"}
 SIZES = {"vocab_size": 154_880, "hidden_size": 2048, "intermediate_size": 10_240, "num_hidden_layers": 47, "num_attention_heads": 20}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 DENSE, SPARSE = "dense", "sparse"

@@ -15,8 +15,9 @@ from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed
+from ..layer import Layer, narrowing
 from ..mixture import Mixture
-from . import Layer, TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear, narrowing
+from . import TensorRule, deepseek_v32, glm_moe_dsa, kimi_linear
 from .deepseek_v3 import SILENT, attended_to, grouped, latent_config, latent_tensors, mtp_layers
 from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import EPS, INDEXED, sparse
@@ -27,9 +28,6 @@ from .mixtral import expert_tensors
 from .qwen3_5_text import FULL, LINEAR
 from .qwen3_moe import NAMES
 
-KEYS_USED = glm_moe_dsa.KEYS_USED | {
-    "hc_eps", "hc_mult", "hc_sinkhorn_iters", "index_kpool", "linear_attn_config", "linear_conv_kernel_dim", "linear_head_dim",
-    "linear_lower_bound", "linear_num_heads"}
 # Of training, and of positions that nothing has.
 KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS | {"original_max_position_embeddings", "rope_interleave", "rope_parameters",
                                              "rope_scaling", "rope_theta"}
@@ -81,7 +79,7 @@ def _linear(keys: Keys) -> KdaShape:
     heads, width, taps = (inner.integer(name, keys.integer(outer, default, high=high), high=high) for name, outer, default, high in (
         ("num_heads", "linear_num_heads", 64, 4096), ("head_dim", "linear_head_dim", 128, 1024),
         ("short_conv_kernel_size", "linear_conv_kernel_dim", 4, 64)))
-    keys.asked.add("linear_lower_bound")
+    keys.knows("linear_lower_bound")
     lowest = section.get("gate_lower_bound", keys.raw.get("linear_lower_bound", LOWEST))
     if lowest is None and section and section.get("safe_gate", True):
         lowest = LOWEST

@@ -9,7 +9,7 @@ from .deepseek_v32 import indexed_config
 
 LIKE = deepseek_v32
 SHARING = frozenset({"index_skip_topk_offset", "index_topk_freq", "index_topk_pattern", "indexer_types"})
-KEYS_USED, KEYS_HARMLESS = deepseek_v32.KEYS_USED | SHARING, deepseek_v32.KEYS_HARMLESS - SHARING
+KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - SHARING
 REFUSED_UNLESS = {**deepseek_v32.REFUSED_UNLESS, "indexer_rope_interleave": True}
 SIZES = {"vocab_size": 154_880, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 78, "num_attention_heads": 64}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
@@ -23,6 +23,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def choosing(keys: Keys, layers: int) -> list[bool]:
     """By layer whether it chooses for itself: by its own word, by a letter each, or every so many behind the first."""
+    keys.knows(*SHARING)
     letters = isinstance(keys.raw.get("index_topk_pattern"), str)
     pattern = keys.text("index_topk_pattern") if letters else keys.words("index_topk_pattern", layers)
     kinds = keys.words("indexer_types", layers)

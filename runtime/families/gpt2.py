@@ -12,8 +12,6 @@ from ..config_reader import Keys
 from . import TensorRule, opt
 
 LIKE = opt
-KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions",
-                       "scale_attn_weights"})
 # Of training and of classifiers; what rotary families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
     "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "head_dim", "hidden_act", "n_ctx", "num_key_value_heads",

@@ -10,8 +10,6 @@ from .gpt2 import BEFORE
 from .stablelm import biased
 
 LIKE = gpt2
-KEYS_USED = frozenset({"activation_function", "attention_layers", "attention_types", "layer_norm_epsilon", "num_heads", "num_layers",
-                       "window_size"})
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
     "embed_dropout", "gradient_checkpointing", "head_dim", "hidden_act", "num_key_value_heads", "original_max_position_embeddings",
@@ -39,7 +37,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _kinds(keys: Keys, layers: int) -> tuple[str, ...]:
     """What each layer sees: some kinds one after the other, so and so often. Raises ConfigError."""
-    keys.asked.add("attention_types")
+    keys.knows("attention_types")
     stated = keys.raw.get("attention_types") or [[list(KINDS), 12]]
     found: list[str] = []
     for each in stated if isinstance(stated, list) else [None]:

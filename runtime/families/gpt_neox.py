@@ -14,11 +14,10 @@ import numpy as np
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import Layer, TensorRule, cohere, narrowing, opt
+from ..layer import Layer, narrowing
+from . import TensorRule, cohere, opt
 from .stablelm import biased
 
-KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "partial_rotary_factor", "rotary_emb_base", "rotary_pct",
-                       "use_parallel_residual"})
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"attention_probs_dropout_prob", "custom_pipelines", "gradient_checkpointing", "hidden_dropout_prob",
                            "is_decoder", "num_key_value_heads", "rms_norm_eps"})

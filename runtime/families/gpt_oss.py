@@ -18,8 +18,6 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts", "quantization_config",
-                       "sliding_window"})
 # The first two repeat what num_experts_per_tok and the rotary section say.
 KEYS_HARMLESS = frozenset({"experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"mlp_bias": False, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT}

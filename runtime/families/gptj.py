@@ -13,7 +13,6 @@ from .gpt2 import BEFORE, sized
 from .stablelm import biased
 
 LIKE = cohere
-KEYS_USED = frozenset({"activation_function", "layer_norm_epsilon", "n_embd", "n_head", "n_inner", "n_layer", "n_positions", "rotary_dim"})
 # Of training and of classifiers; what other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
     "attn_pdrop", "embd_pdrop", "gradient_checkpointing", "head_dim", "hidden_act", "n_ctx", "num_key_value_heads",

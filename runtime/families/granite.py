@@ -5,8 +5,6 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 
-KEYS_USED = frozenset({"attention_bias", "attention_multiplier", "embedding_multiplier", "logits_scaling", "mlp_bias",
-                       "residual_multiplier"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 

@@ -10,8 +10,6 @@ from ..config_reader import Keys
 from . import TensorRule, granite, llama
 from .qwen2 import windows_of
 
-SEEING = frozenset({"layer_rope_theta", "layer_types", "sliding_window"})
-KEYS_USED = granite.KEYS_USED | SEEING
 REFUSED_UNLESS = {}
 WINDOW, EVERY = 128, 4  # where a config says nothing: the first of so many layers has none
 USUAL = Defaults(max_position_embeddings=8192, num_key_value_heads=4, bos=100_257, eos=(100_257,), norm_eps=1e-5, tied=True, sizes={

@@ -7,7 +7,6 @@ from ..config_reader import Keys
 from . import TensorRule, granite_swa, granitemoeshared
 
 LIKE = granitemoeshared
-KEYS_USED = granitemoeshared.KEYS_USED | granite_swa.SEEING
 REFUSED_UNLESS = {"mlp_bias": False}
 
 

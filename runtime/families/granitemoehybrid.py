@@ -13,9 +13,6 @@ from . import TensorRule, granite, llama
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = granite.KEYS_USED - {"mlp_bias"} | {
-    "layer_types", "mamba_conv_bias", "mamba_d_conv", "mamba_d_head", "mamba_d_state", "mamba_expand", "mamba_n_groups", "mamba_n_heads",
-    "num_experts", "num_experts_per_tok", "num_local_experts", "position_embedding_type", "shared_intermediate_size", "time_step_limit"}
 KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm", "sliding_window": None}
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")

@@ -11,7 +11,6 @@ from .mixtral import mixture
 
 LIKE = granitemoe
 NAMES = qwen3_moe.NAMES
-KEYS_USED = granitemoe.KEYS_USED | {"shared_intermediate_size"}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -6,7 +6,6 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 
-KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 THETA = 100_000.0
 

@@ -8,16 +8,16 @@ from collections.abc import Mapping
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import Layer, TensorRule, last_of, llama
+from ..layer import Layer, last_of
+from . import TensorRule, llama
 from .llama import in_halves
 
-KEYS_USED = frozenset({"attention_bias"})
 # The published ones list what models of the family that take images have, and what a head is as wide as, a second time.
 KEYS_HARMLESS = frozenset({
     "add_classification_head", "anyres_pooling_size", "anyres_vit_max_image_size", "anyres_vit_two_views", "attention_head_dim",
     "cla_share_factor", "class_num", "dense_list", "eod_token_id", "im_end_id", "im_newline_id", "im_start_id", "image_token_id",
     "mask_init_id", "num_media_embeds", "org_vocab_size", "pad_id", "pool_type",
-    "routed_scaling_factor", "sep_id", "sep_token_id", "skip_cls_token", "text_end_id",
+    "routed_scaling_factor", "sep_id", "skip_cls_token", "text_end_id",
     "text_start_id", "video_end_id", "video_start_id", "vit_add_patchemb_bias", "vit_input_resolution", "vit_mapping_type",
     "vit_norm_type", "vit_patch", "vit_path", "vit_remove_prenorm", "vit_token", "vit_type", "vit_used_rms_norm", "xdrope_section"})
 REFUSED_UNLESS = {

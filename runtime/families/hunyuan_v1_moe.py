@@ -13,14 +13,12 @@ from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
 LIKE = hunyuan_v1_dense
-KEYS_USED = hunyuan_v1_dense.KEYS_USED | {"auto_map", "moe_intermediate_size", "moe_topk", "num_experts", "num_experts_per_tok",
-                                          "num_local_experts", "num_shared_expert", "routed_scaling_factor"}
 # Of training, and of choices among groups, which the published ones do not make.
-KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS - KEYS_USED | {
+KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS - {"routed_scaling_factor"} | {
     "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
     "output_router_logits", "topk_group", "topk_method"}
 REFUSED_UNLESS = {
-    **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key not in KEYS_USED}, "group_limited_greedy": False,
+    **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key != "num_experts"}, "group_limited_greedy": False,
     "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False, "moe_router_use_sigmoid": False, "norm_topk_prob": True,
     "qk_nope_head_dim": None, "qk_rope_head_dim": None, "use_mixed_mlp_moe": True, "use_mla": False, "v_head_dim": None}
 

@@ -13,9 +13,6 @@ from .glm4_moe_lite import sparse_layers
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "auto_map", "first_k_dense_replace", "mlp_layer_types", "moe_intermediate_size", "num_experts",
-                       "num_experts_per_tok", "num_local_experts", "num_nextn_predict_layers", "num_shared_experts",
-                       "router_scaling_factor"})
 KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
                            "output_router_logits", "router_aux_loss_coef", "use_grouped_mm"})  # what is added in float32 here
 # The published ones say in words what every model of the family does.

@@ -15,7 +15,8 @@ import numpy as np
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
-from . import Layer, TensorRule, deepseek_v32, llama, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule, deepseek_v32, llama
 from .deepseek_v3 import attended_to
 from .deepseek_v4 import mix_tensors, second_half, written
 from .deepseek_v32 import indexed_config
@@ -23,7 +24,6 @@ from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
 
 LIKE = deepseek_v32
-KEYS_USED = deepseek_v32.KEYS_USED | {"hc_eps", "hc_mult", "indexer_types", "swiglu_limit"}
 KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init"}  # of training
 REFUSED_UNLESS = {
     **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if key != "rope_interleave"}, "hc_magnitude": 2.0,
@@ -45,7 +45,7 @@ def config(keys: Keys) -> ModelConfig:
     if (limit := keys.raw.get("swiglu_limit", SILU_LIMIT)) != SILU_LIMIT:
         raise ConfigError(f"config.json: swiglu_limit = {show(limit)} is not supported for hy_v4 models",
                           f"this family runs only with swiglu_limit = {SILU_LIMIT}")
-    keys.asked.add("swiglu_limit")
+    keys.knows("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
     own = corrected(keys, layers, 256, 8, 1, True, 2.827, 768)

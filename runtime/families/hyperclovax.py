@@ -11,7 +11,6 @@ from .deepseek_v3 import refuse_other_code
 from .granite import multiplied
 
 LIKE = granite
-KEYS_USED = granite.KEYS_USED | {"auto_map"}
 KEYS_HARMLESS = frozenset({"activation_function", "attn_pdrop", "embd_pdrop", "end_token_id", "summary_first_dropout"})
 REFUSED_UNLESS = {**granite.REFUSED_UNLESS, "use_post_norm": True}
 CODE = r"(configuration|modeling)_hyperclovax\.HyperCLOVAX\w+"  # of the published ones, which became part of transformers

@@ -10,7 +10,6 @@ from ..config_reader import Keys
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = frozenset({"auto_map", "bias"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 103_168, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_internlm2\.InternLM2\w+"  # of the published ones, which is not run

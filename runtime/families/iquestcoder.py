@@ -7,7 +7,6 @@ from ..config_reader import Keys
 from . import llama
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = llama.KEYS_USED | {"auto_map"}
 KEYS_HARMLESS = frozenset({"max_window_layers"})
 REFUSED_UNLESS = {**llama.REFUSED_UNLESS, "clip_qkv": None, "use_sliding_window": False}
 SIZES = {"vocab_size": 76_800, "hidden_size": 5120, "intermediate_size": 27_648, "num_hidden_layers": 80, "num_attention_heads": 40}

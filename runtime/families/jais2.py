@@ -9,7 +9,6 @@ from .stablelm import normed
 
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
-KEYS_USED = frozenset({"attention_bias", "layer_norm_eps", "mlp_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 150_272, "hidden_size": 3328, "intermediate_size": 26_624, "num_hidden_layers": 32, "num_attention_heads": 26}

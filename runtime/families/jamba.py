@@ -16,9 +16,6 @@ from . import TensorRule, expert_of, llama
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attn_layer_offset", "attn_layer_period", "expert_layer_offset", "expert_layer_period", "mamba_conv_bias",
-                       "mamba_d_conv", "mamba_d_state", "mamba_dt_rank", "mamba_expand", "num_experts", "num_experts_per_tok",
-                       "num_local_experts"})
 # Of training, of programs, of what follows from others, and of positions that nothing has.
 KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_experts", "num_logits_to_keep",
                            "original_max_position_embeddings", "output_router_logits", "rope_parameters", "rope_scaling", "rope_theta",

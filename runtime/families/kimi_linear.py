@@ -23,10 +23,6 @@ LIKE = deepseek_v3
 # What is called so in transformers -> what published configs call it, where they differ.
 CALLED = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_group", "n_shared_experts": "num_shared_experts",
           "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
-KEYS_USED = frozenset({
-    *CALLED, *CALLED.values(), "attention_bias", "auto_map", "first_k_dense_replace", "kv_lora_rank", "layer_types", "linear_attn_config",
-    "linear_conv_kernel_dim", "linear_head_dim", "linear_num_heads", "mlp_layer_types", "moe_intermediate_size", "num_experts",
-    "num_local_experts", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "routed_scaling_factor", "topk_group", "v_head_dim"})
 # Of training, and of positions that nothing has; qk_head_dim is the sum of two that are read, and use_grouped_topk what the number of
 # groups says.
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "output_router_logits", "qk_head_dim", "rope_parameters", "rope_scaling",

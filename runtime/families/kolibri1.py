@@ -14,8 +14,6 @@ from .mixtral import mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts", "num_experts_per_tok", "num_local_experts",
-                       "shared_expert_intermediate_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"head_dtype", "output_router_logits"})  # of programs and of training
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}

@@ -15,10 +15,6 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({
-    "attention_bias", "auto_map", "first_k_dense_replace", "gating", "gating_types", "layer_types", "mlp_layer_types",
-    "mlp_only_layers", "moe_intermediate_size", "moe_routed_scaling_factor", "num_attention_heads_per_layer", "num_experts",
-    "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "shared_expert_intermediate_size", "sliding_window"})
 # Of training, and what other programs read in the place of the sections of rotary positions.
 KEYS_HARMLESS = frozenset({"output_router_logits", "qkv_bias", "router_aux_loss_coef", "swa_rope_parameters"})
 REFUSED_UNLESS = {
@@ -59,7 +55,7 @@ def config(keys: Keys) -> ModelConfig:
 
 def _gates(keys: Keys, layers: int) -> str:
     """Whether a head has one gate or each of its channels. Raises ConfigError."""
-    keys.asked |= {"gating", "gating_types"}
+    keys.knows("gating", "gating_types")
     stated, by_layer = keys.raw.get("gating"), keys.raw.get("gating_types")
     kind = WHOLE if stated in (None, True) else stated
     if kind not in (WHOLE, EACH):
@@ -72,7 +68,7 @@ def _gates(keys: Keys, layers: int) -> str:
 
 def queries_by_layer(keys: Keys, made: ModelConfig, name: str) -> tuple[int, ...]:
     """How many query heads each layer has, where they differ: as a list says. Raises ConfigError."""
-    keys.asked.add(name)
+    keys.knows(name)
     stated, layers = keys.raw.get(name), made.num_hidden_layers
     if stated is None:
         return ()

@@ -15,9 +15,6 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 
-KEYS_USED = frozenset({"block_auto_adjust_ff_dim", "block_dim", "block_ff_dim", "block_ffn_dim_multiplier", "block_multiple_of",
-                       "conv_L_cache", "conv_dim", "conv_dim_out", "full_attn_idxs", "layer_types", "norm_eps", "num_heads",
-                       "tie_embedding"})
 # Of training, and other names of norm_eps that are not read.
 KEYS_HARMLESS = frozenset({"block_mlp_init_scale", "block_norm_eps", "block_out_init_scale", "block_use_xavier_init",
                            "conv_use_xavier_init", "rms_norm_eps"})
@@ -33,6 +30,7 @@ NAMES = {"self_attn.o_proj": "self_attn.out_proj", "self_attn.q_norm": "self_att
 
 
 def config(keys: Keys) -> ModelConfig:
+    keys.knows("block_ffn_dim_multiplier", "block_multiple_of", "intermediate_size")
     stated = "intermediate_size" if keys.integer("block_ff_dim", None, high=2**22) is None else "block_ff_dim"
     made = conv_config(keys, replace(USUAL, ffn_key=stated, sizes=SIZES), attending=True)
     if not keys.flag("block_auto_adjust_ff_dim", True):

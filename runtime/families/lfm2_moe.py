@@ -11,9 +11,6 @@ from .lfm2 import conv_config, conv_tensors
 from .mixtral import NAMES, expert_tensors, mixture
 
 LIKE = lfm2
-KEYS_USED = frozenset({"block_dim", "conv_L_cache", "conv_dim", "conv_dim_out", "layer_types", "moe_intermediate_size", "norm_eps",
-                       "norm_topk_prob", "num_dense_layers", "num_experts", "num_experts_per_tok", "num_heads", "num_local_experts",
-                       "routed_scaling_factor", "tie_embedding", "use_expert_bias"})
 KEYS_HARMLESS = frozenset({"conv_use_xavier_init", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
 REFUSED_UNLESS = {**{key: value for key, value in lfm2.REFUSED_UNLESS.items() if not key.startswith("block_")},
                   "block_auto_adjust_ff_dim": False, "full_attn_idxs": None}

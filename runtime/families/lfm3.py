@@ -13,8 +13,6 @@ from . import TensorRule, lfm2, llama
 from .lfm2 import CONV, conv_tensors
 
 LIKE = lfm2
-KEYS_USED = frozenset({"attention_bias", "conv_L_cache", "layer_types", "norm_eps", "sliding_window", "use_attention_gate",
-                       "use_sandwich_norm"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})  # another name of norm_eps that is not read
 REFUSED_UNLESS = {"conv_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2048, "intermediate_size": 7680, "num_hidden_layers": 24, "num_attention_heads": 16}
@@ -33,6 +31,7 @@ def config(keys: Keys) -> ModelConfig:
     kinds = keys.kinds("layer_types", layers, (CONV, GLOBAL, LOCAL)) or usual
     if {*kinds} == {CONV}:
         raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {GLOBAL}")
+    keys.knows("conv_L_cache")
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else WINDOW)
     if window is None and LOCAL in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",

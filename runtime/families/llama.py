@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import Block, Layer, TensorRule, last_of, narrowing
+from ..layer import Block, Layer, last_of, narrowing
+from . import TensorRule
 
-KEYS_USED = frozenset({"attention_bias", "mlp_bias"})
 KEYS_HARMLESS: frozenset[str] = frozenset()
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 NAMES: dict[str, str] = {}  # of experts, which these models lack

@@ -19,9 +19,6 @@ from .qwen3_moe import NAMES
 from .smollm3 import rotated_layers
 
 LIKE = hunyuan_v1_dense
-KEYS_USED = frozenset({"attention_bias", "attention_chunk_size", "attn_temperature_tuning", "floor_scale", "interleave_moe_layer_step",
-                       "intermediate_size_mlp", "layer_types", "moe_layers", "no_rope_layer_interval", "no_rope_layers",
-                       "num_experts_per_tok", "num_local_experts", "use_qk_norm"})
 # How queries grow beyond what is run; of training and of other programs; and of another family, which transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "output_router_logits",
                            "rope_local_base_freq", "router_aux_loss_coef", "router_jitter_noise", "sliding_window"})
@@ -39,6 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     if isinstance(listed, list):  # the published ones without experts list more layers than they have
         listed = listed[:layers] or None
     turned, sparse = rotated_layers(keys.saying(num_hidden_layers=layers, no_rope_layers=listed)), _sparse(keys, layers)
+    keys.knows("num_experts_per_tok", "num_local_experts")
     own = None
     if sparse:
         own = mixture(keys, 16, 1, width, False, sparse, "num_local_experts", sigmoid=True, of_inputs=True, shared_width=width)

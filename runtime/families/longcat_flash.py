@@ -10,15 +10,13 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys
+from ..layer import Layer, last_of, narrowing
 from ..mixture import Mixture
-from . import Layer, TensorRule, last_of, llama, narrowing
+from . import TensorRule, llama
 from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_code
 from .mixtral import MOST_EXPERTS, mixture_tensors
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"attention_bias", "auto_map", "expert_ffn_hidden_size", "ffn_hidden_size", "kv_lora_rank", "moe_topk",
-                       "n_routed_experts", "num_layers", "q_lora_rank", "qk_head_dim", "qk_nope_head_dim", "qk_rope_head_dim",
-                       "routed_scaling_factor", "v_head_dim", "zero_expert_num"})
 KEYS_HARMLESS = frozenset({"attention_method", "output_router_logits"})
 REFUSED_UNLESS = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False, "norm_topk_prob": False,
                   "router_bias": False, "sliding_window": None, "zero_expert_type": "identity"}

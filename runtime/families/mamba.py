@@ -10,11 +10,11 @@ from dataclasses import replace
 from ...kernels.mamba1_shape import Mamba1Shape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import Keys
-from . import Layer, TensorRule, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule
 from .jamba import rank, space_tensors
 from .llama import state_layer
 
-KEYS_USED = frozenset({"conv_kernel", "expand", "layer_norm_epsilon", "state_size", "time_step_rank", "use_conv_bias"})
 # Of training, of programs, of what is said twice, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
     "d_inner", "d_model", "fused_add_norm", "n_layer", "original_max_position_embeddings", "pad_vocab_size_multiple",

@@ -10,8 +10,6 @@ from .granitemoehybrid import check_steps, mamba_tensors
 from .mamba import ABSENT
 
 LIKE = mamba
-KEYS_USED = frozenset({"conv_kernel", "expand", "head_dim", "intermediate_size", "layer_norm_epsilon", "n_groups", "num_heads",
-                       "state_size", "time_step_limit", "use_conv_bias"})
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"chunk_size", "norm_before_gate", "time_step_rank"}
 REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64}

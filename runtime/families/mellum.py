@@ -11,8 +11,6 @@ from .mixtral import mixture
 from .qwen2 import windows_of
 
 LIKE = qwen3_moe
-KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_layer_types", "moe_intermediate_size", "norm_topk_prob", "num_experts",
-                       "num_experts_per_tok", "num_local_experts", "sliding_window"})
 # Of layers that predict a token ahead, which are not read.
 KEYS_HARMLESS = frozenset({"mtp_layer_types", "mtp_mlp_layer_types", "num_mtp_layers", "num_nextn_predict_layers",
                            "original_max_position_embeddings", "output_router_logits", "router_aux_loss_coef"})

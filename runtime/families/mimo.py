@@ -5,10 +5,8 @@ from __future__ import annotations
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
-from .qwen2 import KEYS_USED as OF_QWEN
 from .qwen2 import qwen_windows
 
-KEYS_USED = OF_QWEN | {"auto_map", "num_nextn_predict_layers"}
 REFUSED_UNLESS = {"attention_bias": True, "mlp_bias": False, "use_mrope": False}
 CODE = r"(configuration|modeling)_mimo\.MiMo\w+"
 

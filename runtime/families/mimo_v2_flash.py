@@ -18,11 +18,6 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({
-    "attention_bias", "attention_value_scale", "auto_map", "first_k_dense_replace", "hybrid_layer_pattern", "layer_types",
-    "layernorm_epsilon", "mlp_layer_types", "moe_intermediate_size", "moe_layer_freq", "n_group", "n_routed_experts", "norm_topk_prob",
-    "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "routed_scaling_factor", "sliding_window", "sliding_window_size",
-    "swa_head_dim", "swa_num_attention_heads", "swa_num_key_value_heads", "swa_rope_theta", "swa_v_head_dim", "topk_group", "v_head_dim"})
 # Of programs and of layers that guess ahead; attention to chunks is that of windows.
 KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "output_router_logits", "rope_scaling",
                            "original_max_position_embeddings"})

@@ -13,7 +13,6 @@ from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
 from .minicpm3 import scaled
 
-KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "scale_depth", "scale_emb", "sparse_config"})
 KEYS_HARMLESS = frozenset({"mup_denominator"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "num_experts": 0, "sliding_window": None}
 CODE = r"(configuration|modeling)_minicpm\.MiniCPM(Config|Model|ForCausalLM|ForSequenceClassification)"

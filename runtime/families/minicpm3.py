@@ -11,8 +11,6 @@ from . import TensorRule, deepseek_v3, llama
 from .deepseek_v3 import latent_config, latent_tensors, refuse_other_code
 
 LIKE = deepseek_v3
-KEYS_USED = frozenset({"attention_bias", "auto_map", "dim_model_base", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim",
-                       "qk_rope_head_dim", "scale_depth", "scale_emb", "v_head_dim"})
 KEYS_HARMLESS = frozenset({"qk_head_dim"})  # a sum of two that are read
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 73_448, "hidden_size": 2560, "intermediate_size": 6400, "num_hidden_layers": 62, "num_attention_heads": 40}

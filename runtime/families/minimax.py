@@ -16,7 +16,8 @@ from ...kernels.lightning_shape import LightningShape
 from ..config import Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
-from . import Layer, TensorRule, last_of, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 from .mixtral import NAMES, expert_tensors, mixture
 from .olmo_hybrid import FULL, LINEAR, demand_both
@@ -28,8 +29,6 @@ if TYPE_CHECKING:
 SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
 SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
            for kind, place in SHARES.items() for part in ("alpha", "beta")}
-KEYS_USED = frozenset({"attn_type_list", "auto_map", "layer_types", "num_experts", "num_experts_per_tok", "num_local_experts",
-                       "partial_rotary_factor", "rotary_dim", *(name for names in SPELLED.values() for name in names)})
 # `block_size` is how transformers cuts a prompt; the rest is of training.
 KEYS_HARMLESS = frozenset({"block_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0, "sliding_window": None}

@@ -10,8 +10,6 @@ from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 from .mixtral import NAMES, expert_tensors, mixture
 
-KEYS_USED = frozenset({"attn_type_list", "auto_map", "num_experts", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor",
-                       "rotary_dim"})
 # Of training, of the family's first model, whose layers were of two kinds, and of multi-token prediction, whose weights are not published.
 KEYS_HARMLESS = frozenset({
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",

@@ -11,16 +11,13 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
 from ..indexed import Indexed
+from ..layer import Layer, last_of, narrowing
 from ..weights.index_weights import choose
-from . import Layer, TensorRule, last_of, llama, mixtral, narrowing, qwen3_moe
+from . import TensorRule, llama, mixtral, qwen3_moe
 from .glm4_moe_lite import DENSE, SPARSE
 from .llama import feed_forward
 from .mixtral import mixture, mixture_tensors
 
-KEYS_USED = frozenset({
-    "dense_intermediate_size", "index_block_size", "index_head_dim", "index_local_blocks", "index_n_heads", "index_topk_blocks",
-    "layer_types", "mlp_layer_types", "moe_layer_freq", "num_experts_per_tok", "num_local_experts", "partial_rotary_factor", "rotary_dim",
-    "routed_scaling_factor", "shared_intermediate_size", "sparse_attention_config"})
 # Of training, and of layers that guess ahead, which are left out.
 KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "output_router_logits",
                            "router_aux_loss_coef", "router_jitter_noise", "use_mtp"})

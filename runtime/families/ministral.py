@@ -7,7 +7,6 @@ from ..config_reader import Keys
 from ..config_rope import GLOBAL, LOCAL
 from .qwen2 import windows_of
 
-KEYS_USED = frozenset({"layer_types", "sliding_window"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 
 

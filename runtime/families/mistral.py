@@ -9,7 +9,6 @@ from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, inside_others, llama
 
-KEYS_USED = frozenset({"sliding_window"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 
 

@@ -15,7 +15,6 @@ from .glm4_moe import shared_mixture
 from .ministral3 import grown
 
 LIKE = deepseek_v3
-KEYS_USED = deepseek_v3.KEYS_USED - {"auto_map", "n_group", "num_mtp_layers", "num_nextn_predict_layers", "topk_group"}
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 SIZES = {"vocab_size": 131_072, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 256, "qk_nope_head_dim": 64, "qk_rope_head_dim": 64, "v_head_dim": 128}

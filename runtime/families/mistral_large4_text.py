@@ -14,9 +14,10 @@ from ...kernels.index_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of
+from ..layer import Layer, last_of
 from ..rope import LOGARITHMS
 from ..weights.index_weights import choose
-from . import Layer, TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, last_of, llama
+from . import TensorRule, deepseek_v3, deepseek_v32, glm_moe_dsa, llama
 from .deepseek_v3 import latent_config
 from .deepseek_v32 import EPS, INDEXED, sparse
 from .glm4_moe import shared_mixture
@@ -25,9 +26,6 @@ from .llama import in_halves
 from .smollm3 import rotated_layers
 
 LIKE = deepseek_v3
-KEYS_USED = glm_moe_dsa.KEYS_USED - {"num_mtp_layers", "num_nextn_predict_layers", "n_group", "topk_group",
-                                     "norm_topk_prob"} | {
-    "final_logit_softcapping", "kv_source_layers", "no_rope_layer_interval", "no_rope_layers"}
 KEYS_HARMLESS = glm_moe_dsa.KEYS_HARMLESS
 REFUSED_UNLESS = {"indexer_rope_interleave": True, "mlp_bias": False, "n_group": 1, "norm_topk_prob": True, "rope_interleave": True,
                   "sliding_window": None, "topk_group": 1}

@@ -9,7 +9,6 @@ from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
 from . import TensorRule, expert_role, llama
 
-KEYS_USED = frozenset({"num_experts", "num_experts_per_tok", "num_local_experts", "sliding_window"})
 KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
@@ -44,7 +43,7 @@ def bounds_by_layer(keys: Keys, names: tuple[str, str], sparse: frozenset[int], 
     where none has one. Lists may go on for as many layers `behind`. Raises ConfigError."""
     columns = []
     for name in names:
-        keys.asked.add(name)
+        keys.knows(name)
         stated = keys.raw.get(name) or [None] * layers
         if not isinstance(stated, list) or len(stated) not in (layers, layers + behind) or not all(
                 each is None or type(each) in (int, float) and 0 <= each < MOST_BOUND for each in stated):

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import Layer, TensorRule, llama, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule, llama
 
-KEYS_USED = frozenset({"cross_attention_layers"})
 KEYS_HARMLESS = frozenset({"dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "layer_types": None, "sliding_window": None}
 WORDS_BESIDE = 8  # of which the first stands where a picture does

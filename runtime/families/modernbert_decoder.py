@@ -14,9 +14,6 @@ from .llama import behind_entry_norm
 from .qwen2 import windows_of
 from .stablelm import biased
 
-KEYS_USED = frozenset({"attention_bias", "classifier_activation", "classifier_bias", "decoder_bias", "global_attn_every_n_layers",
-                       "global_rope_theta", "hidden_activation", "layer_types", "local_attention", "local_rope_theta", "mlp_bias",
-                       "norm_bias", "norm_eps", "sliding_window"})
 # Of training and of classifiers, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
     "classifier_pooling", "cls_token_id", "deterministic_flash_attn", "embedding_dropout", "gradient_checkpointing", "head_dim",

@@ -10,8 +10,7 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 
-KEYS_USED = frozenset({"additional_vocab_size", "layer_norm_eps", "norm_after", "qk_norm_type", "rms_norm_eps", "rope_scaling_layers"})
-KEYS_HARMLESS = frozenset({"attn_implementation", "embedding_dropout", "residual_dropout"})
+KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout"})
 REFUSED_UNLESS = {"attention_bias": False, "qkv_bias": False, "use_qk_norm": True}
 SIZES = {"vocab_size": 151_936, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36, "num_attention_heads": 32}
 FUSED = {"self_attn.att_proj": ("q", "k", "v"), "mlp.ff_proj": ("up", "gate")}

@@ -19,7 +19,6 @@ from . import TensorRule, opt
 from .deepseek_v3 import refuse_other_code
 
 LIKE = opt
-KEYS_USED = frozenset({"attn_config", "auto_map", "d_model", "layer_norm_epsilon", "max_seq_len", "n_heads", "n_layers"})
 # Of training, of programs, and what other families call by these names.
 KEYS_HARMLESS = frozenset({
     "emb_pdrop", "embedding_fraction", "head_dim", "init_config", "init_device", "learned_pos_emb", "num_key_value_heads",

@@ -17,8 +17,6 @@ from .llama import behind_entry_norm
 from .qwen2 import windows_of
 
 STORED = "qk_norm_stored"  # norms of heads have weights, as in GGUF files
-KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping", "hidden_activation", "layer_rope_theta", "layer_types",
-                       "output_multiplier", "post_norm_eps", "qk_scale_factor", "sliding_window", STORED})
 KEYS_HARMLESS = frozenset({"cache_implementation", "hidden_act"})
 REFUSED_UNLESS = {"mlp_bias": False, "use_bidirectional_attention": False}
 SIZES = {"vocab_size": 202_048, "hidden_size": 6656, "intermediate_size": 19_968, "num_hidden_layers": 52, "num_attention_heads": 32}

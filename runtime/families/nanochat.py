@@ -7,11 +7,11 @@ from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from . import Layer, TensorRule, llama, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule, llama
 from .hunyuan_v1_dense import attention
 from .opt import feed_forward
 
-KEYS_USED = frozenset({"attention_bias", "final_logit_softcapping"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 768, "intermediate_size": 8192, "num_hidden_layers": 12, "num_attention_heads": 6}
 NAMES = {"up": "fc1", "down": "fc2"}

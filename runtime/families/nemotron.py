@@ -14,7 +14,6 @@ from .stablelm import normed
 
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
-KEYS_USED = frozenset({"attention_bias", "mlp_bias", "norm_eps", "partial_rotary_factor"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 SHARE = 0.5  # of a head that turns, where a config does not say
 REFUSED_UNLESS = {"layer_types": None, "rope_percent": SHARE, "rope_percentage": SHARE, "sliding_window": None}

@@ -13,18 +13,14 @@ from itertools import product
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
+from ..layer import Layer
 from ..mixture import Mixture
-from . import Layer, TensorRule, llama, opt
+from . import TensorRule, llama, opt
 from .deepseek_v3 import grouped
 from .granitemoehybrid import check_steps, mamba_tensors
 from .llama import attention, feed_forward, in_halves
 from .mixtral import mixture, mixture_tensors
 
-KEYS_USED = frozenset({"attention_head_dim", "auto_map", "conv_kernel", "hybrid_override_pattern", "layer_norm_epsilon",
-                       "layers_block_type", "mamba_head_dim", "mamba_hidden_act", "mamba_num_heads", "mlp_hidden_act",
-                       "moe_intermediate_size", "moe_latent_size", "moe_shared_expert_intermediate_size", "n_group", "n_groups",
-                       "n_routed_experts", "n_shared_experts", "norm_topk_prob", "num_experts_per_tok", "num_local_experts",
-                       "routed_scaling_factor", "ssm_state_size", "time_step_limit", "topk_group", "use_conv_bias"})
 # Of training, of layers for multi-token prediction, of other names' features, and of speed.
 KEYS_HARMLESS = frozenset({
     "chunk_size", "expand", "hidden_act", "keep_mtp_spec_in_bf16", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
@@ -51,8 +47,7 @@ def config(keys: Keys) -> ModelConfig:
                               "the checkpoint brings its own code, which is never run")
     halves = pattern(keys)
     layers = re.sub("|".join(map(re.escape, WHOLE)), lambda found: WHOLE[found.group()], halves)
-    stated = Keys({**keys.raw, "num_hidden_layers": len(layers)}, keys.where)
-    stated.asked = keys.asked
+    stated = keys.saying(num_hidden_layers=len(layers))
     own = {"heads": ("mamba_num_heads", 128, 4096), "head_dim": ("mamba_head_dim", 64, 4096), "groups": ("n_groups", 8, 4096),
            "depth": ("ssm_state_size", 128, 4096), "taps": ("conv_kernel", 4, 64)}
     shape = Mamba2Shape(**{field: keys.integer(name, default, high=high) for field, (name, default, high) in own.items()},

@@ -7,12 +7,11 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import Layer, TensorRule, llama, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 from .llama import feed_forward
 
-KEYS_USED = llama.KEYS_USED | {"auto_map", "block_configs"}
-KEYS_HARMLESS = frozenset({"_attn_implementation_autoset"})
 ATTENTION, INSIDE = "attention", "ffn"
 # Of a block's two halves: what says how much of one there is, what says that it is not as Llama's, and what has to be Llama's if stated.
 SIZES = {ATTENTION: ("n_heads_in_group", "num_key_value_heads"), INSIDE: ("ffn_mult", "intermediate_size")}
@@ -34,8 +33,7 @@ def config(keys: Keys) -> ModelConfig:
     groups, widths = ([_size(block, number, half, heads, hidden) for number, block in enumerate(blocks)] for half in (ATTENTION, INSIDE))
     if not any(groups) or not any(widths):
         raise ConfigError("config.json: block_configs leaves no layer with attention, or none with an MLP", "published models have both")
-    stated = Keys({**keys.raw, "num_key_value_heads": max(groups), "intermediate_size": max(widths)}, keys.where)
-    stated.asked = keys.asked
+    stated = keys.saying(num_key_value_heads=max(groups), intermediate_size=max(widths))
     bias = keys.flag("attention_bias", False)
     made = decoder_config(stated, Defaults(max_position_embeddings=2048, bos=1, eos=(2,)), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False), without_attention=tuple(i for i, each in enumerate(groups) if not each),

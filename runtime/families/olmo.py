@@ -7,7 +7,6 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
 
-KEYS_USED = frozenset({"attention_bias", "clip_qkv", "layer_norm_eps"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -6,7 +6,6 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from . import TensorRule, llama
 
-KEYS_USED = frozenset({"attention_bias"})
 REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 

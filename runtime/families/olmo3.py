@@ -11,7 +11,6 @@ from . import olmo2
 from .qwen2 import windows_of
 
 LIKE = olmo2
-KEYS_USED = frozenset({"attention_bias", "layer_types", "sliding_window"})
 KEYS_HARMLESS = frozenset({"original_max_position_embeddings"})  # what holds stands in the sections of rotary positions
 REFUSED_UNLESS = {"clip_qkv": None, "mlp_bias": False, "use_sliding_window": True}
 THETA = 500_000.0

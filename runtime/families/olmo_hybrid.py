@@ -14,8 +14,6 @@ from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, olmo2
 from .qwen3_5_text import FULL, LINEAR
 
-KEYS_USED = frozenset({"attention_bias", "layer_types", "linear_allow_neg_eigval", "linear_conv_kernel_dim", "linear_key_head_dim",
-                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim"})
 # How weights were drawn before training.
 KEYS_HARMLESS = frozenset({"linear_a_log_max", "linear_a_log_min", "linear_dt_init_floor", "linear_dt_max", "linear_dt_min"})
 REFUSED_UNLESS = {"mlp_bias": False, "sliding_window": None}

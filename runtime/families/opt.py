@@ -8,10 +8,10 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from . import Layer, TensorRule
+from ..layer import Layer
+from . import TensorRule
 from .llama import attention, in_halves
 
-KEYS_USED = frozenset({"activation_function", "enable_bias", "ffn_dim", "word_embed_proj_dim"})
 # What rotary families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({
     "activation_dropout", "dropout", "head_dim", "hidden_act", "init_std", "intermediate_size", "layerdrop", "num_key_value_heads",

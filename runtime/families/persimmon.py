@@ -15,7 +15,6 @@ from . import TensorRule, llama, opt
 from .stablelm import biased
 
 LIKE = opt
-KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm"})
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"head_dim", "num_key_value_heads", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "sliding_window": None}

@@ -11,7 +11,6 @@ from .deepseek_v3 import refuse_other_code
 from .stablelm import biased
 
 LIKE = cohere
-KEYS_USED = frozenset({"auto_map", "layer_norm_eps", "partial_rotary_factor"})
 KEYS_HARMLESS = frozenset({"embd_pdrop", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": True, "layer_types": None, "mlp_bias": True, "qk_layernorm": False, "sliding_window": None}
 SIZES = {"vocab_size": 51_200, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 24, "num_attention_heads": 32}

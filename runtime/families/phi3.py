@@ -11,7 +11,6 @@ from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = frozenset({"auto_map", "partial_rotary_factor", "sliding_window"})
 KEYS_HARMLESS = frozenset({"embd_pdrop"})
 REFUSED_UNLESS = {"attention_bias": False, "full_attn_mod": 1, "interpolate_factor": 1, "layer_types": None, "lm_head_bias": False,
                   "mlp_bias": False}

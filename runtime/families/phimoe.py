@@ -13,8 +13,6 @@ from .deepseek_v3 import refuse_other_code
 from .mixtral import mixture
 
 LIKE = mixtral
-KEYS_USED = frozenset({"attention_bias", "auto_map", "lm_head_bias", "num_experts", "num_experts_per_tok", "num_local_experts",
-                       "router_jitter_noise", "sliding_window"})
 KEYS_HARMLESS = frozenset({"input_jitter_noise", "output_router_logits", "router_aux_loss_coef"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False}
 SIZES = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 
-KEYS_USED = frozenset({"layer_types", "max_window_layers", "sliding_window", "use_sliding_window"})
 REFUSED_UNLESS = {"mlp_bias": False, "use_mrope": False}
 
 

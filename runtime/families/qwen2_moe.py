@@ -8,8 +8,6 @@ from . import TensorRule
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES, sparse_layers
 
-KEYS_USED = frozenset({"decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
-                       "num_experts_per_tok", "num_local_experts", "qkv_bias", "shared_expert_intermediate_size"})
 KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window"})
 # No published model switches windows on, and which layers then have them has changed in transformers.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "use_mrope": False, "use_sliding_window": False}

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from .qwen2 import KEYS_USED as QWEN2_KEYS
 from .qwen2 import qwen_windows
 
-KEYS_USED = QWEN2_KEYS | {"attention_bias"}
 REFUSED_UNLESS = {"mlp_bias": False, "use_mrope": False}
 
 

@@ -15,9 +15,6 @@ from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, inside_others, llama
 
-KEYS_USED = frozenset({"attention_bias", "full_attention_interval", "layer_types", "linear_conv_kernel_dim", "linear_key_head_dim",
-                       "linear_num_key_heads", "linear_num_value_heads", "linear_value_head_dim", "linear_value_heads_tiled",
-                       "mtp_num_hidden_layers", "partial_rotary_factor"})
 KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
 REFUSED_UNLESS = {"attn_output_gate": True, "mlp_bias": False, "output_gate_type": "swish", "sliding_window": None}
 LINEAR, FULL = "linear_attention", "full_attention"

@@ -8,8 +8,6 @@ from . import TensorRule
 from .mixtral import expert_tensors, mixture
 from .qwen2 import qwen_window
 
-KEYS_USED = frozenset({"attention_bias", "decoder_sparse_step", "mlp_only_layers", "moe_intermediate_size", "norm_topk_prob", "num_experts",
-                       "num_experts_per_tok", "num_local_experts", "sliding_window", "use_sliding_window"})
 # Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
 KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"})
 # Qwen3-Coder states the norms of q and k, which every model of the family has, and what none has.

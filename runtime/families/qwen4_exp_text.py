@@ -15,18 +15,15 @@ from ...kernels.ngram_shape import NgramShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, is_count, show
 from ..indexed import Indexed
+from ..layer import Layer, last_of, narrowing
 from ..ngrams import Ngrams, role_of
 from ..weights.index_weights import choose
-from . import Layer, TensorRule, last_of, llama, narrowing, qwen3_5_moe_text
+from . import TensorRule, llama, qwen3_5_moe_text
 from .deepseek_v4 import second_half, written
 from .mixtral import expert_tensors, mixture
 from .qwen3_5_text import FULL, LINEAR, hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
-KEYS_USED = qwen3_5_moe_text.KEYS_USED | {
-    "hc_count", "hc_lowrank", "heads_per_ngram", "indexer_budget", "indexer_compress_ratio", "indexer_head_dim", "indexer_kv_heads",
-    "indexer_n_heads", "make_ngram_vocab_size_divisible_by", "ngram_size", "ngram_vocab_size_base", "norm_topk_prob", "output_gate_type",
-    "ple_conv_kernel_size", "ple_embed_dim", "ple_layer_ids", "seed", "split_ngram_parts"}
 # Of training, of layers that guess ahead, which are left out, and how many buffers transformers keeps.
 KEYS_HARMLESS = qwen3_5_moe_text.KEYS_HARMLESS | {"number_of_conv_states"}
 REFUSED_UNLESS = {key: value for key, value in qwen3_5_moe_text.REFUSED_UNLESS.items() if key not in ("norm_topk_prob", "output_gate_type")}
@@ -70,7 +67,7 @@ def _indexed(keys: Keys, made: ModelConfig) -> Indexed:
 
 def _ngrams(keys: Keys, made: ModelConfig) -> Ngrams | None:
     """The layers that are given rows of n-grams, if any are."""
-    keys.asked.add("ple_layer_ids")
+    keys.knows("ple_layer_ids")
     stated = keys.raw.get("ple_layer_ids") or []
     size, each = keys.integer("ngram_size", 3, low=2, high=16), keys.integer("heads_per_ngram", 8, high=64)
     shape = NgramShape(made.streams, made.hidden_size, keys.integer("ple_conv_kernel_size", 4, low=2, high=64), size,

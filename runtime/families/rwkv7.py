@@ -11,11 +11,10 @@ from __future__ import annotations
 from ...kernels.rwkv7_shape import Rwkv7Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from . import Layer, TensorRule
+from ..layer import Layer
+from . import TensorRule
 from .deepseek_v3 import refuse_other_code
 
-KEYS_USED = frozenset({"a_low_rank_dim", "auto_map", "decay_low_rank_dim", "gate_low_rank_dim", "hidden_ratio", "norm_bias",
-                       "norm_eps", "num_heads", "v_low_rank_dim", "value_dim"})
 # Of training, of programs, and of attention, which nothing has.
 KEYS_HARMLESS = frozenset({
     "attn_mode", "clip_epsilon", "fuse_cross_entropy", "fuse_linear_cross_entropy", "fuse_norm", "l2warp_weight",

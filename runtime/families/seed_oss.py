@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 
-KEYS_USED = frozenset({"attention_bias", "attention_out_bias", "mlp_bias"})
 KEYS_HARMLESS = frozenset({"residual_dropout"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 

@@ -7,8 +7,6 @@ from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
 from .qwen2 import windows_of
 
-KEYS_USED = frozenset({"attention_bias", "layer_types", "mlp_bias", "no_rope_layer_interval", "no_rope_layers", "sliding_window",
-                       "use_sliding_window"})
 KEYS_HARMLESS = frozenset({"max_window_layers"})
 REFUSED_UNLESS = {}
 THETA = 2_000_000.0

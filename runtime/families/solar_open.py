@@ -9,7 +9,6 @@ from .deepseek_v3 import refuse_other_code
 from .glm4_moe import corrected
 
 LIKE = glm4_moe
-KEYS_USED = glm4_moe.KEYS_USED - {"num_nextn_predict_layers", "partial_rotary_factor", "use_qk_norm"} | {"auto_map"}
 KEYS_HARMLESS = glm4_moe.KEYS_HARMLESS | {"intermediate_size", "num_nextn_predict_layers"}
 SIZES = {"vocab_size": 196_608, "hidden_size": 4096, "moe_intermediate_size": 1280, "num_hidden_layers": 48, "num_attention_heads": 64}
 CODE = r"(configuration|modeling)_solar_open\.SolarOpen\w+"  # of the published one, which became part of transformers

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from ..config_rope import RopeConfig, rope_config
-from . import Layer, TensorRule, cohere, llama, narrowing
+from ..layer import Layer, narrowing
+from . import TensorRule, cohere, llama
 
-KEYS_USED = frozenset({"layer_norm_eps", "partial_rotary_factor", "qk_layernorm", "use_parallel_residual", "use_qkv_bias"})
 KEYS_HARMLESS = frozenset({"rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 50_304, "hidden_size": 2560, "intermediate_size": 6912, "num_hidden_layers": 32, "num_attention_heads": 32}

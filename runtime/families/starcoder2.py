@@ -12,7 +12,6 @@ from .stablelm import normed
 
 LIKE = opt
 outer_tensors = stablelm.outer_tensors
-KEYS_USED = frozenset({"norm_epsilon", "sliding_window", "use_bias"})
 KEYS_HARMLESS = frozenset({"embedding_dropout", "residual_dropout", "rms_norm_eps"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_type": "default", "norm_type": "layer_norm"}
 MLP = {"up": "mlp.c_fc", "down": "mlp.c_proj"}  # as the checkpoints call them

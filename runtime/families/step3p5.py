@@ -26,9 +26,6 @@ CALLED = {"moe_num_experts": "n_routed_experts", "moe_top_k": "num_experts_per_t
 BOUNDS = "swiglu_limits", "swiglu_limits_shared"
 LISTS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *BOUNDS
 OTHER, ENUM = "attention_other_setting", "moe_layers_enum"
-KEYS_USED = frozenset({
-    *CALLED, *CALLED.values(), *LISTS, OTHER, ENUM, "attention_bias", "auto_map", "moe_intermediate_size", "moe_router_scaling_factor",
-    "num_local_experts", "num_sliding_attention_heads", "per_layer_config", "query_pre_attn_scalar", "sliding_window"})
 # Of layers that guess ahead, of training and of other programs.
 KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate",
                            "output_router_logits", "gating"})
@@ -43,7 +40,7 @@ FIRST_SPARSE = 3
 
 def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
-    keys.asked |= {*CALLED, *LISTS, OTHER, ENUM}
+    keys.knows(*CALLED, *LISTS, OTHER, ENUM, "rope_scaling")
     layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
     ahead = keys.integer("num_nextn_predict_layers", keys.integer("num_mtp_layers", 0, low=0, high=MAX_LAYERS), low=0, high=MAX_LAYERS)
     keys = keys.saying(**_as_transformers(keys, layers, ahead))

@@ -8,8 +8,6 @@ from . import TensorRule, deepseek_v3, llama
 from .deepseek_v3 import WIDTHS, latent_config, latent_tensors, refuse_other_code
 
 LIKE = deepseek_v3
-KEYS_USED = frozenset({"attention_bias", "auto_map", "kv_lora_rank", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                       "rope_interleave", "v_head_dim"})
 KEYS_HARMLESS = frozenset({"embedding_initializer_range", "qk_head_dim"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_routed_experts": None, "sliding_window": None}
 SIZES = {"vocab_size": 128_256, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 32, "num_attention_heads": 16}

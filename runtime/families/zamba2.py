@@ -14,12 +14,11 @@ from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
 from ..config_rope import RopeConfig, rope_config
+from ..layer import Layer
 from ..weights.lent_weights import ATTENTION, WIDE, block_of, block_role
-from . import Layer, TensorRule, llama
+from . import TensorRule, llama
 from .granitemoehybrid import mamba_tensors
 
-KEYS_USED = frozenset({"adapter_rank", "attention_head_dim", "layers_block_type", "mamba_d_conv", "mamba_d_state", "mamba_expand",
-                       "mamba_headdim", "mamba_ngroups", "n_mamba_heads", "num_mem_blocks", "use_mem_rope", "use_shared_attention_adapter"})
 # Of training, of programs, and what follows from others.
 KEYS_HARMLESS = frozenset({
     "attention_hidden_size", "chunk_size", "ffn_hidden_size", "hybrid_layer_ids", "kv_channels", "layer_types", "num_logits_to_keep",

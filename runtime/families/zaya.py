@@ -13,12 +13,11 @@ from ...kernels.cca_shape import CcaShape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
 from ..config_rope import RopeConfig, ropes_by_kind
-from . import Layer, TensorRule, last_of, llama, narrowing
+from ..layer import Layer, last_of, narrowing
+from . import TensorRule, llama
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
 
-KEYS_USED = frozenset({"cca_time0", "cca_time1", "layer_types", "lm_head_bias", "moe_intermediate_size", "num_experts",
-                       "num_experts_per_tok", "num_local_experts", "router_hidden_size", "sliding_window"})
 KEYS_HARMLESS = frozenset({"intermediate_size", "output_router_logits"})  # of no layer, and of training
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 262_272, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 8, "moe_intermediate_size": 2048}

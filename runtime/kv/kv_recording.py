@@ -21,7 +21,7 @@ from ..config import ModelConfig
 from ..conversion.convert_stream import DAMAGED
 from ..engine import Engine
 from ..events import Notice, Progress
-from ..families import LayerWeights
+from ..layer import LayerWeights
 from ..measuring.evaluate import windows
 from ..text import Tokenizer
 from .cache_shape import attention_specs

@@ -27,7 +27,7 @@ from .cache_shape import index_type
 if TYPE_CHECKING:
     from ...kernels.cpu.ops import CpuOps
     from ..config import ModelConfig
-    from ..families import LayerWeights
+    from ..layer import LayerWeights
     from .cache_parts import LayerPages
 
 SLOTS = 104  # pages for a sequence, about: of the published models two pictures of four tiles of 1,601 rows, or eight of one

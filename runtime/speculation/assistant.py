@@ -23,7 +23,8 @@ from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ..config import parse_config
 from ..config_reader import REQUIRED, ConfigError, Keys
-from ..families import Layer, TensorRule, gemma4_text
+from ..families import TensorRule, gemma4_text
+from ..layer import Layer
 from ..rope import rope_tables
 from .draft_length import GuessCosts
 from .draft_model import KIND

@@ -25,8 +25,9 @@ from ...kernels.layout import PAGE
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ..config_reader import ConfigError, Keys, is_count, show
-from ..families import Layer, TensorRule, llama, qwen3
+from ..families import TensorRule, llama, qwen3
 from ..kv.cache_shape import AttnSpec
+from ..layer import Layer
 from ..rope import rope_tables
 from .draft_types import INNER
 from .frequent_head import FrequentHead

@@ -16,6 +16,7 @@ from ...kernels.cpu.ops import FEW
 from ...quant.kv import codec
 from .. import families
 from ..kv.cache_shape import attention_specs, index_type
+from ..layer import Layer
 from .frequent_head import FrequentHead
 from .mtp_tensors import PLACES, like
 from .state_drafts import KV, StateDrafts, cache_shape, known_tokens, layer_cache_nbytes, normalised
@@ -72,7 +73,7 @@ class OwnDrafts(StateDrafts):
                 normalised(values, norm, joined[:, place : place + width])
             (made,) = host.norm_linear(joined, None, [own.join])
             host.flush()
-            x = self._block(host.from_host(made), families.Layer(host, own.layer, self._cache.layer(0), step.positions,
-                                                                 model.ropes[self._layer], config, self._layer))
+            here = Layer(host, own.layer, self._cache.layer(0), step.positions, model.ropes[self._layer], config, self._layer)
+            x = self._block(host.from_host(made), here)
         self._cache.commit()
         return x

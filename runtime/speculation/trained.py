@@ -33,7 +33,8 @@ if TYPE_CHECKING:
     from ...quant.spec import QuantSpec
     from ..cache import KVCache
     from ..config import ModelConfig
-    from ..families import LayerWeights, TensorRule
+    from ..families import TensorRule
+    from ..layer import LayerWeights
     from ..model import Model
     from ..tensors import ModelTensor
     from .drafts import ModelDrafts

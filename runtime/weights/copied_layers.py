@@ -19,7 +19,7 @@ from ...kernels.layout import align
 if TYPE_CHECKING:
     from ...kernels.cuda.torch_ops import TorchOps
     from ..cache import LayerCache
-    from ..families import LayerWeights
+    from ..layer import LayerWeights
     from ..tensors import ModelTensor
 
 Roles = Mapping[str, "ModelTensor"]

@@ -21,7 +21,7 @@ from .compressed_weights import LEAVES, PICKS, correction_of, picks_of
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
     from ..config import ModelConfig
-    from ..families import LayerWeights
+    from ..layer import LayerWeights
     from .weight_records import BeforeHead, WeightRecords
 
 

@@ -15,9 +15,9 @@ from ...offload.neurons import ResidentBundles
 from ...quant.weight import Bundles, Curve, Inputs, Linear, Norm, Streams, Weight
 from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted
-from ..families import LayerWeights
 from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
+from ..layer import LayerWeights
 from ..ngrams import role_of
 from ..rope import place_fronts
 from ..sparse.bundles import ROLE as BUNDLES
