@@ -9,7 +9,7 @@ too.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -55,6 +55,7 @@ class Defaults:
     norm_eps: float = 1e-6
     tied: bool = False
     theta: float = 10_000.0
+    rope: Mapping[str, object] = field(default_factory=dict)  # what else `rope_config` is told
     act: tuple[str, str] = ("hidden_act", "silu")  # key, value
     sizes: Mapping[str, int] = field(default_factory=dict)
     rotary: bool = True  # False: neither rotary positions nor keys about them
@@ -174,9 +175,10 @@ def _judge_unknown(unknown: list[str], strict: bool) -> tuple[str, ...]:
 Ropes = Callable[[Keys, int, int], "tuple[RopeConfig | None, ...]"]  # keys, head_dim, max_position_embeddings -> one a layer
 
 
-def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, **features: object) -> ModelConfig:
-    """What every decoder family shares, from its keys. `ropes` reads rotary positions, by default the same for all layers; `features`:
-    the fields a family decides; without `windows`, full attention."""
+def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, turned: Iterable[bool] | None = None,
+                   **features: object) -> ModelConfig:
+    """What every decoder family shares, from its keys. `ropes` reads rotary positions where those of layers differ; by default they are the
+    same for all, or for those that are `turned`. `features`: the fields a family decides; without `windows`, full attention."""
     hidden, layers, heads = (defaults.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     kv_heads, head_dim = _heads(keys, defaults, hidden, heads) if defaults.grouped else (heads, _divided(hidden, heads))
     if head_dim % 2 or head_dim > 1024:
@@ -189,10 +191,11 @@ def decoder_config(keys: Keys, defaults: Defaults, ropes: Ropes | None = None, *
     if dtype not in DTYPES:
         warnings += (f"config.json: dtype {show(dtype)} is not known; the weights' own types are used",)
     if ropes is not None:
-        turned = ropes(keys, head_dim, positions)
+        by_layer = ropes(keys, head_dim, positions)
     else:
-        turned = (rope_config(keys, head_dim, positions, defaults.theta) if defaults.rotary else None,) * layers
-    fields = {"windows": (None,) * layers, "ropes": turned, **features}
+        rope = rope_config(keys, head_dim, positions, defaults.theta, **defaults.rope) if defaults.rotary else None
+        by_layer = (rope,) * layers if turned is None else tuple(rope if turns else None for turns in turned)
+    fields = {"windows": (None,) * layers, "ropes": by_layer, **features}
     mixture = features.get("mixture")
     if mixture is not None and layers * mixture.experts > MAX_EXPERTS:
         raise ConfigError(f"config.json: {layers} layers of {mixture.experts} experts are more than any model has")

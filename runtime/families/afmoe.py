@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
@@ -31,16 +31,13 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 1024)
     windows = windows_of(keys, window, [LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)])
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if own is not None else None for own in windows)
-
     dense, width = keys.integer("num_dense_layers", 1, low=0, high=layers), keys.integer("moe_intermediate_size", 1408, high=2**22)
     of_all = width * keys.integer("num_shared_experts", 2, high=MOST_EXPERTS)
     own = mixture(keys, 64, 6, width, True, range(dense, layers), sigmoid=True, corrected=True, factor=keys.number("route_scale", 1.0),
                   apart=True)
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True, mixture=own,
-                          layer_ffn=(ffn,) * dense + (of_all,) * (layers - dense),
+    turned = [own is not None for own in windows]
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, gates_apart=True,
+                          mixture=own, layer_ffn=(ffn,) * dense + (of_all,) * (layers - dense),
                           embedding_multiplier=hidden**0.5 if keys.flag("mup_enabled", False) else 1.0)
 
 

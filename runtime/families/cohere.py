@@ -4,9 +4,8 @@ constant."""
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, Ropes, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
 from .llama import mlp_or_experts
@@ -21,20 +20,17 @@ THETA = 500_000.0  # of this family alone, not of Cohere 2
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
-
     normed = keys.flag("use_qk_norm", False)
-    return cohere_config(keys, ropes, qk_norm=normed, qk_norm_each=normed)
+    return cohere_config(keys, THETA, qk_norm=normed, qk_norm_each=normed)
 
 
-def cohere_config(keys: Keys, ropes: Ropes, **features: object) -> ModelConfig:
-    """What all families of these blocks share. Heads are as wide as the model together, whatever is stated of one."""
+def cohere_config(keys: Keys, theta: float = 10_000.0, **features: object) -> ModelConfig:
+    """What all families of these blocks share; `theta` as of `Defaults`. Heads are as wide as the model together, whatever is stated of
+    one."""
     bias = keys.flag("attention_bias", False)
-    base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES)
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, norm_kind="layer",
+    base = Defaults(max_position_embeddings=8192, bos=5, eos=(255_001,), eps_key="layer_norm_eps", norm_eps=1e-5, tied=True, sizes=SIZES,
+                    theta=theta, rope={"neighbours": True})
+    made = decoder_config(keys, base, qkv_bias=bias, o_bias=bias, norm_kind="layer",
                           logits_scaling=1 / keys.number("logit_scale", LOGIT_SCALE), **features)
     if made.head_dim * made.num_attention_heads != made.hidden_size:
         raise ConfigError(f"config.json: head_dim {made.head_dim} is not supported for {made.num_attention_heads} heads of a width of "

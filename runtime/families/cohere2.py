@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import cohere
 from .cohere import cohere_config
 from .qwen2 import windows_of
@@ -25,8 +25,4 @@ def config(keys: Keys) -> ModelConfig:
     every = keys.integer("sliding_window_pattern", USUAL_EVERY)
     windows = windows_of(keys, window, tuple(LOCAL if (layer + 1) % every else GLOBAL for layer in range(layers)))
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions, neighbours=True)
-        return tuple(rope if own is not None else None for own in windows)
-
-    return cohere_config(keys, ropes, windows=windows)
+    return cohere_config(keys, windows=windows, turned=[own is not None for own in windows])

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, cohere
 from .glm4_moe_lite import sparse_layers
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
@@ -26,7 +26,7 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("layer_norm_eps")
     rms = keys.number("rms_norm_eps", None) is not None
     base = Defaults(max_position_embeddings=8192, head_dim=128, bos=5, eos=(255_001,), eps_key="rms_norm_eps" if rms else "layer_norm_eps",
-                    norm_eps=1e-5, tied=True, sizes=cohere.SIZES)
+                    norm_eps=1e-5, tied=True, sizes=cohere.SIZES, rope={"neighbours": True})
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     first = keys.integer("first_k_dense_replace", 0, low=0, high=layers)
     sparse = frozenset(range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers))
@@ -36,17 +36,14 @@ def config(keys: Keys) -> ModelConfig:
              *(GLOBAL if (i + 1) % every == 0 else LOCAL for i in range(layers - first))]
     windows = windows_of(keys, keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096), kinds)
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions, neighbours=True)
-        return tuple(rope if own is not None or layer not in sparse and dense_every == 1 else None for layer, own in enumerate(windows))
-
     shared = keys.integer("num_shared_experts", 0, low=0, high=MOST_EXPERTS)
     averaged = keys.choice("shared_expert_combination_strategy", SUMS, "average") == "average" and shared > 0
     sigmoid, summed = keys.choice("expert_selection_fn", CHOICES, "softmax") == "sigmoid", keys.flag("norm_topk_prob", True)
     own = mixture(keys, 8, 2, width, summed or not sigmoid, sparse, sigmoid=sigmoid, factor=HALF if averaged else 1.0,
                   shared_width=width * shared or None)
     dense = keys.integer("prefix_dense_intermediate_size", width, high=2**22)
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",
+    turned = [own is not None or layer not in sparse and dense_every == 1 for layer, own in enumerate(windows)]
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, norm_kind="rms" if rms else "layer",
                           logits_scaling=1 / keys.number("logit_scale", cohere.LOGIT_SCALE), mixture=own,
                           layer_ffn=tuple(width if layer in sparse else dense for layer in range(layers)) if len(sparse) < layers else (),
                           factors=(("shared.down", HALF),) if averaged else (),

@@ -40,7 +40,7 @@ def config(keys: Keys) -> ModelConfig:
 
     # Logits of a config without a scale are what the head makes; Cohere 2 has a scale all the same.
     scale = keys.number("logit_scale", 1.0)
-    return cohere_config(keys.saying(logit_scale=scale), ropes, windows=windows)
+    return cohere_config(keys.saying(logit_scale=scale), ropes=ropes, windows=windows)
 
 
 def _of_kind(sections: Mapping[str, object], kind: str, head_dim: int, positions: int,

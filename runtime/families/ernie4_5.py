@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import RopeConfig, rope_config
 
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 THETA = 500_000.0
@@ -20,12 +20,7 @@ def config(keys: Keys) -> ModelConfig:
 def ernie_config(keys: Keys, base: Defaults, bias: bool = False) -> ModelConfig:
     """What dense ones and mixtures have in common."""
     refuse_other_code(keys)
-    layers = base.size(keys, "num_hidden_layers")
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
-
-    return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=bias)
+    return decoder_config(keys, replace(base, theta=THETA, rope={"neighbours": True}), qkv_bias=bias, o_bias=bias, mlp_bias=bias)
 
 
 def refuse_other_code(keys: Keys) -> None:

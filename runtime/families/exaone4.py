@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import olmo2
 from .qwen2 import windows_of
 
@@ -23,12 +23,9 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     windows = windows_of(keys, window, usual_layers(keys, layers, window))
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if window is None or own is not None else None for own in windows)
-
     base = Defaults(max_position_embeddings=2048, num_key_value_heads=32, bos=0, eos=(2,), norm_eps=1e-5)
-    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True, mtp_layers=ahead)
+    turned = [window is None or own is not None for own in windows]
+    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, mtp_layers=ahead)
 
 
 def usual_layers(keys: Keys, layers: int, window: int | None) -> tuple[str, ...]:

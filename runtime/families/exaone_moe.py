@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule
 from .deepseek_v3 import grouped
 from .exaone4 import usual_layers
@@ -28,17 +27,14 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 4096)
     windows = windows_of(keys, window, usual_layers(keys, layers, window))
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if window is None or own is not None else None for own in windows)
-
     width, earlier = keys.integer("moe_intermediate_size", 1024, high=2**22), keys.integer("first_last_k_dense_replace", 1, low=0)
     first = keys.integer("first_k_dense_replace", min(earlier, layers), low=0, high=layers)
     sparse = range(first, layers) if keys.words("mlp_layer_types", layers) is None else sparse_layers(keys, layers)
     own = mixture(keys, 64, 8, width, keys.flag("norm_topk_prob", True), sparse, sigmoid=True, corrected=True,
                   factor=keys.number("routed_scaling_factor", 2.5),
                   shared_width=width * keys.integer("num_shared_experts", 1, high=MOST_EXPERTS))
-    return decoder_config(keys, base, ropes, windows=windows, qk_norm=True, mixture=grouped(keys, own, 1, 1),
+    turned = [window is None or own is not None for own in windows]
+    return decoder_config(keys, base, windows=windows, turned=turned, qk_norm=True, mixture=grouped(keys, own, 1, 1),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 0, low=0, high=MAX_LAYERS))
 
 

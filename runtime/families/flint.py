@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule
 from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
@@ -23,17 +23,14 @@ def config(keys: Keys) -> ModelConfig:
     usual = [GLOBAL if i < 2 or i % 4 == 1 or i == layers - 1 else LOCAL for i in range(layers)]
     windows = windows_of(keys, keys.integer("sliding_window", WINDOW), usual)
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(None if own is None else rope for own in windows)
-
     listed = keys.layers("mlp_only_layers", layers)
     dense = DENSE if keys.raw.get("mlp_only_layers") is None else listed
     step = keys.integer("decoder_sparse_step", 1, high=2048)
     sparse = [layer for layer in range(layers) if layer not in dense and (layer + 1) % step == 0]
     own = mixture(keys, 256, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", True), sparse,
                   sigmoid=True, shared_width=keys.integer("shared_expert_intermediate_size", 1024, high=2**22))
-    return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
+    turned = [own is not None for own in windows]
+    return decoder_config(keys, base, windows=windows, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -3,9 +3,8 @@ with biases on q, k and v, and gate and up stored as one matrix."""
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
@@ -15,13 +14,9 @@ ENDS = (151_329, 151_336, 151_338)
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE, neighbours=True),) * layers
-
-    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, eos=ENDS, norm_eps=1.5625e-7)
-    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", True))
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=2, head_dim=128, eos=ENDS, norm_eps=1.5625e-7,
+                    rope={"partial": True, "share": SHARE, "neighbours": True})
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", True))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

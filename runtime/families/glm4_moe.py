@@ -7,7 +7,6 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, Keys
-from ..config_rope import RopeConfig, rope_config
 from ..mixture import Mixture
 from . import TensorRule
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
@@ -19,15 +18,11 @@ ROTARY = 0.5  # of a head, where nothing is said
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", 46, high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=ROTARY),) * layers
-
     sizes = {"vocab_size": 151_552, "hidden_size": 4096, "intermediate_size": 10_944, "num_hidden_layers": 46, "num_attention_heads": 96}
-    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes)
-    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
-                          mixture=corrected(keys, layers, 128, 8, 1, True),
+    base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, norm_eps=1e-5, sizes=sizes,
+                    rope={"partial": True, "share": ROTARY})
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), qk_norm=keys.flag("use_qk_norm", False),
+                          mixture=corrected(keys, base.size(keys, "num_hidden_layers"), 128, 8, 1, True),
                           mtp_layers=keys.integer("num_nextn_predict_layers", 1, low=0, high=MAX_LAYERS))
 
 

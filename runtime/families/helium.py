@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 THETA = 100_000.0
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, THETA, neighbours=True),) * layers
-
-    base = Defaults(max_position_embeddings=4096, num_key_value_heads=20, head_dim=128, bos=1, eos=(2,), norm_eps=1e-8)
-    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("attention_bias", False), mlp_bias=keys.flag("mlp_bias", False))
+    base = Defaults(max_position_embeddings=4096, num_key_value_heads=20, head_dim=128, bos=1, eos=(2,), norm_eps=1e-8, theta=THETA,
+                    rope={"neighbours": True})
+    return decoder_config(keys, base, qkv_bias=keys.flag("attention_bias", False), mlp_bias=keys.flag("mlp_bias", False))

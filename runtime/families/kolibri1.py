@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, rope_config
+from ..config_rope import GLOBAL, LOCAL
 from . import TensorRule, llama
 from .mixtral import mixture, mixture_tensors
 from .qwen2 import windows_of
@@ -26,14 +26,11 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None if keys.holds("sliding_window") else 513)
     windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if window is None or own is not None else None for own in windows)
-
     own = mixture(keys, 384, 6, keys.integer("moe_intermediate_size", 512, high=2**22), keys.flag("norm_topk_prob", False), range(layers),
                   sigmoid=True, corrected=True, of_logits=True, apart=True)
     of_all = keys.saying(intermediate_size=keys.integer("shared_expert_intermediate_size", 512, high=2**22))
-    return decoder_config(of_all, base, ropes, windows=windows, qk_norm=True, mixture=own)
+    turned = [window is None or own is not None for own in windows]
+    return decoder_config(of_all, base, windows=windows, turned=turned, qk_norm=True, mixture=own)
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -12,7 +12,6 @@ from dataclasses import replace
 from ...kernels.conv_shape import ConvShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama
 
 # Of training, and other names of norm_eps that are not read.
@@ -56,12 +55,8 @@ def conv_config(keys: Keys, base: Defaults, attending: bool, **features: object)
     if FULL not in kinds:
         raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {FULL}")
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        turned = rope_config(keys, head_dim, positions, base.theta)
-        return tuple(turned if kind == FULL else None for kind in kinds)
-
-    made = decoder_config(keys, base, ropes, qk_norm=True, state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV),
-                          **features)
+    made = decoder_config(keys, base, turned=[kind == FULL for kind in kinds], qk_norm=True,
+                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == CONV), **features)
     demand_silu(keys, made.hidden_act)
     for name, ours in WIDTHS.items():
         if keys.integer(name, getattr(made, ours)) != getattr(made, ours):

@@ -12,7 +12,6 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, hunyuan_v1_dense, llama
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
@@ -30,7 +29,7 @@ LENGTH = 8192  # of a chunk, and from which on queries grow
 
 def config(keys: Keys) -> ModelConfig:
     base = Defaults(max_position_embeddings=131_072, num_key_value_heads=8, head_dim=128, bos=1, eos=(2,), norm_eps=1e-5, theta=5e5,
-                    sizes=SIZES)
+                    rope={"neighbours": True}, sizes=SIZES)
     layers, width, bias = base.size(keys, "num_hidden_layers"), base.size(keys, "intermediate_size"), keys.flag("attention_bias", False)
     listed = keys.raw.get("no_rope_layers")
     if isinstance(listed, list):  # the published ones without experts list more layers than they have
@@ -43,12 +42,8 @@ def config(keys: Keys) -> ModelConfig:
     dense = keys.integer("intermediate_size_mlp", 16_384, high=2**22)
     keys.kinds("layer_types", layers, KINDS)
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions, base.theta, neighbours=True)
-        return tuple(rope if here else None for here in turned)
-
     most, said = _most_tokens(keys)
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mixture=own, qk_norm_unit=keys.flag("use_qk_norm", True),
+    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, mixture=own, qk_norm_unit=keys.flag("use_qk_norm", True),
                           most_tokens=most, layer_ffn=() if len(sparse) == layers else tuple(
                               width if layer in sparse else dense for layer in range(layers)))
     if most is None or most >= made.max_position_embeddings:

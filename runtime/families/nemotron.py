@@ -6,9 +6,8 @@ The block is OPT's with rotary positions.
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, opt, stablelm
 from .stablelm import normed
 
@@ -21,14 +20,10 @@ SIZES = {"vocab_size": 256_000, "hidden_size": 6144, "intermediate_size": 24_576
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers, bias = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS), keys.flag("attention_bias", False)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
-
+    bias = keys.flag("attention_bias", False)
     base = Defaults(max_position_embeddings=4096, bos=2, eos=(3,), eps_key="norm_eps", norm_eps=1e-5, act=("hidden_act", "relu2"),
-                    sizes=SIZES)
-    return decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False), norm_kind="layer+1")
+                    sizes=SIZES, rope={"partial": True, "share": SHARE})
+    return decoder_config(keys, base, qkv_bias=bias, o_bias=bias, mlp_bias=keys.flag("mlp_bias", False), norm_kind="layer+1")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, llama, opt
 from .stablelm import biased
 
@@ -27,14 +26,9 @@ HEAD_NORMS = {"q_norm": "q_layernorm", "k_norm": "k_layernorm"}
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
-
     base = Defaults(max_position_embeddings=16_384, bos=1, eos=(2,), act=("hidden_act", "relu2"), grouped=False, eps_key="layer_norm_eps",
-                    norm_eps=1e-5, sizes=SIZES)
-    return decoder_config(keys, base, ropes, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
+                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": SHARE})
+    return decoder_config(keys, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer",
                           qk_norm=keys.flag("qk_layernorm", True))
 
 

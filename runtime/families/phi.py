@@ -3,9 +3,8 @@ positions on a part of each head."""
 
 from __future__ import annotations
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, cohere, llama
 from .deepseek_v3 import refuse_other_code
 from .stablelm import biased
@@ -21,14 +20,9 @@ NAMES = {"o": "self_attn.dense", "up": "mlp.fc1", "down": "mlp.fc2"}  # as the c
 
 def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
-    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
-
     base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,), act=("hidden_act", "gelu_new"), eps_key="layer_norm_eps",
-                    norm_eps=1e-5, sizes=SIZES)
-    return decoder_config(keys, base, ropes, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer")
+                    norm_eps=1e-5, sizes=SIZES, rope={"partial": True, "share": SHARE})
+    return decoder_config(keys, base, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer")
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

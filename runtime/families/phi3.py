@@ -5,9 +5,10 @@ Each part is read as a range of rows, under the name that it has in Llama; a con
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, joined, llama
 from .deepseek_v3 import refuse_other_code
 
@@ -27,12 +28,8 @@ def config(keys: Keys) -> ModelConfig:
 def phi_config(keys: Keys, base: Defaults, code: str) -> ModelConfig:
     """What a config of these blocks says; the published ones bring the `code` that became part of transformers."""
     refuse_other_code(keys, code)
-    layers = base.size(keys, "num_hidden_layers")
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, aliases=LONGROPE, trained=TRAINED),) * layers
-
-    return decoder_config(keys, base, ropes, windows=(keys.integer("sliding_window", None),) * layers)
+    base = replace(base, rope={"partial": True, "aliases": LONGROPE, "trained": TRAINED})
+    return decoder_config(keys, base, windows=(keys.integer("sliding_window", None),) * base.size(keys, "num_hidden_layers"))
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:

@@ -9,10 +9,11 @@ the next token but one (`mtp`, `mtp_tensors.py`) is one of those with attention.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from ...kernels.delta_shape import DeltaShape
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config, demand_silu
 from ..config_reader import ConfigError, Keys
-from ..config_rope import RopeConfig, rope_config
 from . import TensorRule, inside_others, llama
 
 KEYS_HARMLESS = frozenset({"mamba_ssm_dtype", "mlp_only_layers", "mtp_use_dedicated_embeddings", "unsloth_fixed_mtp"})
@@ -39,12 +40,9 @@ def hybrid_config(keys: Keys, base: Defaults, ahead: int = 0, share: float = ROT
         raise ConfigError(f"config.json: linear_num_value_heads {shape.value_heads} is not a multiple of linear_num_key_heads "
                           f"{shape.key_heads}")
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        turned = rope_config(keys, head_dim, positions, partial=True, share=share)
-        return tuple(turned if kind == FULL else None for kind in kinds)
-
-    made = decoder_config(keys, base, ropes, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True, state=shape,
-                          state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
+    base, turned = replace(base, rope={"partial": True, "share": share}), [kind == FULL for kind in kinds]
+    made = decoder_config(keys, base, turned=turned, qkv_bias=bias, o_bias=bias, qk_norm=True, norm_kind="rms+1", gated_queries=True,
+                          state=shape, state_layers=tuple(layer for layer, kind in enumerate(kinds) if kind == LINEAR),
                           mtp_layers=keys.integer("mtp_num_hidden_layers", ahead, low=0, high=MAX_LAYERS), **features)
     demand_silu(keys, made.hidden_act, "its linear attention uses it too")
     return made

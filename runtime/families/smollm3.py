@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from .qwen2 import windows_of
 
 KEYS_HARMLESS = frozenset({"max_window_layers"})
@@ -17,13 +16,9 @@ def config(keys: Keys) -> ModelConfig:
     window = keys.integer("sliding_window", None)
     window = window if keys.flag("use_sliding_window", False) else None
 
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions, THETA)
-        return tuple(rope if here else None for here in rotated)
-
-    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True)
+    base = Defaults(max_position_embeddings=32_768, num_key_value_heads=4, bos=128_000, eos=(128_001,), tied=True, theta=THETA)
     usual = ["full_attention" if here or window is None else "sliding_attention" for here in rotated]
-    return decoder_config(keys, base, ropes, windows=windows_of(keys, window, usual), qkv_bias=bias, o_bias=bias,
+    return decoder_config(keys, base, turned=rotated, windows=windows_of(keys, window, usual), qkv_bias=bias, o_bias=bias,
                           mlp_bias=keys.flag("mlp_bias", False))
 
 

@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer, narrowing
 from . import TensorRule, cohere, llama
 
@@ -22,15 +21,10 @@ SHARE = 0.25  # of a head that turns, where a config does not say
 
 
 def config(keys: Keys) -> ModelConfig:
-    layers = keys.integer("num_hidden_layers", SIZES["num_hidden_layers"], high=MAX_LAYERS)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        return (rope_config(keys, head_dim, positions, partial=True, share=SHARE),) * layers
-
     base = Defaults(max_position_embeddings=4096, num_key_value_heads=32, bos=0, eos=(0,), eps_key="layer_norm_eps", norm_eps=1e-5,
-                    sizes=SIZES)
+                    sizes=SIZES, rope={"partial": True, "share": SHARE})
     each = keys.flag("qk_layernorm", False)
-    return decoder_config(keys, base, ropes, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_each=each,
+    return decoder_config(keys, base, qkv_bias=keys.flag("use_qkv_bias", False), norm_kind="layer", qk_norm=each, qk_norm_each=each,
                           side_by_side=keys.flag("use_parallel_residual", False))
 
 

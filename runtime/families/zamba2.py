@@ -13,7 +13,6 @@ from dataclasses import replace
 from ...kernels.mamba2_shape import Mamba2Shape
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import RopeConfig, rope_config
 from ..layer import Layer
 from ..weights.lent_weights import ATTENTION, WIDE, block_of, block_role
 from . import TensorRule, llama
@@ -36,15 +35,12 @@ def config(keys: Keys) -> ModelConfig:
     hidden, layers, heads = (base.size(keys, name) for name in ("hidden_size", "num_hidden_layers", "num_attention_heads"))
     width = _stated(keys, "attention_head_dim", 2 * hidden, heads, "num_attention_heads")
     ffn = keys.integer("intermediate_size", 4 * hidden, high=2**22)
-    turned, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
-
-    def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        rope = rope_config(keys, head_dim, positions)
-        return tuple(rope if turned and layer in hybrid else None for layer in range(layers))
+    turns, hybrid = keys.flag("use_mem_rope", False), _hybrid(keys, layers)
+    turned = [turns and layer in hybrid for layer in range(layers)]
 
     every = tuple(range(layers))
     made = decoder_config(
-        keys.saying(head_dim=width, intermediate_size=ffn), base, ropes, attn_scale=(width / 2) ** -0.5, state_layers=every,
+        keys.saying(head_dim=width, intermediate_size=ffn), base, turned=turned, attn_scale=(width / 2) ** -0.5, state_layers=every,
         without_mlp=every, attends_beside=hybrid, shared_blocks=min(keys.integer("num_mem_blocks", 1, high=len(every)), len(hybrid)),
         attention_branches=keys.flag("use_shared_attention_adapter", False), streams=STREAMS,
         low_rank=keys.integer("adapter_rank", 128, high=2**16))
