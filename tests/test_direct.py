@@ -239,7 +239,7 @@ def test_reads_are_of_a_size_that_a_disk_likes() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in SET_ATTRIBUTES, reason="elsewhere threads stay as they are")
-def test_threads_that_read_are_not_kept_waiting_by_those_that_compute(file: Path, reader_of: Callable) -> None:
+def test_threads_that_read_are_not_kept_waiting_by_those_that_compute(reader_of: Callable) -> None:
     """They ask for short turns, and keep their niceness."""
     found, reader = [], reader_of()
 

@@ -285,7 +285,7 @@ def at_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_the_samples_have_the_lines_that_are_printed_now(at_home: Path, person, hub, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_samples_have_the_lines_that_are_printed_now(at_home: Path, person, hub) -> None:
     hub.add("org/model", FABLE)
     command = "effllm run fable \"Tell me a story about the fox and the king.\" --seed 4 -n 90 --stats"
     ran, said = person.types(*shlex.split(command)[1:]), sample(command)

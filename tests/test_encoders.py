@@ -360,7 +360,7 @@ def test_a_theta_of_nomic_may_stand_beside_its_section(tmp_path: Path) -> None:
         assert set(read_encoder_config(folder).thetas) == {theirs}
 
 
-def test_numbers_that_are_none_are_told(bert: Path, tmp_path: Path) -> None:
+def test_numbers_that_are_none_are_told(tmp_path: Path) -> None:
     model = random_model("Bert")
     with torch.no_grad():
         model.encoder.layer[1].output.dense.bias[3] = float("nan")

@@ -104,7 +104,7 @@ def test_logits_are_those_of_transformers(made, engine, parts):
     assert np.array_equal(engine._logits, whole) or np.abs(engine._logits - whole).max() < TOLERANCE * np.abs(whole).max()
 
 
-def test_answers_in_every_way_of_running_are_alike(made, engine):
+def test_answers_in_every_way_of_running_are_alike(made):
     folder = made[0]
     answers = []
     for options in ({}, {"chunk": 512}, {"kv": "16bit", "exact": False}, {"spec": "off"}):

@@ -197,7 +197,7 @@ def test_they_run_as_what_they_mean(checkpoint: tuple[str, Path, dict[str, np.nd
     assert np.abs(found - expected).max() < 1e-3 * np.abs(expected).max()  # 3 bits are widened to halves
 
 
-def test_a_head_may_be_among_them(tmp_path: Path) -> None:
+def test_a_head_may_be_among_them() -> None:
     """Of AutoRound, where the section names it; a plan expects it then."""
     rule = families.TensorRule("lm_head.weight", (320, 128))
     for extra, expected in (({"lm_head": {"bits": 4}}, "offset4:64"), ({"lm_head": {"bits": 16}}, None), ({}, None)):

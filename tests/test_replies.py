@@ -81,7 +81,7 @@ def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
     assert list(replies.complete("Once upon a time", GREEDY))[-1].stats.cached_tokens <= 1
 
 
-def test_nothing_of_a_wish_is_left_in_the_next(replies, engine):
+def test_nothing_of_a_wish_is_left_in_the_next(replies):
     plain = list(replies.reply([ASKED], GREEDY))[-1].stats
     held = Wish(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
                 form=grammar_form('root ::= "yes" | "no"'))

@@ -193,7 +193,7 @@ def test_lies_of_a_file_are_named(folder: Path, tmp_path: Path, changes: dict[st
 
 @pytest.mark.peer
 @pytest.mark.slow
-def test_llama_cpp_gives_the_same_logits(folder: Path, file: Path) -> None:
+def test_llama_cpp_gives_the_same_logits(file: Path) -> None:
     peer = pytest.importorskip("llama_cpp")
     ids = np.random.default_rng(6).integers(0, 300, 100)
     theirs = peer.Llama(str(file), n_ctx=128, n_threads=1, verbose=False, logits_all=True)

@@ -256,7 +256,7 @@ def test_vectors(tmp_path: Path) -> None:
         assert "embedContent" in server.ask("GET", "/v1beta/models/embedder").json["supportedGenerationMethods"]
 
 
-def test_models_by_name(tmp_path: Path) -> None:
+def test_models_by_name() -> None:
     with serving("--api-key", "k", model=None) as server:
         names = [each["name"] for each in server.ask("GET", "/v1beta/models?key=k").json["models"]]
         assert "models/fable" in names

@@ -84,7 +84,7 @@ def test_what_is_made_otherwise_is_refused_by_name(kimi, tmp_path, where, change
         opened(tmp_path)
 
 
-def test_a_quantized_model_sees_the_same(kimi, tmp_path):
+def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["kimi_k25"]
     seeing(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
     as_kimi(tmp_path / "whole")

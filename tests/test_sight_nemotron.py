@@ -119,7 +119,7 @@ def test_layers_that_predict_ahead_are_left_out():
     assert ahead == plain
 
 
-def test_places_are_the_corner_of_a_square(omni):
+def test_places_are_the_corner_of_a_square():
     """Of a long picture as well, whose square is never made."""
     from effllm.runtime.images.paddleocr_vl import within
 

@@ -217,7 +217,7 @@ def test_weights_that_change_under_a_run_end_it_with_one_line(copied: Path, leas
 
 
 @pytest.mark.slow
-def test_weights_that_are_deleted_are_read_to_the_end(copied: Path, expected: dict, least: int, tmp_path: Path) -> None:
+def test_weights_that_are_deleted_are_read_to_the_end(copied: Path, least: int, tmp_path: Path) -> None:
     """The file that was opened is there until it is closed."""
     child = writing(copied, least, tmp_path / "temporary")
     (copied / "model.safetensors").unlink()

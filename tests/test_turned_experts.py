@@ -74,7 +74,7 @@ def test_those_that_lie_as_usual_stay_as_they_are(folder: Path, tmp_path: Path) 
     assert_scored_as(folder, AutoModelForImageTextToText.from_pretrained(folder, attn_implementation="eager").eval(), ids)
 
 
-def test_what_is_no_tensor_of_experts_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_what_is_no_tensor_of_experts_is_refused(tmp_path: Path) -> None:
     saved(CASES[NAME], tmp_path / "flat")
     path = tmp_path / "flat" / "model.safetensors"
     stored = load_file(path)

@@ -179,7 +179,7 @@ def test_llama_cpp_cuts_the_same(folder: Path, of_file: Tokenizer, exported: Tok
 
 @pytest.mark.peer
 @pytest.mark.slow
-def test_the_published_vocabulary_cuts_as_its_own_program_does(tmp_path: Path) -> None:
+def test_the_published_vocabulary_cuts_as_its_own_program_does() -> None:
     peer = pytest.importorskip("rwkv.rwkv_tokenizer")
     path = Path(peer.__file__).parent / WORLD
     from effllm.runtime.tokens.world_vocabulary import read_world
