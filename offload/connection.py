@@ -199,6 +199,12 @@ class Network:
                 raise
         raise AssertionError("a fresh connection either answers or fails")
 
+    def __del__(self) -> None:
+        """Those that were kept for a next request go with what kept them."""
+        for kept in self._idle.values():
+            for connection in kept:
+                connection.close()
+
     def cut(self) -> None:
         """Break off every answer that a thread is waiting for or reading. The network stays usable."""
         with self._lock:

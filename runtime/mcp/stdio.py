@@ -66,23 +66,24 @@ class Pipes:
         """Others may still be asked by the same pipe."""
 
     def _read(self) -> None:
-        stream = self._process.stdout
-        while line := stream.readline(LARGEST):
-            if not line.endswith(b"\n") and len(line) == LARGEST:
-                self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
-                return
-            self.inbox.put(line)
-            if self.inbox.is_full:
-                return
+        with self._process.stdout as pipe:
+            while line := pipe.readline(LARGEST):
+                if not line.endswith(b"\n") and len(line) == LARGEST:
+                    self.inbox.end(Lost(f"wrote more than {LARGEST >> 20} MiB in one message", "ask it for less"))
+                    return
+                self.inbox.put(line)
+                if self.inbox.is_full:
+                    return
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(ENDS_WITHIN_S)
         self._overhearer.join(ENDS_WITHIN_S)
         self.inbox.end(Lost(self._ending()))
 
     def _overhear(self) -> None:
-        while line := self._process.stderr.readline(1 << 16):
-            if text := line.decode(errors="replace").strip():
-                self._said.append(text)
+        with self._process.stderr as pipe:
+            while line := pipe.readline(1 << 16):
+                if text := line.decode(errors="replace").strip():
+                    self._said.append(text)
 
     def _ending(self) -> str:
         code = self._process.poll()
