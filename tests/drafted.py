@@ -1,4 +1,4 @@
-"""An answer without drafts and with them, on one engine."""
+"""Answers on one engine: without drafts and with them."""
 
 from effllm.runtime.engine import Engine, Step
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -7,7 +7,14 @@ from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
 
+GREEDY = SamplerSettings(temperature=0)
 REPEATS = "The fox was happy, and he ran to the river. " * 6
+
+
+def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
+    for _ in engine.prefill(prompt):
+        continue
+    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
 def both_ways(engine: Engine, tokenizer: Tokenizer, chosen: SamplerSettings, tokens: int, tells: int | None = None) -> list[list[Step]]:

@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from family_models import written
 from family_sizes import Case
@@ -38,6 +39,15 @@ def written_with_words(case: Case, folder: Path, template: str = TEMPLATE, place
     path = folder / "tokenizer_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": template}))
     return model
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that the program of `patch_sight.py` lets see."""
+    made = tmp_path_factory.mktemp("llava")
+    written_with_words(CASE, made)
+    (made / "patches").touch()
+    return made
 
 
 class TorchSight:

@@ -7,13 +7,14 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 from hybrid_models import IDS, anew, answer, one_by_one, opened, read
+from saves import restore
 from test_speculation import Guesser, Ticks
 from transformers import PreTrainedModel
 
 from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
 from effllm.runtime.last_layers import KEPT, narrows
-from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
+from effllm.runtime.sessions.saved_cache import identity, save_cache
 from effllm.runtime.sessions.saved_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.speculate import Speculation
@@ -127,14 +128,6 @@ def save(engine: Engine, store: SessionStore, name: str = "tale") -> None:
     with store.writing(name):
         *_, saved = save_cache(engine, store, own, None)
         store.write(SavedSession(name, "hybrid", 1.0, {"messages": []}, saved))
-
-
-def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
-    session = store.read(name)
-    refuse_other(session, identity(engine))
-    with store.reading():
-        for _ in restore_cache(engine, store, session):
-            continue
 
 
 def assert_a_saved_text_goes_on(engine: Engine, store: SessionStore, end: int) -> None:

@@ -9,7 +9,7 @@ import effllm
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.sessions.saved_cache import identity, save_cache
+from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
 from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 
@@ -37,3 +37,11 @@ def save(engine: Engine, store: SessionStore, name: str, **changes) -> SavedSess
         session = SavedSession(name, "fable", 0.0, {}, replace(cache, **changes))
         store.write(session)
     return session
+
+
+def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
+    session = store.read(name)
+    refuse_other(session, identity(engine))
+    with store.reading():
+        for _ in restore_cache(engine, store, session):
+            continue

@@ -10,7 +10,7 @@ import pytest
 from command_line import Ran
 from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sights_of
-from pictured_models import CASE, TEMPLATE, as_png, picture, written_with_words
+from pictured_models import TEMPLATE, as_png, folder, picture
 
 from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.engine import open_engine
@@ -26,13 +26,7 @@ from effllm.runtime.session import Session
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
 
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("llava")
-    written_with_words(CASE, made)
-    (made / "patches").touch()
-    return made
+__all__ = ["folder"]  # a fixture
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted import answer
 from safetensors.numpy import load_file, save_file
 
 import effllm
@@ -33,12 +34,6 @@ def engine():
     engine = opened()
     yield engine
     engine.close()
-
-
-def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
-    for _ in engine.prefill(prompt):
-        continue
-    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
 def test_opening_tells_what_happens():

@@ -19,7 +19,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import MODELS, exported, model, opened, scores
-from family_models import GROWING, Case, rope
+from family_models import GROWING, SHARPENED, Case, rope
 from gguf_samples import Reader, write_model
 from saved_models import saved
 
@@ -160,6 +160,10 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("lfm2_moe", {"norm_topk_prob": False}, "does not add"),
     ("dots1", {"num_key_value_heads": 2}, "fewer key-value heads"),
     ("internlm2", {"attention_bias": True}, "biases on o"), ("gpt_neox", {"attention_bias": False}, "no biases"),
+    ("deepseek_v3", {"attention_bias": True}, "biases on o"), ("deepseek_v3", {"rope_interleave": False}, "turns the halves"),
+    ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}, "chooses groups"),
+    ("deepseek_v3", {"rope_parameters": {**SHARPENED["rope_parameters"], "mscale": 1.0}}, "positions that are scaled by"),
+    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": None}, "layers without experts"),
     ("olmoe", {"num_key_value_heads": 2}, "fewer key-value heads"), ("mixtral", {"hidden_act": "gelu"}, "gelu"),
     ("granite", {"mlp_bias": True}, "biases"), ("qwen2", {"use_sliding_window": True, "sliding_window": 30, "max_window_layers": 1},
                                                "sliding window")])

@@ -29,7 +29,7 @@ from effllm.runtime.tensors import check_tensors
 
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model, scores
-from family_models import LATENT, SHARPENED, Case, oracle, text, written
+from family_models import LATENT, Case, oracle, text, written
 from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
 from gguf_samples import Reader, write_model
 
@@ -181,18 +181,6 @@ def test_a_half_that_is_missing_is_named(tmp_path: Path) -> None:
         own = {each: header.tensors[f"blk.0{each}"] for each in HALVES if each != part}
         with pytest.raises(EffllmError, match=f"without {part[1:]}"):
             halves(path, "kv_b_proj", own, config)
-
-
-@pytest.mark.parametrize(("name", "changes", "said"), [
-    ("deepseek_v3", {"attention_bias": True}, "biases on o"), ("deepseek_v3", {"rope_interleave": False}, "turns the halves"),
-    ("deepseek_v2", {"n_group": 4, "topk_group": 2, "topk_method": "group_limited_greedy"}, "chooses groups"),
-    ("deepseek_v3", {"rope_parameters": {**SHARPENED["rope_parameters"], "mscale": 1.0}}, "positions that are scaled by"),
-    ("glm4_moe_lite", {"mlp_layer_types": ["sparse", "dense", "sparse"], "first_k_dense_replace": None}, "layers without experts")])
-def test_what_llamacpp_would_run_as_another_model_is_refused(tmp_path: Path, name: str, changes: dict[str, object], said: str) -> None:
-    source = model(name, tmp_path / "source", **changes)
-    with pytest.raises(EffllmError) as caught:
-        exported(source, tmp_path / "m.gguf")
-    assert said in caught.value.message and caught.value.hint and not (tmp_path / "m.gguf").exists()
 
 
 def test_a_file_has_the_widths_and_the_mixture_of_its_folder(tmp_path: Path) -> None:

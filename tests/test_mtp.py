@@ -16,7 +16,7 @@ from effllm.runtime import prepare
 from effllm.runtime.engine import Engine
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import frequent_head, state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts, own_cache_nbytes
@@ -28,6 +28,7 @@ from effllm.runtime.weights.weight_tiers import weight_tiers
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
+from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
 from low_bit_samples import FORMATS, low_bit, random_codes
@@ -114,12 +115,6 @@ def test_where_it_knows_what_comes_passes_are_few(tmp_path: Path, kind: str) -> 
     engine.speculation = None
     assert answer(engine, list(range(20)), 200) == found
     engine.close()
-
-
-def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
-    for _ in engine.prefill(prompt):
-        continue
-    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
 def drafting(engine: Engine) -> Speculation:

@@ -18,10 +18,11 @@ from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, dec
 from effllm.runtime.stores.container import read_container
 
 sys.path.insert(0, str(Path(__file__).parent))
+from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CTX, IDS, opened
 from mtp_models import with_layer
-from test_mtp import FEW, FIRST, MIXTURES, Made, answer, drafting, folder, made, small
+from test_mtp import FEW, FIRST, MIXTURES, Made, drafting, folder, made, small
 
 __all__ = ["folder", "made", "small"]  # fixtures
 

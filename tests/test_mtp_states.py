@@ -15,12 +15,13 @@ from effllm.kernels.layout import PAGE
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts
 
 sys.path.insert(0, str(Path(__file__).parent))
+from drafted import answer
 from family_models import CASES, Case
 from hybrid_models import CALM, CTX, IDS, opened
 from mtp_models import own_logits, with_layer
@@ -42,12 +43,6 @@ def begun(engine: Engine, speculation: Speculation | None) -> None:
     engine.speculation = speculation
     engine.cache.truncate(0)
     engine.reset()
-
-
-def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings) -> list[int]:
-    for _ in engine.prefill(prompt):
-        continue
-    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
 def unasked(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Speculation:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from config_samples import SMALL
-from saves import FABLE, opened, read, save, tokens
+from saves import FABLE, opened, read, restore, save, tokens
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.kernels import raw_pages
@@ -50,14 +50,6 @@ def one():
 @pytest.fixture
 def store(tmp_path) -> SessionStore:
     return SessionStore(tmp_path / "sessions")
-
-
-def restore(engine: Engine, store: SessionStore, name: str = "tale") -> None:
-    session = store.read(name)
-    refuse_other(session, identity(engine))
-    with store.reading():
-        for _ in restore_cache(engine, store, session):
-            continue
 
 
 def rest(engine: Engine, ids: list[int]) -> list[np.ndarray]:

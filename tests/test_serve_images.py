@@ -8,11 +8,10 @@ import sys
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 from patch_sight import __file__ as PROGRAM
-from pictured_models import CASE, as_png, picture, written_with_words
+from pictured_models import as_png, folder, picture
 from served import ASKED, Served, serving
 from video_files import as_video
 
@@ -22,6 +21,8 @@ from effllm.runtime.images.album import Album, Picture
 from effllm.runtime.images.marks import mark
 from effllm.runtime.images.video_file import decode_video
 
+__all__ = ["folder"]  # a fixture
+
 DATA = [base64.b64encode(as_png(picture(seed))).decode() for seed in (1, 2)]
 URLS = [f"data:image/png;base64,{each}" for each in DATA]
 LONG = "It is so, " * 30
@@ -30,14 +31,6 @@ LONG = "It is so, " * 30
 def parts(*urls: str, text: str = "Who?") -> list[dict]:
     return [{"role": "user", "content": [*({"type": "image_url", "image_url": {"url": url}} for url in urls),
                                          {"type": "text", "text": text}]}]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory) -> Path:
-    made = tmp_path_factory.mktemp("llava")
-    written_with_words(CASE, made)
-    (made / "patches").touch()
-    return made
 
 
 @pytest.fixture(scope="module")

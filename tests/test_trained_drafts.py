@@ -14,12 +14,13 @@ from safetensors.torch import load_file, save_file
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv import kv_disk
 from effllm.runtime.prepare import EngineOptions, Prepared, prepare
-from effllm.runtime.sampler import Sampler, SamplerSettings
+from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.assistant import Seen
 from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
+from drafted import answer
 from streamed_models import streaming
 from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 from trained_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
@@ -174,12 +175,6 @@ def test_heads_of_every_kind(tmp_path: Path, name: str) -> None:
     for tokens in (2, 20, 150, 620):
         judge_head(engine, own, tokens, ties=name == "a norm before its matrix")
     engine.close()
-
-
-def answer(engine: Engine, prompt: list[int], tokens: int, settings: SamplerSettings = GREEDY) -> list[int]:
-    for _ in engine.prefill(prompt):
-        continue
-    return [step.token for step in engine.generate(Sampler(settings, engine.config.vocab_size), tokens, frozenset())]
 
 
 def drafting(engine: Engine) -> Speculation:

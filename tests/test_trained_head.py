@@ -12,8 +12,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from conversions import options, run
+from drafted import answer
 from test_speculation import GREEDY
-from test_trained_drafts import answer, drafting
+from test_trained_drafts import drafting
 
 import train_eagle3
 from effllm.runtime.engine import open_engine

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sights_of
-from pictured_models import CASE, written_with_words
+from pictured_models import folder
 from video_files import as_sound, as_video, gray
 
 from effllm import UsageError
@@ -20,6 +20,8 @@ from effllm.cli.server.pictures import in_chat
 from effllm.runtime.images import album as albums
 from effllm.runtime.images import picture_file, video_file
 from effllm.runtime.images.video_file import MOST_POINTS, decode_video, read_video
+
+__all__ = ["folder"]  # a fixture
 
 TEN = as_video(10)
 GREEDY = ("--temp", "0", "-n", "8", "--ignore-eos", "-c", "512")
@@ -103,14 +105,6 @@ def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_a_line(at, noise,
 
 
 # -- a person ----------------------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    made = tmp_path_factory.mktemp("llava")
-    written_with_words(CASE, made)
-    (made / "patches").touch()
-    return made
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_models import GEMMA_4, KEYS_AS_VALUES, Case
 from hybrid_models import CTX, IDS, anew, opened, read
 from latent_models import LATENT_CASES
-from same_bits import restore, save
+from same_bits import save
 from saved_models import saved
+from saves import restore
 from test_hybrid_caches import Numbers
 
 HEADS = {"head_dim": 256, "global_head_dim": 512, "hidden_size": 128, "max_position_embeddings": CTX, "sliding_window": 150}
