@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from conversions import options
 from fastvit_torch import wrapped
 from PIL import Image
 from transformers import AutoConfig, AutoModelForImageTextToText, BatchFeature, PreTrainedModel, PreTrainedTokenizerFast
@@ -25,6 +26,7 @@ from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProces
 
 import effllm
 from effllm.runtime.config import read_config
+from effllm.runtime.convert import convert
 from effllm.runtime.images import PLACE, Sight, Work, sight_of
 from effllm.runtime.images.preprocessor import CLIP_MEAN, CLIP_STD
 from effllm.runtime.images.senses import PICTURES as SEEN
@@ -107,6 +109,16 @@ def words_of(folder: Path) -> PreTrainedTokenizerFast:
 
 def opened(folder: Path) -> Sight:
     return sight_of(folder, read_config(folder), SEEN)
+
+
+def seen_when_quantized(folder: Path, picture: str = "odd") -> Sight:
+    """The tower of `whole` in `folder`, which sees the same when the model is quantized to `small` beside it."""
+    list(convert(folder / "whole", folder / "small", options()))
+    whole, small = (opened(folder / each) for each in ("whole", "small"))
+    first, second = (each.see(PICTURES[picture], Work()) for each in (whole, small))
+    assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+    assert whole.bytes_needed() == small.bytes_needed()
+    return whole
 
 
 def _are_tensors(value: object) -> bool:

@@ -4,10 +4,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conversions import options
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES
-from sight_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing
+from sight_models import PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.deepseek_ocr2.processing_deepseek_ocr2 import DeepseekOcr2Processor
 from transformers.models.unlimited_ocr.processing_unlimited_ocr import UnlimitedOcrProcessor
@@ -15,7 +14,6 @@ from transformers.models.unlimited_ocr.processing_unlimited_ocr import Unlimited
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.convert import convert
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import mark
@@ -217,7 +215,4 @@ def test_quantized_folders_see_the_same(kind, tmp_path):
     text, tower, words, more, processor = CASES[kind]
     wide = {"hidden_size": 64, "intermediate_size": 128, "moe_intermediate_size": 64, "head_dim": 32}
     seeing(tmp_path / "whole", kind, ({**text, **wide}, tower, words, more, processor))
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / name).see(PICTURES["tiny"], Work()) for name in ("whole", "small"))
-    assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
-    assert opened(tmp_path / "whole").bytes_needed() == opened(tmp_path / "small").bytes_needed()
+    seen_when_quantized(tmp_path, "tiny")

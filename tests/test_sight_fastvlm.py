@@ -5,13 +5,12 @@ import json
 import numpy as np
 import pytest
 import torch
-from conversions import options
 from fastvit_torch import ARGS, LAYERS, WIDTHS
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 from torch.nn import functional as F
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
@@ -19,7 +18,6 @@ from transformers.models.llava.processing_llava import LlavaProcessor
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.convert import convert
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.images import Work, fast_vlm
@@ -175,7 +173,4 @@ def test_a_quantized_model_sees_the_same(tmp_path):
     """Counters that its norms were stored with, which are whole numbers, are kept beside the rest."""
     text, *rest = CASES["fast_vlm"]
     seeing(tmp_path / "whole", "fast_vlm", ({**text, "hidden_size": 64, "intermediate_size": 96, "head_dim": 32}, *rest))
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
-    assert first.bytes_needed() == second.bytes_needed() > 4 * 192 * 192 * (3 + 35 / 4)
+    assert seen_when_quantized(tmp_path).bytes_needed() > 4 * 192 * 192 * (3 + 35 / 4)

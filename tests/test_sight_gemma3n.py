@@ -6,18 +6,16 @@ import json
 import numpy as np
 import pytest
 import torch
-from conversions import options
 from family_models import assert_close
 from family_sizes import GEMMA_3N
 from mobilenet_torch import COUNT, SIDE, WIDTH, wrapped
 from safetensors.numpy import load_file, save_file
 from sensing_models import TEMPLATE
-from sight_models import FABLE, FIRST, PICTURES, config_changed, opened
+from sight_models import FABLE, FIRST, PICTURES, config_changed, opened, seen_when_quantized
 from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from effllm import EffllmError
-from effllm.runtime.convert import convert
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
@@ -136,7 +134,4 @@ def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
 
 def test_a_quantized_model_sees_the_same(tmp_path):
     written(tmp_path / "whole", hidden=64)
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
-    assert first.bytes_needed() == second.bytes_needed()
+    seen_when_quantized(tmp_path)

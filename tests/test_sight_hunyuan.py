@@ -7,19 +7,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conversions import options
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 from sight_cases import CASES, HUNYUAN
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized
 from transformers import PreTrainedTokenizerFast
 from transformers.models.hunyuan_vl.modeling_hunyuan_vl import HunYuanVLModel
 from transformers.models.hunyuan_vl.processing_hunyuan_vl import HunYuanVLProcessor
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.convert import convert
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.images import Work
@@ -180,7 +178,4 @@ def test_nothing_of_the_tower_is_taken_for_more_of_the_text_part(hunyuan):
 def test_a_quantized_model_sees_the_same(tmp_path):
     text, *rest = CASES["hunyuan_vl"]
     seeing(tmp_path / "whole", "hunyuan_vl", ({**text, "hidden_size": 64, "intermediate_size": 96}, *rest))
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
-    assert first.bytes_needed() == second.bytes_needed()
+    seen_when_quantized(tmp_path)

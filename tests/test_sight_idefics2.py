@@ -4,15 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from conversions import options
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, opened, seeing, seen_when_quantized, words_of
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.convert import convert
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.templates.prompting import Prompts
@@ -86,10 +84,7 @@ def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["idefics2"]
     more = {**more, "perceiver_config": {**more["perceiver_config"], "hidden_size": 64}}
     seeing(tmp_path / "whole", "idefics2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
-    assert first.bytes_needed() == second.bytes_needed()
+    seen_when_quantized(tmp_path)
 
 
 def test_a_published_config_is_known_to_the_last_key():

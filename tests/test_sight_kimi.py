@@ -4,15 +4,13 @@ import json
 
 import numpy as np
 import pytest
-from conversions import options
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from retold_models import as_kimi
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing, seen_when_quantized
 
 from effllm import EffllmError
-from effllm.runtime.convert import convert
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.kimi_k25 import KimiK25
 from effllm.runtime.images.tower_parts import patches_of
@@ -88,7 +86,5 @@ def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["kimi_k25"]
     seeing(tmp_path / "whole", "kimi_k25", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
     as_kimi(tmp_path / "whole")
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert first.placeholder in first.words.added and first.word(first.placeholder) == FIRST
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
+    sight = seen_when_quantized(tmp_path)
+    assert sight.placeholder in sight.words.added and sight.word(sight.placeholder) == FIRST

@@ -7,17 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conversions import options
 from hypothesis import given
 from hypothesis import strategies as st
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, words_of
+from sight_models import FIRST, PICTURES, SHAPES, config_changed, opened, seeing, seen_when_quantized, words_of
 from transformers.models.molmo2 import image_processing_molmo2 as theirs
 from transformers.models.molmo2.processing_molmo2 import Molmo2Processor
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import parse_config
-from effllm.runtime.convert import convert
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
@@ -219,10 +217,7 @@ def test_a_quantized_model_sees_the_same(tmp_path):
     text, vision, words, more, processor = CASES["molmo2"]
     more = {**more, "adapter_config": {**more["adapter_config"], "text_hidden_size": 64}}
     seeing(tmp_path / "whole", "molmo2", ({**text, "hidden_size": 64, "intermediate_size": 96}, vision, words, more, processor))
-    list(convert(tmp_path / "whole", tmp_path / "small", options()))
-    first, second = (opened(tmp_path / each) for each in ("whole", "small"))
-    assert np.array_equal(first.see(PICTURES["odd"], Work()).rows, second.see(PICTURES["odd"], Work()).rows)
-    assert first.bytes_needed() == second.bytes_needed()
+    seen_when_quantized(tmp_path)
 
 
 def test_published_configs_are_known_to_the_last_key():
