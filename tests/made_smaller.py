@@ -18,20 +18,25 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.widths import dims
 
 
-def assert_calibration_is_a_pass(folder: Path, width: int = 96) -> list[LayerStats]:
-    """Layer by layer and window by window: what leaves the last layer is what a forward pass gives. Returns what each layer was told."""
+def assert_calibration_is_a_pass(folder: Path, width: int = 96, unseen: set[str] | None = None) -> list[LayerStats]:
+    """Layer by layer and window by window: what leaves the last layer is what a forward pass gives, and statistics are as wide as what a
+    matrix reads; all matrices but those in the roles `unseen` have some. Returns what each layer was told."""
     config, cut = read_config(folder), [np.arange(i, i + width) * 7 % 300 for i in range(2)]
     ops = CpuOps(ThreadPool(1), dims(config, width, width, LOGIT_ROWS))
     with open_store(folder) as store:
         calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, width), ops, cut)
         stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
         left = calibration.model.read_left(calibration.states)
-    engine = opened(folder, kv="32bit")
+    engine = opened(folder, kv="32bit", ctx=384)
     for i, window in enumerate(cut):
         engine.cache.truncate(0)
         engine.reset()
         ours = engine.model.forward(window, engine.cache)
-        assert np.abs(left[width * i : width * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+        assert left.shape[1:] == ours.shape[1:] and np.abs(left[width * i : width * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
+    for found in stats:
+        widths = {role: tensor.shape[1] for role, tensor in engine.model.tensors[found.key].items() if tensor.is_matrix}
+        assert all(found.roles[role].hessian.shape[0] == widths[role] for role in widths.keys() & found.roles.keys())
+        assert unseen is None or found.key == "outer" or widths.keys() - found.roles.keys() <= unseen
     engine.close()
     return stats
 

@@ -15,19 +15,14 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.methods import Layout, smooth
 from effllm.quant.spec import QuantSpec
 from effllm.quant.stats import Stats
-from effllm.runtime.calibrate import Calibration, LayerStats
-from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import Model
-from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.widths import dims
 
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES, Case
+from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 
@@ -96,21 +91,9 @@ def test_plans_count_the_cache_to_the_byte(folders: dict[str, Path | str]) -> No
 
 
 def test_calibration_is_a_pass_of_the_model(folders: dict[str, Path | str]) -> None:
-    """The states at the end are those of a forward pass, every matrix has statistics, and gates read what queries read."""
-    config, cut = read_config(folders["whole"]), [np.arange(i, i + 96) * 7 % 300 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folders["whole"]) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-    engine = resident(folders["whole"], kv="32bit")
-    for i, window in enumerate(cut):
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(calibration.states[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    for layer, found in enumerate(stats[:-1]):
-        matrices = {role for role, tensor in engine.model.tensors[layer].items() if tensor.is_matrix and role != "router"}
-        assert matrices <= set(found.roles) and found.roles.get("attn_gate", found.roles["q"]) is found.roles["q"]
-    engine.close()
+    """Gates read what queries read."""
+    for found in assert_calibration_is_a_pass(folders["whole"], unseen={"router"})[:-1]:
+        assert found.roles.get("attn_gate", found.roles["q"]) is found.roles["q"]
 
 
 def test_smoothing_moves_nothing_that_experts_read_too() -> None:

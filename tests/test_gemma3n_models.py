@@ -17,10 +17,9 @@ from effllm.quant.methods import Layout, smooth
 from effllm.quant.spec import QuantSpec
 from effllm.quant.stats import Stats
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.calibrate import Calibration, LayerStats, built_in_text, calibrate, calibration_ids
+from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import Model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.devices import card_nbytes
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -33,6 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import assert_close, oracle, text, written
 from family_sizes import GEMMA_3N, Case
+from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
@@ -148,25 +148,7 @@ def test_a_card_takes_streams_of_the_host(folder):
 
 
 def test_calibration_is_a_pass_of_the_model(folder):
-    """Layer by layer and window by window: what leaves the streams at the end is what a forward pass gives, and every matrix of a layer has
-    statistics."""
-    config, cut = read_config(folder), [np.arange(i, i + 96) * 7 % 384 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folder) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-        left = calibration.model.read_left(calibration.states)
-    engine = resident(folder, kv="32bit")
-    for i, window in enumerate(cut):
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert left.shape == (192, 128) and np.abs(left[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    for layer, found in enumerate(stats[:-1]):
-        matrices = {role for role, tensor in engine.model.tensors[layer].items() if tensor.is_matrix}
-        assert matrices == set(found.roles) and all(found.roles[role].hessian.shape[0] == engine.model.tensors[layer][role].shape[1]
-                                                    for role in matrices)
-    assert stats[-1].roles["embed"].hessian.shape == (128, 128)
-    engine.close()
+    assert "embed" in assert_calibration_is_a_pass(folder, unseen=set())[-1].roles
 
 
 @pytest.mark.slow

@@ -17,10 +17,8 @@ from effllm.quant.methods import Layout, smooth
 from effllm.quant.spec import QuantSpec
 from effllm.quant.stats import Stats
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.calibrate import Calibration, LayerStats
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.model import Model
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -32,6 +30,7 @@ from effllm.runtime.widths import dims
 sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import GEMMA_4, GEMMA_EXPERTS, KEYS_AS_VALUES, Case, assert_close, oracle, text, written
+from made_smaller import assert_calibration_is_a_pass
 from saved_models import saved
 from streamed_models import paging, streaming
 
@@ -193,22 +192,7 @@ def test_a_card_reads_keys_and_values_of_the_host(folders):
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_calibration_is_a_pass_of_the_model(kind, folders):
-    """Layer by layer and window by window: the states at the end are those of a forward pass, and every matrix has statistics."""
-    config, cut = read_config(folders[kind]), [np.arange(i, i + 96) * 7 % 384 for i in range(2)]
-    ops = CpuOps(ThreadPool(1), dims(config, 96, 96, LOGIT_ROWS))
-    with open_store(folders[kind]) as store:
-        calibration = Calibration(Model(config, store, ["cpu"] * config.num_hidden_layers, {"cpu": ops}, 96), ops, cut)
-        stats = [item for item in calibration.run() if isinstance(item, LayerStats)]
-    engine = resident(folders[kind], kv="32bit")
-    for i, window in enumerate(cut):
-        engine.reset()
-        ours = engine.model.forward(window, engine.cache)
-        assert np.abs(calibration.states[96 * i : 96 * (i + 1)] - ours).max() < 1e-4 * np.abs(ours).max()
-    for layer, found in enumerate(stats[:-1]):
-        matrices = {role for role, tensor in engine.model.tensors[layer].items() if tensor.is_matrix and role != "router"}
-        assert matrices <= set(found.roles) and all(found.roles[role].hessian.shape[0] == engine.model.tensors[layer][role].shape[1]
-                                                    for role in matrices)
-    engine.close()
+    assert_calibration_is_a_pass(folders[kind], unseen={"router"})
 
 
 def test_smoothing_moves_nothing_into_what_makes_values():
