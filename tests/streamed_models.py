@@ -26,12 +26,13 @@ FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 
 
 def streams(folder: Path, options: EngineOptions, keep: int = 0, ring: int | None = None, direct: bool = True) -> Streams:
-    """Every `keep`-th part pinned (0: none), the rest in a ring for two parts, or of `ring` bytes."""
+    """Every `keep`-th part pinned (0: none, 1: all), the rest in a ring for two parts, or of `ring` bytes."""
     prepared = prepare(folder, options)
     parts = cut(check_tensors(prepared.config, prepared.store, prepared.container), prepared.store)
     prepared.store.close()
     pinned = tuple(i for i in range(len(parts.parts)) if keep and i % keep == 0)
     streamed = tuple(i for i in range(len(parts.parts)) if i not in pinned)
+    assert streamed or keep == 1, "what is too small to be cut stays in memory"
     room = max(2 * max(parts.sizes), ring or 0)
     return Streams(parts, Residency(pinned, streamed, sum(parts.sizes[i] for i in pinned), sum(parts.sizes[i] for i in streamed), room),
                    direct=direct)
@@ -63,6 +64,7 @@ def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, k
     prepared = replace(prepared, placement=replace(prepared.placement, kv_pages=kv_pages))
     own = prepared.config.mixture
     parts = cut_experts(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
+    assert slots <= len(parts.parts), f"{slots} slots for {len(parts.parts)} experts"
     engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, Choice(policy, 0.5), direct=direct)))
     for _ in engine.model.load():
         continue

@@ -154,8 +154,8 @@ def test_a_plan_expects_what_the_files_hold(folder: Path) -> None:
 
 
 def test_experts_in_few_slots_and_weights_from_the_disk_give_the_same_bits(folder: Path) -> None:
-    """Also where what a layer's experts are read from are two places in a file each."""
-    engines = opened(folder), paging(folder, 7, ctx=640, chunk=128), streaming(folder, keep=3, ctx=640, chunk=128)
+    """Also where what a layer's experts are read from are two places in a file each. Of weights the head streams: others are converted."""
+    engines = opened(folder), paging(folder, 7, ctx=640, chunk=128), streaming(folder, ctx=640, chunk=128)
     found = [np.stack([read(each, IDS[:150]), *[each.forward_logits([t])[0].copy() for t in IDS[150:160]]]) for each in engines]
     for each in engines:
         each.close()

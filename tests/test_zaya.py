@@ -22,6 +22,7 @@ from effllm.quant.weight import Rescale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
+from effllm.runtime.weights import parts
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -170,9 +171,10 @@ def test_a_session_goes_on_with_the_same_bits(engine: Engine, tmp_path: Path) ->
     assert_a_session_goes_on(engine, tmp_path / "sessions")
 
 
-def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path) -> None:
+def test_weights_and_experts_from_the_disk_give_the_same_bits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody guesses whom the next layer visits: its router goes on from this one's."""
-    engines = opened(folder), streaming(folder, keep=1, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 1024)
+    engines = opened(folder), streaming(folder, keep=3, ctx=CTX, chunk=128), paging(folder, 3, ctx=CTX, chunk=128)
     found = [rows_of(each, 300, 320) for each in engines]
     assert engines[2].model.pager.tally.hits > 0
     for each in engines:
