@@ -262,6 +262,9 @@ def test_halves_that_do_not_fit_are_refused() -> None:
 def test_a_processor_without_vectors_makes_the_same_bytes(tmp_path: Path) -> None:
     """Nor with instructions that round to halves."""
     child("""
+from hypothesis import settings
+settings.register_profile("compiles", deadline=None)  # in the first example
+settings.load_profile("compiles")
 import test_arranged as t
 t.test_floats_of_eight_bits_are_the_halves_that_numpy_rounds()
 t.test_pairs_are_the_bytes_of_their_codes()
