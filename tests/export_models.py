@@ -22,7 +22,7 @@ from family_models import (
     rope,
 )
 from family_sizes import KIMI, OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from newer_cases import LING
+from newer_cases import INDEXED, LING
 from newest_cases import GLM_5_NEXT
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
@@ -68,6 +68,7 @@ OF_DECAYS = {"num_key_value_heads": 4, "num_attention_heads": 4, "kv_lora_rank":
              "qk_rope_head_dim": 32, "moe_intermediate_size": 64, "initializer_range": 0.12}
 OF_GLM_5 = {**GLM_5_NEXT, **OF_DECAYS, **ONE_GROUP, "qk_rope_head_dim": 0, "q_lora_rank": 64, "linear_head_dim": 32, "linear_num_heads": 4,
             "index_topk": 128, "index_kpool": 4, "hc_mult": 4}
+OF_INDEX = {**INDEXED, "index_head_dim": 64}  # as wide as llama.cpp turns index keys before it scores them
 OF_SPACES = {"num_heads": 4, "head_dim": 32, "n_groups": 2, "state_size": 32, "expand": 2}  # of Mamba 2
 MODELS = {
     "llama": Case("llama", {"tie_word_embeddings": True}),
@@ -278,6 +279,11 @@ MODELS = {
         **LATENT, **OF_BLOCKS, **ONE_GROUP, "q_lora_rank": None, "num_hidden_layers": 27, "initializer_range": 0.1, "tie_word_embeddings":
         True, "first_k_dense_replace": 0, "rope_parameters": {**GROWING, "partial_rotary_factor": 1 / 3}}, inside="mistral3"),
     "deepseek_v3, one group": Case("deepseek_v3", {**LATENT, **OF_BLOCKS, **ONE_GROUP, "norm_topk_prob": False}),
+    "deepseek_v32": Case("deepseek_v32", {**LATENT, **OF_BLOCKS, **OF_INDEX, "n_group": 4, "topk_group": 2, "initializer_range": 0.15,
+                                          **rope("yarn", factor=8.0, original_max_position_embeddings=64, mscale=1.0,
+                                                 mscale_all_dim=1.0)}),
+    "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **OF_BLOCKS, **OF_INDEX, **ONE_GROUP, "initializer_range": 0.12, "indexer_types": [
+        "full", "shared", "full"], **rope("default")}),
     "gpt_oss": Case("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 24, "num_hidden_layers":
                                 4, "intermediate_size": 64, "initializer_range": 0.15}),
     "glm5_next_text": Case("glm5_next_text", {**OF_GLM_5, "linear_lower_bound": -5.0}, inside="glm5_next"),

@@ -20,6 +20,7 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import MODELS, exported, model, opened, scores
 from family_models import GROWING, SHARPENED, Case, rope
+from family_sizes import SAME_SCALES
 from gguf_samples import Reader, write_model
 from saved_models import saved
 
@@ -113,6 +114,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("minicpm3", {"scale_emb": 5}, "multiplies its embedding"), ("minicpm3", {"scale_depth": 1.0}, "what it adds"),
     ("deepseek_v2", {"q_lora_rank": 64}, "with 27 layers llama.cpp takes them to be made at once"),
     ("deepseek_v3", {"q_lora_rank": None}, "layers llama.cpp demands a q_lora_rank"),
+    ("deepseek_v32", {"index_head_dim": 32}, "index keys of 32"), ("glm_moe_dsa", SAME_SCALES, "sharpens its scores otherwise"),
     ("glm5_next_text", {"hc_mult": 2}, "2 streams"), ("glm5_next_text", {"linear_num_heads": 2}, "2 heads of linear attention beside 4"),
     ("kimi_linear", {"norm_topk_prob": False}, "does not add"), ("bailing_hybrid", {"n_shared_experts": 0}, "every token visits"),
     ("bailing_hybrid", {"kda_safe_gate": False}, "without a bound"),

@@ -14,6 +14,7 @@ from . import (
     apertus,
     bitnet,
     channel_decays,
+    chosen,
     cohere2_moe,
     deci,
     deepseek4,
@@ -161,6 +162,9 @@ ARCHITECTURES = {
                                          required=latent_attention.REQUIRED, keys={
                                              **_GLM_COUNTS, **latent_attention.KEYS, latent_attention.GROWING: GROWTH},
                                          read=latent_attention.READ, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
+    **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *chosen.KEYS), keys={
+        **_GLM_COUNTS, **latent_attention.KEYS, **chosen.KEYS}, read=latent_attention.READ | {chosen.TYPES}, roles=chosen.ROLES,
+        layer_names={**_GLM_NAMES, **latent_attention.NAMES, **chosen.NAMES}) for name, family in chosen.FAMILIES.items()},
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, read=frozenset({bitnet.ACT})),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),
@@ -314,7 +318,7 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     channel_decays.KIMI_FAMILY: channel_decays.KIMI, channel_decays.LING_FAMILY: channel_decays.LING, glm5_next.FAMILY: glm5_next.NAME,
-    gpt_oss.FAMILY: gpt_oss.NAME,
+    gpt_oss.FAMILY: gpt_oss.NAME, **{family: name for name, family in chosen.FAMILIES.items()},
     qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
                             "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",

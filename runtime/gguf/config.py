@@ -146,8 +146,7 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
         TWO_KINDS[name](header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
-        if name not in (channel_decays.KIMI, channel_decays.LING, deci.NAME, glm5_next.NAME, latent_attention.GROWN, latent_attention.NAME,
-                        minicpm3.NAME):
+        if name not in (channel_decays.KIMI, channel_decays.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT, minicpm3.NAME):
             _heads(header, name, raw, found)
         add_family(header, raw)
         if name in sections.IN_TURN:
@@ -267,7 +266,7 @@ def _rope(header: GgufHeader, name: str, raw: Mapping[str, object], factors: Fac
         return {"rope_scaling": {"rope_type": "linear", "factor": factor}}
     if kind == "yarn":
         section = yarn.section(header.path, f"{name}.{SCALING}", data, positions)[0]
-        latent = name in (latent_attention.NAME, latent_attention.GROWN)
+        latent = name in latent_attention.LATENT
         return {"rope_scaling": latent_attention.sharpened(f"{name}.{SCALING}", data, section) if latent else section}
     raise CheckpointError(f"{header.path} states {name}.rope.scaling.type {shown_value(kind)}, which is not supported",
                           "known: none, linear, yarn")

@@ -21,6 +21,7 @@ from . import (
     apertus,
     bitnet,
     channel_decays,
+    chosen,
     cohere2_moe,
     deci,
     gemma4,
@@ -61,8 +62,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "axk2": INDEXED, "deepseek_v32": INDEXED, "deepseek_v4": INDEXED, "glm_moe_dsa": INDEXED,
-               "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
+               "axk2": INDEXED, "deepseek_v4": INDEXED, "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mllama_text_model": ": llama.cpp does not run them",
                "opt": ": llama.cpp does not run them"}
@@ -71,12 +71,12 @@ WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose 
 WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
                 gpt_oss.FAMILY: gpt_oss.EVERY, "olmo3": OLMO3_EVERY}
 # Families whose rotary frequencies llama.cpp divides by no tensor.
-UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "dots1", "ernie4_5",
-             "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4", "glm4_moe",
-             "glm4_moe_lite", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "internlm2", "kolibri1", "lfm2",
-             "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3", "olmoe", "phi", "qwen2",
-             "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss", "smollm3", "solar_open",
-             "stablelm", "starcoder2", qwen4.FAMILY)
+UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+             "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+             "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
+             "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+             "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
 HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
@@ -91,8 +91,9 @@ SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.F
 LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
-STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite", "hy_v3",
-              "laguna", "mistral4", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY, glm5_next.FAMILY)
+STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+              "glm_moe_dsa", "hy_v3", "laguna", "mistral4", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY,
+              glm5_next.FAMILY)
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 # Families of which files know all that they may have of windows, and more: their modules say so.
@@ -140,6 +141,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
         yield from latent_attention.departures(config, 1.0 if config.rope is None else _table(config).attention_scaling)
         if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
             yield from latent_attention.unread(config)
+        elif BY_FAMILY[family] in chosen.FAMILIES:
+            yield from chosen.departures(config)
     yield from _departures_of_positions(config)
     yield from _departures_of_experts(config)
 

@@ -11,37 +11,34 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
-from . import channel_decays
+from . import channel_decays, chosen
 from .latent_attention import WIDTHS
 
 FAMILY, NAME = "glm5_next_text", "glm5-next"
-TYPES, TAIL, CLAMPS = "attention.indexer.types", "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
+TAIL, CLAMPS = "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
 KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
         "moe_intermediate_size", "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
         "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func",
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank",
         "attention.q_lora_rank": "q_lora_rank", channel_decays.TAPS: "linear_conv_kernel_dim", channel_decays.WIDTH: "linear_head_dim",
-        channel_decays.BOUND: "linear_lower_bound", "attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length":
-        "index_head_dim", "attention.indexer.top_k": "index_topk", "attention.indexer.kpool": "index_kpool", "hyper_connection.count":
-        "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters", "hyper_connection.epsilon": "hc_eps",
-        "nextn_predict_layers": "num_nextn_predict_layers"}
+        channel_decays.BOUND: "linear_lower_bound", **chosen.KEYS, "attention.indexer.kpool": "index_kpool",
+        "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
+        "hyper_connection.epsilon": "hc_eps", "nextn_predict_layers": "num_nextn_predict_layers"}
 REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_count_kv", *WIDTHS, channel_decays.TAPS,
-            channel_decays.WIDTH, "expert_feed_forward_length", "expert_shared_count", "attention.indexer.head_count",
-            "attention.indexer.key_length", "attention.indexer.top_k", "attention.indexer.kpool", "hyper_connection.count",
-            "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
+            channel_decays.WIDTH, "expert_feed_forward_length", "expert_shared_count", *chosen.KEYS, "attention.indexer.kpool",
+            "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
 # The last is of the norm of index keys, which is what it is in every model.
 INDEX_EPSILON = "attention.layer_norm_epsilon"
-READ = frozenset((*WIDTHS, TYPES, TAIL, *CLAMPS, channel_decays.SAFE, INDEX_EPSILON))
+READ = frozenset((*WIDTHS, chosen.TYPES, TAIL, *CLAMPS, channel_decays.SAFE, INDEX_EPSILON))
 _INDEXER = "self_attn.indexer."
 NAMES = {**channel_decays.NAMES[channel_decays.KIMI], "attn_qkv": "self_attn.qkv_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias",
-         "indexer.attn_q_b": f"{_INDEXER}wq_b", "indexer.attn_k": f"{_INDEXER}wk", "indexer.k_norm": f"{_INDEXER}k_norm", "indexer.proj":
-         f"{_INDEXER}weights_proj", **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
+         **chosen.NAMES, **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
 WHOLE = {**channel_decays.WHOLE[channel_decays.KIMI],
          **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
          # under either of two names
          **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
             for part in ("ape", "gate")}}
-ROLES = {**channel_decays.ROLES, "index_q": "indexer.attn_q_b", "index_k_norm": "indexer.k_norm", "index_weights": "indexer.proj",
+ROLES = {**channel_decays.ROLES, **chosen.ROLES,
          "index_places": "indexer_compressor_ape", **{
              f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
              for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
@@ -74,10 +71,7 @@ def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None
     layers = raw["num_hidden_layers"] = blocks - behind  # files count them in
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
-    if (types := data.get(f"{name}.{TYPES}")) is not None:
-        if not isinstance(types, np.ndarray) or len(types) not in (layers, blocks) or not np.isin(types, (0, 1)).all():
-            damaged(path, f"states {name}.{TYPES} {shown_value(types)}, expected 0 or 1 for each of {layers} layers")
-        raw["indexer_types"] = [("shared", "full")[int(each)] for each in types[:layers]]
+    chosen.add_sharing(header, name, raw, blocks)
     bounds = [np.atleast_1d(data.get(f"{name}.{key}", SILU_LIMIT))[:layers] for key in CLAMPS]
     other = [float(each) for own in bounds for each in own if each != SILU_LIMIT]
     raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
@@ -85,13 +79,11 @@ def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None
 
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys of what this family has, below the architecture's name."""
-    index, own, layers = config.indexed.shape, config.indexed, range(config.num_hidden_layers)
-    chooses = [layer in config.state_layers or own.of(layer) is not None for layer in layers]
-    return channel_decays.stated(config) | {
-        "attention.indexer.head_count": index.heads, "attention.indexer.key_length": index.width, "attention.indexer.top_k":
-        index.chosen * index.rate, "attention.indexer.kpool": index.rate, TAIL: True, TYPES: np.array(chooses, np.int32), INDEX_EPSILON:
-        float(own.norm[1]), "hyper_connection.count": config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
-        "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(len(layers), SILU_LIMIT, np.float32) for key in CLAMPS}}
+    own, layers = config.indexed, config.num_hidden_layers
+    return channel_decays.stated(config) | chosen.stated(config) | {
+        "attention.indexer.kpool": own.shape.rate, TAIL: True, INDEX_EPSILON: float(own.norm[1]), "hyper_connection.count":
+        config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
+        "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in CLAMPS}}
 
 
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:

@@ -20,6 +20,7 @@ from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GROWTH
+from . import chosen
 
 NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
@@ -34,6 +35,8 @@ ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_
          "kv_b": "attn_kv_b"}
 HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
 FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
+OF_ONE = {GROWN: {1: GROWN_FAMILY}, **{name: {2: family} for name, family in chosen.FAMILIES.items()}}  # architectures of one family
+LATENT = (NAME, *OF_ONE)
 KANANA = 48, 128_256  # layers and words of models whose queries llama.cpp takes to be made at once, beside those of 26 and 27 layers
 UNSAID, CORRECTED = 0, ".exp_probs_b.bias"
 GROWING = "attention.temperature_scale"
@@ -43,9 +46,8 @@ MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
     path, data = header.path, header.metadata
-    name, families = data["general.architecture"], FAMILIES
-    if name == GROWN:  # the one that has another in its name
-        families = {1: GROWN_FAMILY}
+    name = data["general.architecture"]
+    families = OF_ONE.get(name, FAMILIES)
     scored = raw.pop("scoring_func", UNSAID)
     if scored == UNSAID and type(scored) is int:  # as in files of V2, and in GLM-4.7-Flash's, whose scores are corrected, shares sum to 1
         scored = 2 if raw.get("norm_topk_prob") is True or any(tensor.endswith(CORRECTED) for tensor in header.tensors) else 1
@@ -85,6 +87,7 @@ def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:
         raw["num_hidden_layers"] = layers - behind  # files count them in
+    chosen.add_sharing(header, name, raw, layers)
 
 
 def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
@@ -109,7 +112,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
     if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
         keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
-    return keys
+    return keys | chosen.stated(config)
 
 
 def departures(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:
