@@ -22,8 +22,9 @@ from family_models import (
     rope,
 )
 from family_sizes import KIMI, OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from newer_cases import INDEXED, LING
+from newer_cases import INDEXED, LING, MIMO_2, MINIMAX_3
 from newest_cases import GLM_5_NEXT
+from related_cases import DBRX
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 
@@ -284,6 +285,19 @@ MODELS = {
                                                  mscale_all_dim=1.0)}),
     "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **OF_BLOCKS, **OF_INDEX, **ONE_GROUP, "initializer_range": 0.12, "indexer_types": [
         "full", "shared", "full"], **rope("default")}),
+    "mimo_v2_flash": Case("mimo_v2_flash", {**MIMO_2, "v_head_dim": 16, "moe_intermediate_size": 32, "sliding_window": 24}),
+    "mimo_v2_flash, values as they are, a dense layer": Case("mimo_v2_flash", {
+        **MIMO_2, "v_head_dim": 32, "moe_intermediate_size": 32, "sliding_window": 24, "attention_value_scale": 1.0, "mlp_layer_types": [
+            "dense", "sparse", "dense"]}),
+    "minimax_m3_vl_text": Case("minimax_m3_vl_text", {**MINIMAX_3, "intermediate_size": 32, "shared_intermediate_size": 32,
+                                                      "dense_intermediate_size": 96}),
+    "bloom": Case("bloom"),
+    "bloom, heads of no power of two, own head": Case("bloom", {"n_head": 6, "hidden_size": 192, "tie_word_embeddings": False}),
+    "mpt": Case("mpt", {"attn_config": {"clip_qkv": 0.7}}),
+    "dbrx": Case("dbrx", {**DBRX, "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 6, "moe_top_k": 2}}),
+    "gpt_bigcode": Case("gpt_bigcode", {"hidden_size": 128, "n_inner": 96}),
+    "jais2": Case("jais2", {"num_key_value_heads": 4}),
+    "jais2, tied, groups": Case("jais2", {"tie_word_embeddings": True, "num_key_value_heads": 2}),
     "gpt_oss": Case("gpt_oss", {"num_local_experts": 6, "num_experts_per_tok": 2, "head_dim": 64, "sliding_window": 24, "num_hidden_layers":
                                 4, "intermediate_size": 64, "initializer_range": 0.15}),
     "glm5_next_text": Case("glm5_next_text", {**OF_GLM_5, "linear_lower_bound": -5.0}, inside="glm5_next"),

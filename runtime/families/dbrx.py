@@ -19,7 +19,8 @@ KEYS_HARMLESS = frozenset({"emb_pdrop", "output_router_logits", "rms_norm_eps", 
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers
 NAMES = {"gate": "w1", "up": "v1", "down": "w2"}
-JOINT = "norm_attn_norm.attn.Wqkv"
+ATTENTION = "norm_attn_norm.attn"
+JOINT = f"{ATTENTION}.Wqkv"
 PLACES = {"o": "norm_attn_norm.attn.out_proj", "input_norm": "norm_attn_norm.norm_1", "post_norm": "norm_attn_norm.norm_2"}
 
 
@@ -51,12 +52,13 @@ def config(keys: Keys) -> ModelConfig:
 
 
 def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
-    """Tensors of one layer by role. The parts of what is stored as one matrix have Llama's names."""
+    """Tensors of one layer by role. The parts of what is stored as one matrix may have Llama's names too."""
     prefix = f"transformer.blocks.{layer}."
     rules = {role: rule for role, rule in llama.layer_tensors(config, layer).items() if role not in NAMES}
     sizes, first = [rules[role].shape[0] for role in ("q", "k", "v")], 0
     for role, rows in zip(("q", "k", "v"), sizes, strict=True):
-        rules[role] = TensorRule(rules[role].name, rules[role].shape, part_of=(f"{prefix}{JOINT}.weight", first, sum(sizes)))
+        rules[role] = TensorRule(f"{prefix}{ATTENTION}.{role}_proj.weight", rules[role].shape, (rules[role].name,),
+                                 part_of=(f"{prefix}{JOINT}.weight", first, sum(sizes)))
         first += rows
     rules |= {role: replace(rules[role], name=f"{prefix}{place}.weight") for role, place in PLACES.items()}
     rules |= mixture_tensors(config, f"{prefix}ffn.", NAMES)

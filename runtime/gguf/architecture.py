@@ -54,7 +54,8 @@ class Architecture:
     the norms' one. `required`: keys that must be there beside the usual ones, `optional` ones of these need not. `read`: keys that are
     read, though not by translation. `whole`: parts of tensors' names with their kinds, where a checkpoint says no kind. `kinds`: what a
     checkpoint calls a layer that has no heads of keys and values, and one that has. `as_is`: norms of a checkpoint to which nothing was
-    added. `parts`: roles of what files hold in parts, one after the other -> those.
+    added. `parts`: roles of what files hold in parts, one after the other -> those. `layers`: under what a checkpoint
+    keeps its layers.
     """
 
     family: str
@@ -78,6 +79,7 @@ class Architecture:
     kinds: tuple[str, str] | None = None
     as_is: frozenset[str] = frozenset()
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    layers: str = "model.layers"
 
     def offset(self, name: str) -> float:
         """What was added to a tensor of a checkpoint."""

@@ -34,7 +34,9 @@ from . import (
     mamba,
     mamba2,
     mellum,
+    mimo2,
     minicpm3,
+    minimax3,
     mllama,
     muse_glimmer,
     qwen4,
@@ -44,6 +46,7 @@ from . import (
     state_spaces,
     step35,
     swash,
+    transformer_names,
 )
 from .architecture import (
     CLAMP,
@@ -283,6 +286,11 @@ ARCHITECTURES = {
     "smollm3": Architecture("smollm3", interleaved=True),
     "starcoder2": Architecture("starcoder2", config={"hidden_act": "gelu_pytorch_tanh"}, outer=_NORM_BIAS, epsilon=LAYER_NORM, layer_names={
         "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}, keys={LAYER_NORM: "norm_epsilon"}),
+    "jais2": Architecture("jais2", config={"hidden_act": "relu2"}, outer=_NORM_BIAS, epsilon=LAYER_NORM, keys={
+        LAYER_NORM: "layer_norm_eps"}),
+    mimo2.NAME: Architecture(mimo2.FAMILY, experts=("mlp", qwen3_moe.NAMES), **mimo2.SAID),
+    minimax3.NAME: Architecture(minimax3.FAMILY, experts=("block_sparse_moe", mixtral.NAMES), **minimax3.SAID),
+    **transformer_names.ARCHITECTURES,
     "nemotron": Architecture("nemotron", config={"hidden_act": "relu2"}, norm_offset=1.0, partial=True, outer=_NORM_BIAS,
                              epsilon=LAYER_NORM, keys={LAYER_NORM: "norm_eps"}),
     # Files may say that attention and MLP are side by side, where they are not: llama.cpp sees it by the norms that there are.
@@ -319,11 +327,13 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
     channel_decays.KIMI_FAMILY: channel_decays.KIMI, channel_decays.LING_FAMILY: channel_decays.LING, glm5_next.FAMILY: glm5_next.NAME,
     gpt_oss.FAMILY: gpt_oss.NAME, **{family: name for name, family in chosen.FAMILIES.items()},
-    qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME} | {
-    name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "cohere2", "dots1", "ernie4_5", "exaone", "exaone4", "falcon", "gemma",
-                            "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2", "jamba", "kolibri1",
-                            "laguna", "lfm2", "llama", "mamba", "mamba2", "mellum", "minicpm", "minicpm3", "nemotron", "nemotron_h", "olmo",
-                            "olmo2", "olmoe", "phi3", "qwen2", "qwen3", rwkv7.FAMILY, "seed_oss", "smollm3", "stablelm", "starcoder2")}
+    qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME,
+    "gpt_bigcode": "starcoder", mimo2.FAMILY: mimo2.NAME, minimax3.FAMILY: minimax3.NAME} | {
+    name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere2", "dbrx", "dots1", "ernie4_5", "exaone", "exaone4",
+                            "falcon", "gemma", "gemma2", "glm4", "gpt2", "granite", "granite_swa", "granitemoe", "hy_v3", "internlm2",
+                            "jais2", "jamba", "kolibri1", "laguna", "lfm2", "llama", "mamba", "mamba2", "mellum", "minicpm", "minicpm3",
+                            "mpt", "nemotron", "nemotron_h", "olmo", "olmo2", "olmoe", "phi3", "qwen2", "qwen3", rwkv7.FAMILY, "seed_oss",
+                            "smollm3", "stablelm", "starcoder2")}
 
 
 def file_architecture(config: ModelConfig) -> str:

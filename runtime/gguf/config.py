@@ -31,6 +31,7 @@ from . import (
     latent_attention,
     listwise,
     mellum,
+    mimo2,
     minicpm3,
     qwen4,
     sections,
@@ -58,7 +59,8 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
 
 # Architecture -> keys that state a number for each layer, which are not translated.
 BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, gemma_embedding2.NAME: gemma_embedding2.BY_LAYER,
-            deci.NAME: deci.BY_LAYER, half_layers.DENSE: half_layers.BY_BLOCK, half_layers.MIXED: half_layers.BY_BLOCK}
+            deci.NAME: deci.BY_LAYER, mimo2.NAME: mimo2.BY_LAYER,
+            **dict.fromkeys((half_layers.DENSE, half_layers.MIXED), half_layers.BY_BLOCK)}
 # Architectures with heads and windows by layer, which say all of their positions.
 TWO_KINDS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
 # And those of which layers with a window turn by a table of their own.
@@ -146,7 +148,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
         TWO_KINDS[name](header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
-        if name not in (channel_decays.KIMI, channel_decays.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT, minicpm3.NAME):
+        if name not in (channel_decays.KIMI, channel_decays.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT, mimo2.NAME,
+                        minicpm3.NAME):
             _heads(header, name, raw, found)
         add_family(header, raw)
         if name in sections.IN_TURN:

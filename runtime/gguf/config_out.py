@@ -34,13 +34,16 @@ from . import (
     latent_attention,
     llama4,
     mellum,
+    mimo2,
     minicpm3,
+    minimax3,
     muse_glimmer,
     qwen4,
     rwkv7,
     stateful,
     step35,
     swash,
+    transformer_names,
     yarn,
 )
 from .architecture import FACTORS, LONG, SHORT, UNTURNED, Architecture
@@ -52,9 +55,8 @@ TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general
 QUANTIZATION_VERSION = 2
 INDEXED = ": this version writes no indexer, without which they would run as another model"
 UNTRIED = ": this version writes no files of them"
-NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text",
-                                "ernie4_5_vl_moe_text", "gpt_bigcode", "helium", "hyperclovax", "jais2", "lfm3",
-                                "longcat_flash", "mimo_v2_flash", "minimax", "molmo2_text", "mpt", "olmo_hybrid", "persimmon",
+NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
+                                "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
                                 "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
                                 "modernbert_decoder", "nanochat", "zamba2", "zaya"),
@@ -62,7 +64,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "bloom", "cohere_compass_text", "cwm", "
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "axk2": INDEXED, "deepseek_v4": INDEXED, "hy_v4": INDEXED, "minimax_m3_vl_text": INDEXED,
+               "axk2": INDEXED, "deepseek_v4": INDEXED, "hy_v4": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mllama_text_model": ": llama.cpp does not run them",
                "opt": ": llama.cpp does not run them"}
@@ -81,13 +83,15 @@ HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # fami
 # Families whose heads llama.cpp takes to be as wide as the model together.
 EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
               "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
+ALL_BIASED = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
 # By family, others have silu.
 ACTS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
-        gpt_oss.FAMILY: "clamped_swish",
-        **dict.fromkeys(("arcee", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
-        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2"), "gelu_tanh")}
+        **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
+        **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
+                        "gelu_tanh")}
 # Families whose files say which layers have experts, or of which all have.
-SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY, step35.FAMILY)
+SAYING_WHERE = (cohere2_moe.FAMILY, half_layers.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
 LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
@@ -96,11 +100,16 @@ STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek
               glm5_next.FAMILY)
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
+# Whose modules say what files state of them.
+STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, kolibri1, laguna, llama4, mellum, mimo2, minimax3, muse_glimmer,
+                                      qwen4, step35)} | dict.fromkeys((swash.DENSE, swash.MIXED), swash)
 # Families of which files know all that they may have of windows, and more: their modules say so.
 OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
                   kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, mellum.FAMILY: mellum.departures,
                   muse_glimmer.FAMILY: muse_glimmer.departures, qwen4.FAMILY: qwen4.departures,
-                  step35.FAMILY: step35.departures, **dict.fromkeys((swash.DENSE, swash.MIXED), swash.departures)}
+                  step35.FAMILY: step35.departures, mimo2.FAMILY: mimo2.departures, minimax3.FAMILY: minimax3.departures,
+                  **dict.fromkeys(transformer_names.ADDED, transformer_names.departures),
+                  **dict.fromkeys((swash.DENSE, swash.MIXED), swash.departures)}
 NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
 NO_ROPE_EVERY = 4  # of SmolLM 3
 PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
@@ -124,8 +133,8 @@ def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     family = config.family
     act = ACTS.get(family, "silu")
     biased = config.o_bias or config.mlp_bias
-    yield biased and family not in ("gpt2", "gpt_neox", gpt_oss.FAMILY, "phi", "starcoder2"), "has biases on o or in its feed-forward"
-    yield not (biased and config.qkv_bias) and family in ("gpt_neox", gpt_oss.FAMILY, "starcoder2"), "has no biases"
+    yield biased and family not in (*ALL_BIASED, "gpt2", "phi"), "has biases on o or in its feed-forward"
+    yield not (biased and config.qkv_bias) and family in ALL_BIASED, "has no biases"
     yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
     yield from _departures_of_windows(config)
     yield from _departures_of_scales(config)
@@ -253,8 +262,8 @@ def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Valu
         "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
         "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon: float(config.norm_eps),
-        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
-        "rope.dimension_count": int(config.head_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
+        "attention.key_length": config.made_dim, "attention.value_length": config.narrow or config.head_dim,
+        "rope.dimension_count": int(config.made_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
         "vocab_size": config.vocab_size}
     keys |= _of_family(config) | stateful.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
     if config.latent is not None:
@@ -277,6 +286,8 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
         keys["rope.freq_base_swa"] = float(local.theta)
     if config.family == "gpt_neox":
         keys["use_parallel_residual"] = config.side_by_side
+    if config.family == "mpt":
+        keys |= transformer_names.STATED_ALIBI
     if config.clip_qkv is not None:
         keys["attention.clamp_kqv"] = float(config.clip_qkv)
     if config.family in ("cohere", "cohere2"):
@@ -287,21 +298,12 @@ def _of_family(config: ModelConfig) -> dict[str, Value]:
     if config.family == "minicpm":
         keys |= {"embedding_scale": float(config.embedding_multiplier), "residual_scale": float(config.residual_multiplier),
                  "logit_scale": float(config.logits_scaling)}
-    if BY_FAMILY[config.family] == swash.NAME:
-        keys |= swash.stated(config)
-    if config.family == muse_glimmer.FAMILY:
-        keys |= muse_glimmer.stated(config)
-    if config.family == qwen4.FAMILY:
-        keys |= qwen4.stated(config)
     if config.rope.params.get(GROWTH):
         keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
-    if config.family in (bitnet.FAMILY, gemma4.FAMILY):
-        keys |= (bitnet if config.family == bitnet.FAMILY else gemma4).stated(config)
-    if config.family in (deci.FAMILY, mellum.FAMILY):
-        keys |= (deci if config.family == deci.FAMILY else mellum).stated(config)
     if config.mixture is not None:
         keys |= _of_mixture(config, config.mixture)
-    return keys
+    own = STATED.get(config.family)
+    return keys if own is None else keys | own.stated(config)
 
 
 def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
@@ -328,8 +330,6 @@ def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
     if config.family in STATED_SUM:
         keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.factor),
                  "expert_weights_norm": mixture.renormalise}
-    if config.family == llama4.FAMILY:
-        keys |= llama4.stated(config)
     if config.family == "bailing_moe_v2":  # whose shared experts are one here
         keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_width,
                  "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
@@ -337,12 +337,6 @@ def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
         keys["expert_shared_count"] = 1
     if config.family == "hy_v3":
         keys["expert_shared_feed_forward_length"] = mixture.shared_width
-    if config.family == laguna.FAMILY:
-        keys |= laguna.stated(config)
-    if config.family in (kolibri1.FAMILY, step35.FAMILY):
-        keys |= (kolibri1 if config.family == kolibri1.FAMILY else step35).stated(config)
-    if config.family == cohere2_moe.FAMILY:
-        keys |= cohere2_moe.stated(config)
     if config.family == "ernie4_5_moe":
         keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_width or 0}
     return keys

@@ -27,13 +27,13 @@ from ..stores.container import StoredTensor
 from . import deci, half_layers
 from .architecture import ROUTER, Architecture
 from .config import Factors
-from .deepseek4 import BEFORE_O, groups_in, is_behind
+from .deepseek4 import BEFORE_O, groups_in
 from .gemma3n import STACKED, stacked
 from .gemma4 import is_unused
 from .joined import Joined, joined, places
 from .latent_attention import HALVES, Halves, halves
 from .linear_attention import joined_rows
-from .nextn import mtp_names
+from .nextn import is_behind, mtp_names
 from .qwen4 import table_name
 from .rwkv7 import is_left_out
 from .sections import turned_rows
@@ -199,7 +199,7 @@ class _Reading:
         config, found, wanted = self.config, self.file.found, self.wanted
         heights, stated = [tensor.shape[0] // len(names)] * len(names), [wanted[name][0] for name in names]
         if len(names) == 3 and ".q_proj." in names[0]:  # and k and v
-            heights = [count * config.head_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
+            heights = [count * config.made_dim for count in (config.num_attention_heads, *[config.num_key_value_heads] * 2)]
         elif sum(stated) == tensor.shape[0]:  # parts of state spaces differ
             heights = stated
         if sum(heights) != tensor.shape[0]:

@@ -9,7 +9,6 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
-from . import glm5_next
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
 ROOTS = 4  # how experts are scored
@@ -57,13 +56,6 @@ def add_deepseek4(header: GgufHeader, raw: dict[str, object], window: int | None
         bounds = np.asarray(header.metadata.get(f"{NAME}.{key}", SILU_LIMIT)).reshape(-1)
         if (bounds[: raw["num_hidden_layers"]] != SILU_LIMIT).any():
             raw["swiglu_limit"] = float(bounds[bounds != SILU_LIMIT][0])  # which is refused by its name
-
-
-def is_behind(name: str, config: ModelConfig) -> bool:
-    """Is a tensor of a layer that guesses ahead, which is left out?"""
-    first, _, rest = name.partition(".")
-    layer = rest.partition(".")[0]
-    return config.family in (FAMILY, glm5_next.FAMILY) and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:

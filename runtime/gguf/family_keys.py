@@ -27,7 +27,9 @@ from . import (
     mamba,
     mamba2,
     mellum,
+    mimo2,
     minicpm3,
+    minimax3,
     mllama,
     muse_glimmer,
     qwen4,
@@ -188,6 +190,17 @@ def _exaone_moe(of: Given, raw: Raw) -> None:
     raw |= {"sliding_window": window, "layer_types": of.layer_types(raw, EXAONE4_EVERY if window else 1)}
 
 
+def _mimo2(of: Given, raw: Raw) -> None:
+    _scored(of.header, raw)
+    mimo2.add_mimo2(of.header, raw, of.window, of.layer_types(raw, 1))
+
+
+def _minimax3(of: Given, raw: Raw) -> None:
+    _scored(of.header, raw)
+    raw["sliding_window"] = of.window
+    minimax3.add_minimax3(of.header, raw)
+
+
 def _minicpm(of: Given, raw: Raw) -> None:
     """Multipliers as they are, which a checkpoint states by depth and width; early files are of models that have the same ones."""
     raw["sliding_window"] = of.window
@@ -267,7 +280,8 @@ OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "hy_v3": _hy3, jamba.FAMILY: _windowed(jamba.add_jamba), kolibri1.FAMILY: _kolibri1, laguna.FAMILY: _laguna,
     mellum.FAMILY: lambda of, raw: mellum.add_mellum(raw, of.window, of.layer_types(raw, mellum.EVERY)),
     llama4.FAMILY: lambda of, raw: llama4.add_llama4(of.header, raw, of.stated), mamba.NAME: _windowed(mamba.add_mamba),
-    mamba2.NAME: _windowed(mamba2.add_mamba2), "minicpm": _minicpm, minicpm3.FAMILY: _windowed(minicpm3.add_minicpm3),
+    mamba2.NAME: _windowed(mamba2.add_mamba2), mimo2.FAMILY: _mimo2, minimax3.FAMILY: _minimax3, "minicpm": _minicpm,
+    minicpm3.FAMILY: _windowed(minicpm3.add_minicpm3),
     "minimax_m2": _minimax, mllama.FAMILY: _windowed(mllama.add_mllama), muse_glimmer.FAMILY: _muse_glimmer,
     "qwen2_moe": _qwen2_moe, qwen4.FAMILY: _named(qwen4.add_qwen4),
     rwkv7.FAMILY: _windowed(rwkv7.add_rwkv7), step35.FAMILY: _step35, swash.DENSE: _swash,

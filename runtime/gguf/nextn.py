@@ -15,6 +15,7 @@ from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NO
 if TYPE_CHECKING:
     from ..tensors import ModelTensor
 
+PASSED_OVER = ("deepseek_v4", "glm5_next_text", "mimo_v2_flash")  # families of which it is left out, whatever a file holds
 WRITTEN = ("glm4_moe", "qwen3_5_moe_text", "qwen3_5_text")  # families whose files llama.cpp has long taken with such a block
 PARTS = {"nextn.eh_proj": JOIN, "nextn.enorm": EMBED_NORM, "nextn.hnorm": STATE_NORM, "nextn.shared_head_norm": LAST_NORM}
 
@@ -30,6 +31,13 @@ def parted(outer: Mapping[str, ModelTensor]) -> tuple[dict[str, ModelTensor], di
 def stated(arch: str, config: ModelConfig) -> dict[str, Value]:
     """The keys of a file that has the layer, which counts it among its blocks."""
     return {f"{arch}.block_count": config.num_hidden_layers + 1, f"{arch}.nextn_predict_layers": 1}
+
+
+def is_behind(name: str, config: ModelConfig) -> bool:
+    """Is a tensor of a layer that guesses ahead, which is left out?"""
+    first, _, rest = name.partition(".")
+    layer = rest.partition(".")[0]
+    return config.family in PASSED_OVER and first == "blk" and layer.isdecimal() and int(layer) >= config.num_hidden_layers
 
 
 def mtp_names(name: str, own: Sequence[str] | None, config: ModelConfig) -> tuple[str, ...]:

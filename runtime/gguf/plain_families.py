@@ -8,7 +8,7 @@ import numpy as np
 
 from ...offload.header import damaged
 from ..config_rope import GROWTH, LOCAL
-from . import gpt_oss
+from . import gpt_oss, transformer_names
 from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, PATTERN, USUAL_WINDOW, Given
 
 Raw = dict[str, object]  # a config.json in the making
@@ -128,6 +128,11 @@ def _granite(of: Given, raw: Raw) -> None:
         damaged(of.header.path, f"lacks key {raw['model_type']}.attention.scale")
 
 
+def _jais2(of: Given, raw: Raw) -> None:
+    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_q.bias"), "mlp_bias": of.has("ffn_up.bias")}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+
+
 def add_others(of: Given, raw: Raw) -> None:
     """The window alone, as the family has one at all."""
     if of.window and raw["model_type"].startswith("qwen"):
@@ -138,7 +143,8 @@ def add_others(of: Given, raw: Raw) -> None:
 
 PLAIN: Mapping[str, Callable[[Given, Raw], None]] = {
     "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
-    gpt_oss.FAMILY: gpt_oss.add_gpt_oss, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2, "llama": _llama,
-    "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
+    gpt_oss.FAMILY: gpt_oss.add_gpt_oss, "jais2": _jais2, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2,
+    "llama": _llama, "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
     "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
+    **transformer_names.ADDED,
 }

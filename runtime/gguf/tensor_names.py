@@ -23,7 +23,7 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
     first, _, rest = name.partition(".")
     index, _, rest = rest.partition(".")
     if first == "blk" and index.isdecimal() and rest in found.whole:
-        return (f"model.layers.{int(index)}.{found.whole[rest]}",)
+        return (f"{found.layers}.{int(index)}.{found.whole[rest]}",)
     part, _, kind = rest.rpartition(".")
     if experts and found.experts is not None:
         own = _of_experts(part, experts, *found.experts)
@@ -33,7 +33,7 @@ def own_names(name: str, found: Architecture, experts: int = 0) -> tuple[str, ..
                                                 for each in {**found.fused_before, **found.fused}.get(part, (part,))]
     if first != "blk" or not index.isdecimal() or None in own or kind not in ("weight", "bias"):
         return None
-    return tuple(f"model.layers.{int(index)}.{each}" for each in own)
+    return tuple(f"{found.layers}.{int(index)}.{each}" for each in own)
 
 
 def _part(each: str, kind: str, found: Architecture) -> str | None:

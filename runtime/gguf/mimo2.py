@@ -1,0 +1,72 @@
+"""What GGUF files say otherwise of MiMo V2 Flash: heads of keys and values and windows as lists by layer, which go on for layers that guess
+ahead, values narrower than keys, and what they are multiplied by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import MAX_LAYERS, ModelConfig
+from ..config_rope import LOCAL
+
+FAMILY, NAME = "mimo_v2_flash", "mimo2"
+KV, BEHIND, SCALE, THETA = "attention.head_count_kv", "nextn_predict_layers", "attention.value_scale", "rope.freq_base_swa"
+BY_LAYER = (KV,)
+VALUE, TURNED = "attention.value_length", "rope.dimension_count"
+KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length":
+        "moe_intermediate_size", "expert_gating_func": "scoring_func", "expert_weights_scale": "routed_scaling_factor",
+        "expert_weights_norm": "norm_topk_prob", "expert_group_count": "n_group", "expert_group_used_count": "topk_group",
+        BEHIND: "num_nextn_predict_layers", SCALE: "attention_value_scale", THETA: "swa_rope_theta",
+        VALUE: "v_head_dim"}
+REQUIRED = ("attention.key_length", VALUE, TURNED, "attention.sliding_window", KV, "expert_feed_forward_length")
+NAMES = {"exp_probs_b": "mlp.gate.e_score_correction_bias"}
+WHOLE = {"attn_sinks.weight": "self_attn.attention_sink_bias"}
+ROLES = {"sinks": "attn_sinks"}
+SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE, "roles": ROLES, "pattern": True}
+
+
+def add_mimo2(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way; `kinds` of layers, those behind the last too. Raises
+    CheckpointError."""
+    data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
+    behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV}"])
+    if type(blocks) is not int or type(behind) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
+        damaged(path, f"states {NAME}.block_count {shown_value(blocks)} and {NAME}.{BEHIND} {shown_value(behind)}")
+    if heads.dtype.kind not in "iu" or len(heads) not in (1, blocks):
+        damaged(path, f"states {NAME}.{KV} {shown_value(data[f'{NAME}.{KV}'])}, expected a number for each of {blocks} layers")
+    width, turned, layers = raw["head_dim"], data[f"{NAME}.{TURNED}"], blocks - behind
+    if type(width) is not int or type(turned) is not int or not 0 < turned <= width:
+        damaged(path, f"states {NAME}.{TURNED} {shown_value(turned)} of heads of {shown_value(width)}")
+    local = [kind == LOCAL for kind in kinds[:layers]]
+    of_kind = {own: {int(each) for each, marked in zip(np.broadcast_to(heads, blocks), local) if marked == own} for own in (False, True)}
+    full = next(iter(of_kind[False] or {0}))
+    if of_kind[False] - {full} or of_kind[True] - {2 * full}:
+        raise CheckpointError(f"{path} states {NAME}.{KV} {heads[:8].tolist()}, which is not supported",
+                              "models of this family have twice as many heads of keys and values in layers with a window")
+    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": window, "partial_rotary_factor": turned / width,
+            "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
+            "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
+    raw.setdefault("attention_value_scale", 1.0)
+    raw.setdefault("swa_rope_theta", raw.get("rope_theta"))
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name, beside those of every model."""
+    local = next((rope for rope, window in zip(config.ropes, config.windows) if window is not None), config.rope)
+    layers = range(config.num_hidden_layers)
+    return {KV: np.array([config.heads_of(layer)[0] for layer in layers], np.int32), VALUE: config.narrow, SCALE: config.factor("v"),
+            THETA: float(local.theta), "expert_feed_forward_length": config.mixture.width,
+            "attention.sliding_window_pattern": np.array([window is not None for window in config.windows], np.bool_)}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+    own = config.mixture
+    yield set(config.windows) == {None}, "has no window"
+    yield any(rope.kind != "default" for rope in config.ropes), "stretches its positions"
+    yield own.factor != 1.0, f"multiplies a token's shares by {own.factor:g}"
+    yield not own.renormalise, "does not add a token's shares up to 1"
+    yield own.kept_groups < own.groups, "chooses groups of experts"

@@ -1,0 +1,60 @@
+"""What GGUF files say otherwise of MiniMax M3: one was added to every norm, layers with experts are those that choose what they see, and
+the width of experts stands beside that of the layers without."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.header import CheckpointError, damaged
+from ..config import MAX_LAYERS, ModelConfig
+from ..families.minimax_m3_vl_text import CHOSEN, FULL
+
+FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
+SIGMOID, SHARED, DENSE = 2, "expert_shared_count", "leading_dense_block_count"
+OF_INDEX = {"head_count": "index_n_heads", "key_length": "index_head_dim", "top_k": "index_topk_blocks", "block_size": "index_block_size",
+            "local_blocks": "index_local_blocks"}
+KEYS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "intermediate_size",
+        "feed_forward_length": "dense_intermediate_size", SHARED: "n_shared_experts", "expert_weights_scale": "routed_scaling_factor",
+        "expert_gating_func": "scoring_func", **{f"attention.indexer.{key}": own for key, own in OF_INDEX.items()}}
+REQUIRED = ("attention.key_length", "expert_feed_forward_length", SHARED, *(key for key in KEYS if "indexer" in key))
+_MOE = "block_sparse_moe."
+NAMES = {"exp_probs_b": f"{_MOE}e_score_correction_bias",
+         **{f"ffn_{part}_shexp": f"{_MOE}shared_experts.{part}_proj" for part in ("gate", "up", "down")},
+         **{f"indexer.{part}_{kind}": f"self_attn.index_{part}_{kind}" for part in "qk" for kind in ("proj", "norm")}}
+ROLES = {f"index_{part}{end}": f"indexer.{part}_{kind}" for part in "qk" for end, kind in (("", "proj"), ("_norm", "norm"))}
+SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "roles": ROLES, "norm_offset": 1.0, "partial": True,
+        "read": frozenset({"expert_weights_norm", DENSE})}
+
+
+def add_minimax3(header: GgufHeader, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    layers, width = raw["num_hidden_layers"], raw["intermediate_size"]
+    if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
+        damaged(header.path, f"states {NAME}.block_count {shown_value(layers)}")
+    if header.metadata.get(f"{NAME}.expert_weights_norm", True) is not True:
+        raise CheckpointError(f"{header.path} states {NAME}.expert_weights_norm false, which is not supported",
+                              "shares of this family add up to 1")
+    raw |= {"shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
+            "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0), "moe_layer_freq": [
+                int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)], "layer_types": [
+                CHOSEN if f"blk.{layer}.indexer.q_proj.weight" in header.tensors else FULL for layer in range(layers)]}
+    raw.setdefault("routed_scaling_factor", 1.0)
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name, beside those of every model."""
+    own, index = config.mixture, config.indexed.shape
+    return {"expert_feed_forward_length": own.width, SHARED: 1, DENSE: min(own.layers), "expert_weights_scale": float(own.factor),
+            "expert_weights_norm": True, "expert_gating_func": SIGMOID, **dict(zip((f"attention.indexer.{key}" for key in OF_INDEX), (
+                index.heads, index.width, index.chosen, index.grain, index.near), strict=True))}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+    own, layers = config.mixture, config.num_hidden_layers
+    experts = set(range(min(own.layers, default=layers), layers))
+    yield not experts or set(own.layers) != experts, "has layers without experts"
+    yield own.shared_width != own.width, f"has an expert of {own.shared_width} numbers that all tokens visit beside those of {own.width}"
+    yield config.indexed is None or {layer for layer, of in enumerate(config.indexed.sources) if of is not None} != experts, \
+        "chooses what is seen in other layers than those with experts"

@@ -1,0 +1,94 @@
+"""GGUF files of families whose checkpoints keep their layers elsewhere than under `model.layers`, by names that their own code gave them:
+StarCoder 1, BLOOM, MPT and DBRX, with queries, keys and values in one matrix, one after the other."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+from ...offload.gguf import Value, shown_value
+from ...offload.header import CheckpointError
+from ..config import ModelConfig
+from ..families import bloom, dbrx, mpt
+from .architecture import CLAMP, LAYER_NORM, ROUTER, Architecture
+from .windows import Given
+
+Raw = dict[str, object]  # a config.json in the making
+STEEPEST = "attention.max_alibi_bias"
+EPSILON = 1e-5  # of DBRX, which no config says
+_QKV = {"attn_qkv": ("attn_q", "attn_k", "attn_v")}
+
+
+def _outer(embed: str, norm: str) -> dict[str, str]:
+    return {"token_embd.weight": f"transformer.{embed}.weight", "output_norm.weight": f"transformer.{norm}.weight",
+            "output_norm.bias": f"transformer.{norm}.bias"}
+
+
+ARCHITECTURES = {
+    "starcoder": Architecture("gpt_bigcode", layers="transformer.h", config={"activation_function": "gelu_pytorch_tanh"}, fused=_QKV,
+                              epsilon=LAYER_NORM, roles={"positions": "position_embd"}, outer={
+                                  "position_embd.weight": "model.embed_positions.weight", "output_norm.bias": "model.norm.bias"}, keys={
+                                  LAYER_NORM: "layer_norm_epsilon", "feed_forward_length": "n_inner"}, layer_names={
+                                  "attn_norm": "ln_1", "ffn_norm": "ln_2", "attn_q": "attn.q_proj", "attn_k": "attn.k_proj", "attn_v":
+                                  "attn.v_proj", "attn_output": "attn.c_proj", "ffn_up": "mlp.c_fc", "ffn_down": "mlp.c_proj"}),
+    "bloom": Architecture("bloom", layers="transformer.h", fused=_QKV, epsilon=LAYER_NORM, roles={"entry_norm": "token_embd_norm"}, outer={
+        **_outer("word_embeddings", "ln_f"), **{f"token_embd_norm.{kind}": f"transformer.word_embeddings_layernorm.{kind}"
+                                                for kind in ("weight", "bias")}}, keys={LAYER_NORM: "layer_norm_epsilon"}, layer_names={
+        "attn_norm": "input_layernorm", "ffn_norm": "post_attention_layernorm", **{
+            f"attn_{role}": f"self_attention.{own}" for role, own in bloom.PARTS.items()}, "attn_output": "self_attention.dense", "ffn_up":
+        "mlp.dense_h_to_4h", "ffn_down": "mlp.dense_4h_to_h"}),
+    "mpt": Architecture("mpt", layers="transformer.blocks", fused=_QKV, epsilon=LAYER_NORM, read=frozenset({STEEPEST}),
+                        required=(STEEPEST,), outer=_outer("wte", "norm_f"), keys={LAYER_NORM: "layer_norm_epsilon", CLAMP:
+                        "clip_qkv"}, layer_names={
+                            "attn_norm": "norm_1", "ffn_norm": "norm_2", **{f"attn_{role}": f"attn.{role}_proj" for role in "qkv"},
+                            "attn_output": mpt.NAMES["o"], "ffn_up": mpt.NAMES["up"], "ffn_down": mpt.NAMES["down"]}),
+    "dbrx": Architecture("dbrx", layers="transformer.blocks", fused=_QKV, epsilon=LAYER_NORM, required=(CLAMP, "expert_count"), roles={
+        "post_norm": "attn_output_norm"}, outer=_outer("wte", "norm_f"), experts=("ffn", dbrx.NAMES), whole={
+        f"{ROUTER}.weight": "ffn.router.layer.weight"}, keys={
+        CLAMP: "clip_qkv", "expert_count": "moe_num_experts", "expert_used_count": "moe_top_k", "feed_forward_length":
+        "ffn_hidden_size"}, read=frozenset({LAYER_NORM}), layer_names={
+        "attn_norm": dbrx.PLACES["input_norm"], "attn_output_norm": dbrx.PLACES["post_norm"], "attn_output": dbrx.PLACES["o"], **{
+            f"attn_{role}": f"{dbrx.ATTENTION}.{role}_proj" for role in "qkv"}})}
+
+
+def add_starcoder(of: Given, raw: Raw) -> None:
+    """Put into `raw` what a config of the family says beside the keys of a file, as those below."""
+    raw["sliding_window"] = of.window
+    if raw.pop("num_key_value_heads", 1) != 1:
+        raise CheckpointError(f"{of.header.path} states several heads of keys and values, which is not supported for this architecture",
+                              "models of this family have one for all queries")
+
+
+def add_bloom(of: Given, raw: Raw) -> None:
+    raw["sliding_window"] = of.window
+
+
+def add_mpt(of: Given, raw: Raw) -> None:
+    if (stated := of.header.metadata[f"{of.name}.{STEEPEST}"]) != mpt.STEEPEST:
+        raise CheckpointError(f"{of.header.path} states {of.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
+                              f"slopes of this family reach {mpt.STEEPEST}")
+    raw |= {"sliding_window": of.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
+
+
+def add_dbrx(of: Given, raw: Raw) -> None:
+    if not math.isclose(epsilon := of.header.metadata[f"{of.name}.{LAYER_NORM}"], EPSILON, rel_tol=1e-5):
+        raise CheckpointError(f"{of.header.path} states {of.name}.{LAYER_NORM} {shown_value(epsilon)}, which is not supported",
+                              f"norms of this family have an epsilon of {EPSILON:g}")
+    names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",
+             "max_position_embeddings": "max_seq_len"}
+    raw |= {"sliding_window": of.window, **{ours: raw[name] for name, ours in names.items()}, "attn_config": {
+        "clip_qkv": raw.pop("clip_qkv") or None, "kv_n_heads": raw.pop("num_key_value_heads", raw["num_attention_heads"]), "rope_theta":
+        raw.pop("rope_theta", 10_000.0)}, "ffn_config": {key: raw.pop(key) for key in ("moe_num_experts", "moe_top_k", "ffn_hidden_size")}}
+
+
+ADDED = {"gpt_bigcode": add_starcoder, "bloom": add_bloom, "mpt": add_mpt, "dbrx": add_dbrx}
+STATED_ALIBI: dict[str, Value] = {STEEPEST: float(mpt.STEEPEST)}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say, or llama.cpp takes for granted)."""
+    width = config.made_dim * config.num_attention_heads
+    yield width != config.hidden_size, f"has {config.num_attention_heads} heads of {config.made_dim} for a width of {config.hidden_size}"
+    yield config.attn_scale not in (None, config.made_dim**-0.5), "scales its scores otherwise than by the width of a head"
+    yield config.family == "dbrx" and not config.mixture.renormalise, "does not add a token's shares up to 1"
+    yield config.family == "dbrx" and config.clip_qkv is None, "does not cut what attention reads"
