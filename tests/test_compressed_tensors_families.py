@@ -52,6 +52,7 @@ ROUTERS = {"mixtral": ["model.layers.0.block_sparse_moe.gate", "model.layers.1.b
            "qwen2_moe": [f"model.layers.{layer}.mlp.{module}" for layer in (0, 1) for module in ("gate", "shared_expert_gate")],
            "glm4_moe": ["model.layers.1.mlp.gate"], "ernie4_5_moe": ["model.layers.1.mlp.gate"]}
 PARTS = ("weight_packed", "weight_scale", "weight_shape")
+KINDS = ["sliding_attention", "full_attention"]
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,15 @@ def test_a_family_that_is_called_with_a_dash_keeps_its_name(tmp_path: Path) -> N
     assert said == [] and config(tmp_path / "out")["model_type"] == "nemotron-nas"
     engine = list(open_engine(tmp_path / "out", EngineOptions(kv="32bit", device="cpu", ctx=64)))[-1]
     engine.close()
+
+
+def test_types_of_layers_are_those_of_the_layers_that_are_written(tmp_path: Path) -> None:
+    """Published configs of EXAONE 4.5 list the type of one more, which guesses ahead."""
+    saved(Case("exaone4", {**SIZES, "head_dim": 64, "sliding_window": 24, "layer_types": KINDS}), tmp_path / "model")
+    stated = config(tmp_path / "model")
+    (tmp_path / "model" / "config.json").write_text(json.dumps({**stated, "layer_types": [*KINDS, KINDS[0]]}))
+    list(export_compressed(tmp_path / "model", tmp_path / "out", "INT4"))
+    assert config(tmp_path / "out")["layer_types"] == KINDS
 
 
 def test_the_text_part_of_a_mistral_names_the_class_of_its_family(tmp_path: Path) -> None:

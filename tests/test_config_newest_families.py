@@ -196,3 +196,10 @@ def test_a_layer_of_exaone_4_5_that_guesses_ahead_is_listed_and_left_out(ahead: 
         {"layer_types": kinds}, {"layer_types": [*kinds, "full_attention"], **ahead}))
     assert replace(parse_config(longer, strict=True), mtp_layers=0) == parse_config(whole, strict=True)
     refused({**longer, "text_config": {**text, "layer_types": [*kinds, *kinds]}}, "layer_types")
+
+
+def test_a_type_that_several_makers_have_is_known_by_its_class() -> None:
+    raw = {"model_type": "vlm", "vision_config": {}, "text_config": {**LLAMA, "model_type": "hyperclovax"}}
+    assert parse_config({**raw, "architectures": ["HCXVisionV2ForCausalLM"]}).family == "hyperclovax"
+    for other in ({}, {"architectures": ["VlmForConditionalGeneration"]}, {"auto_map": {"AutoConfig": "configuration_vlm.VLMConfig"}}):
+        refused({**raw, **other}, "'vlm' is what several makers call theirs")

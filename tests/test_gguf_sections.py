@@ -18,6 +18,7 @@ from gguf_samples import write_model
 IDS = list(range(5, 90))
 # Architecture -> the model that its text part is, and its sections, as converters write them: 8 or 16 pairs of channels.
 FILES = {"qwen2vl": ("qwen2", {}, [2, 3, 3, 0]), "qwen3vl": ("qwen3", {}, [6, 5, 5, 0]), "qwen3vlmoe": ("qwen3_moe", {}, [6, 5, 5, 0]),
+         "paddleocr": ("llama", {"head_dim": 16}, [2, 3, 3, 0]), "hunyuan_vl": ("hunyuan_v1_dense", {"head_dim": 32}, [4, 4, 4, 4]),
          "glm4moe": ("glm4_moe", {"num_nextn_predict_layers": 0}, [2, 3, 3, 0])}
 
 
@@ -27,6 +28,8 @@ def stating(arch: str, sections: object) -> Callable[[gguf.GGUFWriter], None]:
             writer.add_array(f"{arch}.rope.dimension_sections", sections)
         elif sections is not None:
             writer.add_uint32(f"{arch}.rope.dimension_sections", sections)
+        if arch == "hunyuan_vl":  # as stretched as the model is
+            writer.add_float32("hunyuan_vl.rope.scaling.alpha", 9.0)
         if arch.startswith("qwen3vl"):
             writer.add_uint32(f"{arch}.n_deepstack_layers", 3)
         if arch == "qwen3vlmoe":

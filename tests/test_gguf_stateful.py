@@ -100,3 +100,17 @@ def test_layers_that_are_counted_with_a_window_are_a_whole_number(tmp_path: Path
     lying = replace(header, metadata={**header.metadata, "exaone-moe.block_count": layers})
     with pytest.raises(EffllmError, match="exaone-moe.block_count"):
         model_config(lying, {}, strict=True)
+
+
+def test_lists_of_windows_may_go_on_for_layers_that_guess_ahead(tmp_path: Path) -> None:
+    """As files of K-EXAONE have them, which count one such layer among their blocks."""
+    header = read_header(exported(model("exaone_moe", tmp_path / "source"), tmp_path / "m.gguf"))
+    plain = model_config(header, {}, strict=True)
+    listed = np.array([window is not None for window in plain.windows])
+    key = "exaone-moe.attention.sliding_window_pattern"
+    longer = {"exaone-moe.block_count": 6, "exaone-moe.nextn_predict_layers": 1}
+    for stated in ([*listed, False], listed):
+        own = replace(header, metadata={**header.metadata, **longer, key: np.array(stated)})
+        assert replace(model_config(own, {}, strict=True), mtp_layers=0) == plain
+    with pytest.raises(EffllmError, match="sliding_window_pattern"):
+        model_config(replace(header, metadata={**header.metadata, **longer, key: np.array([*listed, False, False])}), {})

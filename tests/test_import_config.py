@@ -10,7 +10,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from gguf_samples import FABLE
 from saved_models import saved
-from test_imported import CASES, GROUP, plain, written
+from test_imported import CASES, GROUP, plain, quark, written
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.spec import QuantSpec
@@ -66,6 +66,15 @@ def test_blocks_are_those_that_all_groups_state() -> None:
     (plain("pack-quantized") | {"config_groups": {"a": {"weights": {"num_bits": 4}}, "b": {"weights": {"num_bits": 3}}}}, "pack-quantized"),
     (plain("int-quantized", num_bits=16), "'int' 16"), (plain("int-quantized", num_bits=8, type="float"), "'float' 8"),
     (plain("float-quantized", num_bits=[4]), "float-quantized"), (plain("nvfp4-pack-quantized", num_bits=8, type="float"), "nvfp4"),
+    *(({"quant_method": method}, said) for method, said in (
+        ("exl3", "'exl3' (ExLlamaV3"), ("exl2", "ExLlamaV2"), ("hqq", "(HQQ)"), ("torchao", "and GGUF files"), ("odd", "'odd' is"))),
+    (quark({"dtype": "int4", "qscheme": "per_group", "group_size": 128}), "'int4'"), (quark({}, global_quant_config={}), "weights of {}"),
+    (quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 16}), "'group_size': 16"), ({"quant_method": "quark"}, "no word of"),
+    (quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, algo_config=[{"name": "rotation"}]), "algo_config 'rotation'"),
+    (quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, export={"weight_format": "fake_quantized"}), "'fake_quantized'"),
+    (quark({"dtype": "fp8_e4m3", "qscheme": "per_tensor"}, layer_quant_config={"*up*": {"weight": {
+        "dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}}}), "weights in several forms"),
+    ({"quant_method": "quark", "global_quant_config": {"weight": [{"dtype": "fp4"}, {"dtype": "fp8_e4m3"}]}}, "and more beside"),
     ({"quant_method": "modelopt", "quant_algo": "MIXED_PRECISION"}, "'MIXED_PRECISION'"), ({"quant_method": "modelopt"}, "quant_algo None"),
     (plain("int-quantized", num_bits=8) | {"sparsity_config": {"format": "sparse-24-bitmask"}}, "sparse-24-bitmask"),
     (plain("int-quantized", num_bits=8) | {"transform_config": {"config_groups": {"R": {"apply": [

@@ -121,6 +121,19 @@ def plain(written: str, **weights: object) -> dict[str, object]:
     return {"quant_method": "compressed-tensors", "format": written, "config_groups": {"group_0": {"weights": weights}}}
 
 
+def quark(weights: dict[str, object], **others: object) -> dict[str, object]:
+    """As it is published: caches by names of their own, what activations are rounded to, and what was left out."""
+    of_all = {"weight": {**weights, "is_dynamic": False}, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": True}}
+    return {"quant_method": "quark", "global_quant_config": of_all, "layer_quant_config": {
+        "*k_proj": {**of_all, "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}, "exclude": ["*lm_head"], "export": {
+        "kv_cache_group": ["*k_proj"], "pack_method": "reorder", "weight_format": "real_quantized"}, **others}
+
+
+def as_fbgemm(values: np.ndarray):
+    parts, meant = as_fp8(values, "rows", "weight_scale")
+    return {**parts, "input_scale_ub": np.float32([1200.0])}, meant
+
+
 CASES = {
     "bytes, a scale per row": (plain("int-quantized", num_bits=8, type="int", strategy="channel"), lambda v: as_bytes(v, 8, "rows")),
     "bytes, zero points": (plain("int-quantized", num_bits=8, strategy="group", group_size=GROUP),
@@ -162,6 +175,10 @@ CASES = {
                        lambda v: as_nvfp4(v, ("weight", "weight_scale_2"), False)),
     "modelopt fp8": ({"quant_method": "modelopt", "quant_algo": "FP8"}, lambda v: as_fp8(v, "one")),
     "fp8, one scale": ({"quant_method": "fp8"}, lambda v: as_fp8(v, "one")),
+    "fbgemm": ({"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}, as_fbgemm),
+    "quark fp8": (quark({"dtype": "fp8_e4m3", "qscheme": "per_channel", "ch_axis": 0}), lambda v: as_fp8(v, "rows", "weight_scale")),
+    "quark mxfp4": (quark({"dtype": "fp4", "qscheme": "per_group", "group_size": 32, "scale_format": "e8m0"}),
+                    lambda v: as_mxfp4_packed(v, "weight")),
     "nf4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, lambda v: as_levels(v, double=True)),
     "bytes by row": ({"quant_method": "bitsandbytes", "load_in_4bit": False, "load_in_8bit": True}, as_bytes_by_row),
 }
@@ -212,7 +229,8 @@ def test_weights_mean_what_their_format_says(checkpoint: tuple[str, Path, dict[s
 CODES = ("gptq 4", "gptq 4, format gptq_v2", "gptq 8", "awq", "int4", "int4, zero points", "int4, bf16 scales", "int8",
          "int8, a scale per row", "bytes, a scale per row", "bytes, zero points", "bytes, one scale", "bytes of 4 bits",
          "bytes, whole blocks", "float-quantized", "float-quantized blocks", "fp8 blocks", "fp8 blocks, powers of two", "fp8 rows",
-         "mxfp4", "mxfp4 beside fp8", "fp8, one scale", "nvfp4", "modelopt nvfp4", "modelopt fp8", "bytes by row")
+         "mxfp4", "mxfp4 beside fp8", "fp8, one scale", "fbgemm", "quark fp8", "quark mxfp4", "nvfp4", "modelopt nvfp4", "modelopt fp8",
+         "bytes by row")
 
 # Levels and scales that become whole numbers (`test_imported_bitsandbytes.py` says how near), and scales that become halves.
 ROUNDED = {"nf4": 2e-4, "int4, f32 scales": 2.0**-22}

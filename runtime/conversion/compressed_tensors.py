@@ -152,6 +152,9 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 yield Progress("exporting", done, total, "bytes", item.name)
             store.check_unchanged()
             described = {key: value for key, value in text_alone(raw).items() if key not in LEFT_OUT}
+            for key in ("layer_types", "mlp_layer_types"):  # some list those that guess ahead too, which readers take for a mistake
+                if isinstance(listed := described.get(key), list):
+                    described[key] = listed[: config.num_hidden_layers]
             if any(item.roles == ("head",) for item in items):
                 described["tie_word_embeddings"] = False
             described["model_type"] = DASHED.get(config.family, described["model_type"])

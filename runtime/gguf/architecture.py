@@ -30,6 +30,7 @@ FACTORS, LONG, SHORT = "rope_freqs.weight", "rope_factors_long.weight", "rope_fa
 DIVISORS = (FACTORS, LONG, SHORT)
 POOLED = {1: "mean", 3: "last"}  # pooling_type -> how embeddings are made (`embedding.py`)
 CLAMP = "attention.clamp_kqv"
+ALPHA = "rope.scaling.alpha"  # what the base of rotary positions is stretched by, to a power
 RANK = 4  # the same of models that rank documents (`ranking.py`)
 # Key below the architecture's name -> the one value that changes nothing of an answer, or those that do not.
 NEUTRAL: Mapping[str, object] = {

@@ -10,6 +10,7 @@ from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..encoders import FILES, refuse_writing
 from ..families import FAMILIES, deepseek_v4, internlm2, mixtral, qwen3_moe
+from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
     bitnet,
@@ -49,6 +50,7 @@ from . import (
     transformer_names,
 )
 from .architecture import (
+    ALPHA,
     CLAMP,
     CORRECTION,
     DEEP,
@@ -133,6 +135,7 @@ ARCHITECTURES = {
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
     "qwen2vl": Architecture("qwen2", read=frozenset({sections.KEY})),
+    "paddleocr": Architecture("llama", read=frozenset({sections.KEY})),  # halves turn together here, as in the checkpoints
     "qwen3": Architecture("qwen3", keys=_CAUSAL),
     "qwen3vl": Architecture("qwen3", read=frozenset({sections.KEY, DEEP})),
     "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR),
@@ -186,6 +189,7 @@ ARCHITECTURES = {
         "expert_shared_feed_forward_length": SHARED_WIDTH}),
     # Files state the base as it is once it is stretched.
     "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES),
+    "hunyuan_vl": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES, keys={ALPHA: STRETCH}, read=frozenset({sections.KEY})),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", experts=("mlp", qwen3_moe.NAMES), whole={f"{ROUTER}.weight": "mlp.gate.wg.weight"},
                                 layer_names={**_HUNYUAN_NAMES, **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}},
                                 keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":

@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from ...offload.gguf import GgufHeader, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS
+from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
     bitnet,
@@ -168,6 +169,8 @@ def _cohere2(of: Given, raw: Raw) -> None:
 
 def _hunyuan(of: Given, raw: Raw) -> None:
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window}
+    if (stretched := raw.pop(STRETCH, None)) and isinstance(width := raw.get("head_dim"), int) and width > 2:
+        raw["rope_theta"] = raw.get("rope_theta", USUAL_THETA) * stretched ** (width / (width - 2))
 
 
 def _hunyuan_moe(of: Given, raw: Raw) -> None:

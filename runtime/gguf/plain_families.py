@@ -4,12 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-import numpy as np
-
 from ...offload.header import damaged
 from ..config_rope import GROWTH, LOCAL
 from . import gpt_oss, transformer_names
-from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, PATTERN, USUAL_WINDOW, Given
+from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_WINDOW, Given
 
 Raw = dict[str, object]  # a config.json in the making
 USUAL_THETA = 10_000.0
@@ -99,12 +97,8 @@ def _starcoder2(of: Given, raw: Raw) -> None:
 
 
 def _exaone4(of: Given, raw: Raw) -> None:
-    """Files of 4.5 may list its layer that guesses ahead too."""
-    layers, behind, listed = raw["num_hidden_layers"], raw["num_nextn_predict_layers"], of.header.metadata.get(f"{of.name}{PATTERN}")
-    window = USUAL_WINDOW if of.stated is None and layers == EXAONE4_LAYERS else of.window
-    too = isinstance(listed, np.ndarray) and type(layers) is type(behind) is int and len(listed) == layers + behind
-    kinds = of.layer_types({**raw, "num_hidden_layers": layers + behind} if too else raw, EXAONE4_EVERY if window else 1)
-    raw |= {"sliding_window": window, "layer_types": kinds[:layers] if too else kinds}
+    window = USUAL_WINDOW if of.stated is None and raw["num_hidden_layers"] == EXAONE4_LAYERS else of.window
+    raw |= {"sliding_window": window, "layer_types": of.layer_types(raw, EXAONE4_EVERY if window else 1)}
 
 
 def _olmo2(of: Given, raw: Raw) -> None:

@@ -15,9 +15,10 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
 
 KEY = "rope.dimension_sections"
+OF_FOUR = "hunyuan_vl"
 MOST = 1 << 16  # pairs of channels
 # Architectures of such models whose text parts are of families that run -> whether sections take turns.
-IN_TURN = {"glm4": False, "glm4moe": False, "qwen2vl": False, "qwen3vl": True, "qwen3vlmoe": True}
+IN_TURN = {"glm4": False, "glm4moe": False, "hunyuan_vl": False, "paddleocr": False, "qwen2vl": False, "qwen3vl": True, "qwen3vlmoe": True}
 
 HEADS = {"q": "num_attention_heads", "k": "num_key_value_heads"}
 HALVED = "glm4"  # whose heads turn neighbours, but in files with sections halves of what turns
@@ -49,7 +50,8 @@ def check(header: GgufHeader, name: str, pairs: int, in_turn: bool) -> None:
             or (stated < 0).any() or (stated > MOST).any():
         damaged(path, f"states {key} {shown_value(stated)}, expected three or four whole numbers")
     whole = int(stated.sum())
-    places, own = np.arange(min(pairs, MOST)) % max(whole, 1), stated[:3].astype(np.int64)
+    # The fourth number is none of a text, but for one family whose pictures have four.
+    places, own = np.arange(min(pairs, MOST)) % max(whole, 1), stated[: 4 if name == OF_FOUR else 3].astype(np.int64)
     if not whole or (places >= (3 * own[places % 3] if in_turn else own.sum())).any():
         raise CheckpointError(f"{path} states {key} {stated.tolist()} for {pairs} pairs of channels, which is not supported",
                               "give the folder of the original checkpoint")

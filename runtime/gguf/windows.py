@@ -38,7 +38,11 @@ class Given:
         return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)
 
     def layer_types(self, raw: dict[str, object], every: int) -> list[str]:
-        return layer_types(self.header, raw["num_hidden_layers"], every)
+        """`layer_types` of the layers of `raw`; a list may go on for those behind, which it does not count."""
+        layers, behind = raw["num_hidden_layers"], raw.get("num_nextn_predict_layers")
+        listed = self.header.metadata.get(f"{self.name}{PATTERN}")
+        too = isinstance(listed, np.ndarray) and type(layers) is type(behind) is int and len(listed) == layers + behind
+        return layer_types(self.header, layers + behind, every)[:layers] if too else layer_types(self.header, layers, every)
 
 
 def given(header: GgufHeader, raw: dict[str, object]) -> Given:

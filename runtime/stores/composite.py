@@ -90,7 +90,9 @@ ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whet
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
 INNER = {"unlimited_ocr": "language_config", **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
-OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": ("HCXVisionV2ForCausalLM",)}
+# A type that is several makers' -> the class of the one that is known, by which it is told.
+OF_CLASS = {"vlm": "HCXVisionV2"}
+OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",)}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 # What text parts of some models say of images.
@@ -127,6 +129,9 @@ def text_alone(raw: Mapping[str, object]) -> dict[str, object]:
     known = families.COMPOSITE.get(kind)
     if known is None:
         return families.of_its_family(raw)
+    if kind in OF_CLASS and OF_CLASS[kind] not in f"{raw.get('architectures')} {raw.get('auto_map')}":
+        raise ConfigError(f"config.json: model_type {show(kind)} is what several makers call theirs, and architectures is "
+                          f"{show(raw.get('architectures'))}", f"of those, {OF_CLASS[kind]}ForCausalLM (HyperCLOVA X SEED) runs")
     inner = _inside(raw)
     family = inner.get("model_type", known[0])
     if family not in known:

@@ -1,9 +1,10 @@
 """What the `quantization_config` of another tool says: whether it is read, how its weights lie, and of how many bits.
 
-GPTQ, AWQ, FP8 (with experts in MXFP4 too), ModelOpt's FP8, NVFP4, MXFP4 and MXFP8, BitNet, bitsandbytes, and of compressed-tensors integers
-in words (pack-quantized), integers in bytes (int-quantized), floats of eight bits (float-quantized), NVFP4 (nvfp4-pack-quantized), MXFP4
-(mxfp4-pack-quantized) and MXFP8 (mxfp8-quantized); naive-quantized is one of those in bytes. A section that says several things is taken
-apart first (`mixed_config.py`). All of it is input from elsewhere: nothing is taken for granted.
+GPTQ, AWQ, FP8 (with experts in MXFP4 too, and FBGEMM's), Quark's FP8 and MXFP4 (`quark_config.py`), ModelOpt's FP8, NVFP4, MXFP4 and
+MXFP8, BitNet, bitsandbytes, and of compressed-tensors integers in words (pack-quantized), integers in bytes (int-quantized), floats of
+eight bits (float-quantized), NVFP4 (nvfp4-pack-quantized), MXFP4 (mxfp4-pack-quantized) and MXFP8 (mxfp8-quantized); naive-quantized is
+one of those in bytes. A section that says several things is taken apart first (`mixed_config.py`). All of it is input from elsewhere:
+nothing is taken for granted.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from dataclasses import dataclass, replace
 
 from ...quant.imports import groups, mlx
 from ..config_reader import ConfigError, show
+from . import quark_config
 from .mixed_config import AUTO_ROUND, MIXED, PATTERN, is_mixed, plain_sections, trouble
 from .name_patterns import matches
 
@@ -40,7 +42,12 @@ MLX_FOLDED = {"falcon_h1": {
 # What is not, of those families.
 MLX_LEAVES_OUT = {"ernie4_5_moe": "mlx-lm left out what corrects the scores of this model's routers: it chooses some experts that the "
                                   "published model does not"}
-METHODS = ("gptq", "awq", "compressed-tensors", "fp8", "modelopt", "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
+FBGEMM = "fbgemm_fp8"  # Meta's, whose weights lie as those of others in FP8 do
+METHODS = ("gptq", "awq", "compressed-tensors", "fp8", FBGEMM, "modelopt", quark_config.METHOD, "bitnet", "bitsandbytes", AUTO_ROUND, MLX)
+# Of methods that are not read, whose they are.
+OTHERS = {"aqlm": "AQLM, sums of codebooks", "eetq": "EETQ, for CUDA cards alone", "exl2": "ExLlamaV2, for CUDA cards alone", "exl3":
+          "ExLlamaV3, for CUDA cards alone", "fp_quant": "FP-Quant", "higgs": "HIGGS", "hqq": "HQQ", "quanto": "Quanto", "sinq": "SINQ",
+          "spqr": "SpQR", "torchao": "torchao", "vptq": "VPTQ, vectors of codebooks"}
 # Of ModelOpt -> layout. W4A16 and PER_TOKEN speak of activations, PB of blocks, WO of weights alone.
 ALGORITHMS = {"FP8": "fp8", "FP8_PB_WO": "fp8", "FP8_PER_CHANNEL_PER_TOKEN": "fp8", "NVFP4": "nvfp4 in bytes",
               "W4A16_NVFP4": "nvfp4 in bytes", "W4A8_NVFP4_FP8": "nvfp4 in bytes", "W4A8_MXFP4_FP8": "mxfp4 in unsigned bytes",
@@ -113,8 +120,8 @@ CUTS = {
     BYTES: {"weight": (0, False), "SCB": (0, False)},
 }
 # Of activations and caches, which are not rounded to a checkpoint's scales here.
-IGNORED = ("input_scale", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point", "activation_scale", "q_scale",
-           "k_scale", "v_scale", "k_zero_point", "v_zero_point")
+IGNORED = ("input_scale", "input_scale_ub", "input_global_scale", "input_zero_point", "output_scale", "output_zero_point",
+           "activation_scale", "q_scale", "k_scale", "v_scale", "k_zero_point", "v_zero_point")
 # The type of codes that bear a weight's name; what has another type is a plain weight.
 CODES = {"integers": "I8", "fp8": "F8_E4M3", PAIRS: "I8", "mxfp4 in unsigned bytes": "U8", MXFP8: "F8_E4M3", "nvfp4 in bytes": "U8",
          BYTES: "I8"}
@@ -140,7 +147,8 @@ def check_method(section: Mapping[str, object]) -> None:
         return ConfigError(f"config.json: quantization_config with {what} is not supported", f"{known}; or {ORIGINAL}")
 
     if method not in METHODS:
-        raise refused(f"quant_method {show(method)}", f"known: {', '.join(METHODS)}")
+        whose = f" ({OTHERS[method]})" if isinstance(method, str) and method in OTHERS else ""
+        raise refused(f"quant_method {show(method)}{whose}", f"known: {', '.join(METHODS)}, and GGUF files of the model")
     if found := trouble(section):
         raise refused(*found)
     if method == "compressed-tensors":
@@ -166,6 +174,8 @@ def check_method(section: Mapping[str, object]) -> None:
         for key, known in TERNARY_KEYS.items():
             if section.get(key) not in (None, *known):
                 raise refused(f"{key} {show(section[key])}", f"of BitNet: {', '.join(map(show, known))}")
+    if method == quark_config.METHOD and (found := quark_config.trouble(section)):
+        raise refused(*found)
     if method == "modelopt" and str(algorithm := section.get("quant_algo")).upper() not in ALGORITHMS:
         raise refused(f"quant_algo {show(algorithm)}", f"of ModelOpt: {', '.join((*ALGORITHMS, MIXED))}")
     if method == "bitsandbytes" and layout_of(section) is None:
@@ -248,8 +258,10 @@ def layout_of(section: Mapping[str, object]) -> str | None:
     if section.get("quant_method") == "bitsandbytes":
         ways = {LEVELS: "load_in_4bit", BYTES: "load_in_8bit"}
         return next((layout for layout, key in ways.items() if section.get(key) is True), None)
+    if section.get("quant_method") == quark_config.METHOD:
+        return quark_config.layout(section)
     if section.get("quant_method") != "compressed-tensors":
-        return str(section.get("quant_method"))
+        return "fp8" if section.get("quant_method") == FBGEMM else str(section.get("quant_method"))
     kinds, written = _kinds(section), section.get("format")
     if not kinds or any(type(bits) is not int for _, bits in kinds):
         return None
@@ -328,8 +340,11 @@ def is_quantized(section: Mapping[str, object]) -> bool:
 
 def left_out(section: Mapping[str, object]) -> list[str]:
     """Modules, or parts of their names, that a section says were not quantized."""
-    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules")]
-    return [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+    lists = [section.get(key) for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "exclude")]
+    found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
+    starred = (each for each in found if "*" in each and not each.startswith(PATTERN))
+    patterns = {each: PATTERN + each.replace(".", r"\.").replace("*", ".*") for each in starred}
+    return [patterns.get(each, each) for each in found]
 
 
 def is_named(ignored: str, tensor: str) -> bool:
