@@ -1,13 +1,15 @@
 """Where drafts come from and how long they are: suffixes against a naive search, recycled tokens, costs and trust without a clock."""
 
 import random
+from array import array
+from functools import partial
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.passes import common_prefix
+from effllm.runtime.passes import PIECE, common_prefix
 from effllm.runtime.speculation.draft_length import ALONE_EVERY, COMPUTING, OLD, WAITING, PassCosts, Pays, Trust, best_length
 from effllm.runtime.speculation.drafts import CANDIDATES, LONGEST, PAIR, PLACES, RecycledTokens, SuffixMatch
 
@@ -96,6 +98,10 @@ def test_recycled_tokens_are_the_likeliest_of_past_passes_and_leave_logits_alone
 
 def test_a_common_prefix_ends_at_the_first_that_differs() -> None:
     assert [common_prefix(*pair) for pair in (([1, 2, 3], [1, 2, 4]), ([], [1]), ([1], [1, 2]), ([2], [1]))] == [2, 0, 1, 0]
+    long = [*range(2 * PIECE)]
+    for same in (PIECE - 1, PIECE, PIECE + 1, 2 * PIECE):
+        for made in (list, tuple, partial(array, "Q")):
+            assert common_prefix(made(long), [*long[:same], -1]) == same, "long ones are compared in pieces"
 
 
 def costs(ratios: dict[int, float], pays: Pays = WAITING) -> PassCosts:

@@ -49,11 +49,6 @@ class Kept:
     ids: array[int]
     adapted_by: str = ""
 
-    @property
-    def held(self) -> tuple[str, list[int]]:
-        """What a `Prompts` holds that goes on from this one."""
-        return self.text, [*self.ids]
-
 
 def hindrance(options: EngineOptions) -> str:
     """The flag that makes a cache of which no other prompt than its own can make use; empty where none does."""
@@ -113,19 +108,21 @@ class KeptPrompts:
         if found is not None and found.name not in self._all():  # it made room for what was just saved
             found = None
         if found is not None and known - held >= WORTH and (yield from self._restore(found)):
-            ids = own
-            prompts.held = found.held
+            ids = own.tolist()
+            prompts.held = found.text, found.ids.tolist()
         self._prompt = len(ids) if lasting is None else lasting
         return ids
 
-    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts, adapted_by: str) -> tuple[Kept | None, int, list[int]]:
+    def _longest(self, prompt: str | None, ids: list[int], prompts: Prompts, adapted_by: str) -> tuple[Kept | None, int, array[int]]:
         """What is kept of the longest beginning of a prompt that is read so, how many tokens of it, and the prompt's ids if it goes on from
-        there."""
-        best: tuple[Kept | None, int, list[int]] = (None, 0, ids)
+        there. Looked through for every request: a list of 100,000 tokens is not made for each that is kept."""
+        plain = _packed(ids)
+        best: tuple[Kept | None, int, array[int]] = (None, 0, plain)
         for kept in self._all().values():
             if kept.adapted_by != adapted_by:
                 continue
-            own = ids if prompt is None else prompts.behind(kept.held, prompt) or ids
+            rest = None if prompt is None else prompts.rest(kept.text, prompt)
+            own = plain if rest is None else kept.ids + _packed(rest)
             known = common_prefix(kept.tokens, own)
             if self.engine.cache.states is not None and known < len(kept.tokens):
                 continue  # there is no state before the last token's

@@ -170,10 +170,15 @@ class Prompts:
     def behind(self, held: tuple[str, list[int]], prompt: str) -> list[int] | None:
         """Token ids of a prompt that goes on from what is held as a text and as ids; None for one that does not."""
         text, ids = held
+        rest = self.rest(text, prompt)
+        return None if rest is None else ids + rest
+
+    def rest(self, text: str, prompt: str) -> list[int] | None:
+        """Token ids of what stands in a prompt behind a text that is held; None where it does not go on from there."""
         if text and prompt.startswith(text) and not (digests(prompt[len(text) :]) and self._within(prompt)):
             rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(digests(text)))
             if not rest or rest[0] in self.tokenizer.stop_ids:
-                return ids + rest
+                return rest
         return None
 
     def hold(self, prompt: str, ids: list[int], made: list[int], text: str) -> None:
