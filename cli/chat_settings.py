@@ -122,10 +122,13 @@ def stops_in(value: str) -> tuple[str, ...]:
     """`END "###" "\\n\\n"`: a word, or a text in quotation marks as JSON has them. Raises UsageError."""
     from ..runtime.tokens.stream_filters import StopStrings
 
+    hint = '/set stop END, or /set stop "\\n\\n"'
     try:
         return StopStrings([json.loads(each) if each.startswith('"') else each for each in WORDS.findall(value)]).stops
     except ValueError as error:
-        raise UsageError(f"{value} is no text in quotation marks", '/set stop END, or /set stop "\\n\\n"') from error
+        raise UsageError(f"{value} is no text in quotation marks", hint) from error
+    except UsageError as error:
+        raise UsageError(error.message, hint) from None
 
 
 def suggestion(name: str, known: Iterable[str], prefix: str = "") -> str:

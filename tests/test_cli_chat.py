@@ -206,7 +206,9 @@ def test_settings_change_what_follows(chat: Chat) -> None:
     assert "dry-sequence-breaker is none" in chat.say("/set dry_sequence_breakers none")
     assert "xtc_threshold must be" in chat.say("/set xtc-threshold 3")
     assert 'stop is "END" "\\n\\n"' in chat.say('/set parameter stop END "\\n\\n"') and "in quotation marks" in chat.say('/set stop "a')
-    assert "a stop string is empty" in chat.say('/set stop ""') and 'stop is "END"' in chat.say("/set stop")
+    said = chat.say('/set stop ""')
+    assert "a stop string is empty" in said and "/set stop END" in said and "--stop" not in said
+    assert 'stop is "END"' in chat.say("/set stop")
     assert 'stop is "e"' in chat.say('/set stop "e"') and "e" not in chat.say(STORY).splitlines()[-1]
     assert "stop is off" in chat.say("/set stop off")
     chat.say("/set dry-multiplier 0")
