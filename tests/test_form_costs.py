@@ -14,6 +14,7 @@ from effllm.runtime.forms.constraint import (
     grammar_form,
     schema_form,
 )
+from effllm.runtime.forms.multiples import MOST_LISTED, listed
 from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -25,6 +26,51 @@ __all__ = ["engine", "tokenizer"]  # fixtures
 @pytest.mark.parametrize("value", [1, 0.01, 2.5, 1_000_000, 65536, 0.00333, 60, 99_991])
 def test_multiples_that_are_quick(value: float) -> None:
     assert schema_form(json.dumps({"type": "number", "multipleOf": value, "minimum": 0})).grammar
+
+
+@pytest.mark.parametrize("value", [999_910, 655_360, 10_000_000, 1e9, 5_000_000])
+def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
+    """999,910 took a minute and a half and 670 MB, and 10**9 up to 7 s for each digit."""
+    with pytest.raises(UsageError, match=f"multipleOf takes {value:.0f} remainders to tell, at most 100000 are") as refused:
+        schema_form(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
+    assert "bounds that leave few" in refused.value.hint
+    assert without_slow(multiple(value)) == {"type": "integer"}
+
+
+@pytest.mark.parametrize(("schema", "expected"), [
+    ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 100_000}, [0, 30030, 60060, 90090]),
+    ({"type": "integer", "multipleOf": 10**9, "minimum": 0, "maximum": 10**9}, [0, 10**9]),
+    ({"type": "integer", "multipleOf": -50_000, "exclusiveMinimum": -100_000, "exclusiveMaximum": 100_000}, [-50_000, 0, 50_000]),
+    ({"type": "number", "multipleOf": 2.50125, "minimum": 0.1, "maximum": 10}, [2.50125, 5.0025, 7.50375]),
+    ({"type": "integer", "multipleOf": 2.50125, "minimum": 1, "maximum": 6000}, [2001, 4002]),
+    ({"type": "integer", "multipleOf": 30030, "minimum": 5, "exclusiveMinimum": 30030, "maximum": 70_000}, [60060]),
+    ({"type": "integer", "multipleOf": 30030, "minimum": 5, "maximum": 30_000}, None),  # none
+    ({"type": "integer", "multipleOf": 30030, "minimum": 0}, None),
+    ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 30030 * MOST_LISTED}, None),  # too many
+    ({"type": "integer", "multipleOf": 25_000, "minimum": 0, "maximum": 50_000}, None),  # told quickly enough
+    ({"type": ["integer", "null"], "multipleOf": 30030, "minimum": 0, "maximum": 100_000}, None),
+    ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 9, "enum": [0]}, None),
+    ({"type": "integer", "multipleOf": 30030, "exclusiveMinimum": True, "minimum": 0, "maximum": 100_000}, None),
+    ({"type": "number", "multipleOf": 0.12345678901234567, "minimum": 0, "maximum": 5}, None)])  # no float64 is three of them
+def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: list[float] | None) -> None:
+    """A number of five digits and bounds of nine ended answers with an error."""
+    wanted = schema if expected is None else {"type": schema["type"], "enum": expected}
+    assert listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {"x": [wanted], "y": {"const": schema}}}
+
+
+def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:
+    large = multiple(30030, minimum=30030, maximum=30030 * (MOST_LISTED - 5))
+    found = listed({"items": [large, multiple(30030, minimum=30030, maximum=30030 * 5), dict(large)]})["items"]
+    assert sorted(len(each.get("enum", ())) for each in found) == [0, 5, MOST_LISTED - 5]
+
+
+@pytest.mark.parametrize("bounds", [{"maximum": 10**12}, {"minimum": 12_345}, {"exclusiveMaximum": 7}, {"minimum": -(10**9)}])
+def test_a_large_multiple_between_bounds_is_refused_before_an_answer(bounds: dict) -> None:
+    for schema in (multiple(99_991, **bounds), {"properties": {"x": multiple(99_991)}, "allOf": [{"properties": {"x": bounds}}]}):
+        with pytest.raises(UsageError, match="takes 99991 remainders to tell, at most 25000 are with bounds beside it"):
+            schema_form(json.dumps(schema))
+    assert schema_form(json.dumps(multiple(24_999, **bounds))).grammar and schema_form(json.dumps(multiple(99_991, minimum=-5))).grammar
+    assert schema_form(json.dumps({"properties": {"x": multiple(99_991), "y": bounds}})).grammar, "of another number"
 
 
 def test_a_tool_is_held_to_the_rest_of_its_schema() -> None:

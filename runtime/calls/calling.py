@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from ... import UsageError
 from ..forms.bounds import within_reach
 from ..forms.constraint import Form, lark_form
+from ..forms.multiples import listed
 from ..forms.schema_cost import without_slow
 from ..templates.template import TemplateError
 from ..text import Tokenizer
@@ -134,4 +135,5 @@ class Calling:
 
 def _closed(tool: Message) -> Message:
     """A tool whose arguments are those that it names."""
-    return {**tool, "function": {**tool["function"], "parameters": closed(within_reach(without_slow(tool["function"]["parameters"])))}}
+    told = without_slow(listed(tool["function"]["parameters"]))
+    return {**tool, "function": {**tool["function"], "parameters": closed(within_reach(told))}}

@@ -17,17 +17,17 @@ VALUES = ("const", "enum")
 
 def within_reach(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema with bounds that are read as they are written."""
-    if all(_moved(key, value) == value for node in _objects(schema) for key, value in node.items()):
+    if all(_moved(key, value) == value for node in objects(schema) for key, value in node.items()):
         return schema
     made = json.loads(json.dumps(schema))
-    for node in _objects(made):
+    for node in objects(made):
         node |= {key: _moved(key, value) for key, value in node.items()}
     return made
 
 
 def inexact(schema: object) -> float | None:
     """The first number among the values that a schema names which would be written as another, or take the whole stack; None for none."""
-    left = [node[key] for node in _objects(schema) for key in VALUES if key in node]
+    left = [node[key] for node in objects(schema) for key in VALUES if key in node]
     while left:
         value = left.pop()
         is_wrong = type(value) is int and (abs(value) > FURTHEST or int(float(value)) != value)
@@ -49,7 +49,7 @@ def _moved(key: str, value: object) -> object:
     return int(read) if isinstance(clear, int) else read
 
 
-def _objects(schema: object) -> Iterator[dict]:
+def objects(schema: object) -> Iterator[dict]:
     """All objects of a schema but those of the values that it names."""
     left = [schema]
     while left:

@@ -26,7 +26,8 @@ from ..files.small_file import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
 from .bounds import within_reach
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
-from .schema_cost import MULTIPLE, too_much
+from .multiples import MULTIPLE, listed
+from .schema_cost import too_much
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
@@ -117,7 +118,7 @@ def form_of_schema(schema: object, flag: str, name: str) -> Form:
         raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is not a keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
-        grammar = _library().LLMatcher.grammar_from_json_schema(within_reach(schema), defaults=SPACE)
+        grammar = _library().LLMatcher.grammar_from_json_schema(within_reach(listed(schema)), defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
         raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
     return _judged(Form(grammar, flag, name))

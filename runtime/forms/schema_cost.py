@@ -1,27 +1,25 @@
 """What a form costs to prepare where llguidance, which prepares it, has no limit of its own: judged from its text, before a minute, a
 gigabyte or the program's stack is spent.
 
-Multiples: by the remainder that is left, digits are told to come to a multiple. That is a state each, and where two must be told at once a
-state for each pair, whether both must hold or either may. Patterns: whether any text fits all that one must fit takes twice the time with
-each more, and patterns of names are held against one another. Nesting: the library goes into what a schema names by the program's stack,
-whose end ends the program. What is a grammar's own is in grammar_cost.py.
+Multiples (multiples.py): by the remainder that is left, digits are told to come to a multiple. That is a state each, and where two must be
+told at once a state for each pair, whether both must hold or either may. Patterns: whether any text fits all that one must fit takes twice
+the time with each more, and patterns of names are held against one another. Nesting: the library goes into what a schema names by the
+program's stack, whose end ends the program. What is a grammar's own is in grammar_cost.py.
 """
 
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
-from decimal import Decimal
 from typing import TypeVar
 from urllib.parse import unquote
 
 from .bounds import inexact
 from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
+from .multiples import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, told
 
-MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
-SMALLER_MULTIPLES = "leave it out, or take one that is smaller but for zeros at its end"
+SMALLER_MULTIPLES = "leave it out, take a smaller one, or bounds that leave few numbers"
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
@@ -65,8 +63,8 @@ def _too_much_of_lark(text: str) -> tuple[str, str] | None:
     for schema in schemas:
         if (said := too_much_of_schema(schema)) is not None:
             return said
-    if (remainders := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
-        return f"multipleOf of its schemas takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
+    if (count := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
+        return f"multipleOf of its schemas takes {count} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
     return too_much_of_rules(rules)
 
 
@@ -78,9 +76,8 @@ def too_much_of_schema(schema: object) -> tuple[str, str] | None:
         return f"{bound} as the largest is less than numbers of 64 bits hold", "leave it out, or take a larger one"
     if (named := inexact(schema)) is not None:
         return f"{named} is not told from the numbers next to it", "make it text, or let any number stand there"
-    if (remainders := most_remainders(schema)) > MOST_REMAINDERS:
-        return (f"multipleOf takes {remainders} remainders to tell, at most {MOST_REMAINDERS} are",
-                SMALLER_MULTIPLES)
+    if (said := _too_much_of_multiples(schema)) is not None:
+        return said, SMALLER_MULTIPLES
     if (patterns := most_patterns(schema)) > MOST_PATTERNS:
         return f"a text must fit {patterns} patterns at once, at most {MOST_PATTERNS} are told", "write fewer patterns, each of more"
     if (keys := _most(schema, lambda node: len(_dict(node, "patternProperties")), MOST_KEYS)) > MOST_KEYS:
@@ -95,7 +92,7 @@ def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
     stand."""
     if _is_deep(schema):  # which is refused
         return schema
-    slow = {MULTIPLE} if most_remainders(schema) > MOST_REMAINDERS else set()
+    slow = {MULTIPLE} if _too_much_of_multiples(schema) else set()
     slow |= {PATTERN} if most_patterns(schema) > MOST_PATTERNS else set()
     if not slow:
         return schema
@@ -103,18 +100,33 @@ def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
         key: each for key, each in part.items() if key not in slow or isinstance(each, dict)})
 
 
+def _too_much_of_multiples(schema: object) -> str | None:
+    if (count := most_remainders(schema)) > MOST_REMAINDERS:
+        return f"multipleOf takes {count} remainders to tell, at most {MOST_REMAINDERS} are"
+    if remainders(_multiples(_dicts(schema))) <= MOST_BOUNDED:
+        return None
+    bounded = [said for said in _places(schema) or [[*_dicts(schema)]] if are_bounded(said)]
+    if (count := max((remainders(_multiples(said)) for said in bounded), default=0)) > MOST_BOUNDED:
+        return f"multipleOf takes {count} remainders to tell, at most {MOST_BOUNDED} are with bounds beside it"
+    return None
+
+
 def most_remainders(schema: object) -> int:
-    """The remainders by which a schema's numbers are told to be multiples, those of all places of a value together. Tens are free, as zeros
-    at the end tell them (but not twos alone, or fives: 2**24 took minutes); what one place joins (allOf, anyOf, oneOf, $ref and what is
-    beside them) is multiplied."""
-    every = {_remainders(node[MULTIPLE]) for node in _dicts(schema) if MULTIPLE in node} - {1}
-    whole = math.lcm(*every)
-    if whole <= MOST_REMAINDERS and sum(every) <= MOST_REMAINDERS:  # nothing that can come of them is more
-        return whole
+    """The remainders by which a schema's numbers are told to be multiples, those of all places of a value together. Of powers of ten they
+    are free (but not of twos alone, or fives: 2**24 took minutes); what one place joins (allOf, anyOf, oneOf, $ref and what is beside them)
+    is multiplied."""
+    every = _multiples(_dicts(schema))
+    whole = remainders(every)
+    if whole <= MOST_REMAINDERS and sum({remainders([each]) for each in every}) <= MOST_REMAINDERS:  # nothing that can come is more
+        return told(whole)
     places = _places(schema)
     if places is None:
         return whole
-    return sum({math.lcm(*(_remainders(node.get(MULTIPLE)) for node in said)) for said in places} - {1}) or 1
+    return sum({told(remainders(_multiples(said))) for said in places} - {1}) or 1
+
+
+def _multiples(said: Iterable[dict]) -> list[float]:
+    return [node[MULTIPLE] for node in said if is_number(node.get(MULTIPLE)) and node[MULTIPLE]]
 
 
 def most_patterns(schema: object) -> int:
@@ -297,13 +309,3 @@ def _list(node: dict, key: str) -> list[object]:
 
 def _dict(node: dict, key: str) -> dict[str, object]:
     return found if isinstance(found := node.get(key), dict) else {}
-
-
-def _remainders(value: object) -> int:
-    """Of the numbers that are multiples of `value`; 1 for what is no number."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value or value != value or value in (math.inf, -math.inf):
-        return 1
-    number = abs(value) if isinstance(value, int) else int("".join(map(str, Decimal(repr(value)).as_tuple().digits)))
-    while number % 10 == 0:
-        number //= 10
-    return number
