@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from effllm import EffllmError, UsageError
+from effllm.runtime.forms.as_read import as_read
 from effllm.runtime.forms.bounds import FURTHEST, within_reach
 from effllm.runtime.forms.constraint import (
     form_of,
@@ -30,6 +31,8 @@ __all__ = ["engine", "tokenizer"]  # fixtures
     ('{"not": {}}', None, 'Unimplemented keys: ["not"]'),
     ('{"enum": [1, {"id": 123456789012345678}]}', None, "123456789012345678 is not told from the numbers"),
     ('{"const": -9223372036854775808}', None, "-9223372036854775808 is not told from"),
+    ('{"type": "integer", "enum": [2, 1e20]}', None, "1e+20 is not told from"),  # written as 9223372036854775807
+    ('{"const": 9223372036854774784}', None, "9223372036854774784 is not told from"),
     ('{"properties": {"a": {"enum": [[9223372036854775808]]}}}', None, "9223372036854775808 is not told from"),
     ("{bad", None, "is not JSON"),
     ('{"type": "integer", "multipleOf": 1000003}', None, "multipleOf takes 1000003 remainders"),
@@ -161,3 +164,15 @@ def test_bounds_that_are_read_as_written_are_left_and_values_are_no_bounds():
     moved = {"minimum": -1e300, "enum": [{"maximum": 1e300}], "items": [{"exclusiveMaximum": 2**60 + 1, "minimum": 1e300}]}
     assert within_reach(moved) == {"minimum": -float(FURTHEST), "enum": [{"maximum": 1e300}],
                                    "items": [{"exclusiveMaximum": 2**60, "minimum": 1e300}]}
+
+
+def test_additional_items_beside_the_first_ones_say_nothing(engine, tokenizer):
+    """The first ones were left out together with them."""
+    schema = {"type": "array", "prefixItems": [{"const": "a"}], "additionalItems": {"const": "b"}, "minItems": 1, "maxItems": 2}
+    form = schema_form(json.dumps(schema)).opened(tokenizer, engine.config.vocab_size)
+    assert form.begin('["a"]').is_whole and form.begin('["a", 5]').is_whole
+    for text in ('["b"]', "[5]"):
+        with pytest.raises(UsageError, match="so far is not of"):
+            form.begin(text)
+    older = {"items": [{"const": "a"}], "additionalItems": {"const": "b"}, "properties": {"prefixItems": {}, "additionalItems": {}}}
+    assert as_read(older) is older, "where they say something, and where they are names"

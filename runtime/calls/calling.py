@@ -9,9 +9,8 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..forms.bounds import within_reach
+from ..forms.as_read import as_read
 from ..forms.constraint import Form, lark_form
-from ..forms.multiples import listed
 from ..forms.schema_cost import without_slow
 from ..templates.template import TemplateError
 from ..text import Tokenizer
@@ -135,5 +134,4 @@ class Calling:
 
 def _closed(tool: Message) -> Message:
     """A tool whose arguments are those that it names."""
-    told = without_slow(listed(tool["function"]["parameters"]))
-    return {**tool, "function": {**tool["function"], "parameters": closed(within_reach(told))}}
+    return {**tool, "function": {**tool["function"], "parameters": closed(without_slow(as_read(tool["function"]["parameters"])))}}

@@ -30,8 +30,7 @@ def inexact(schema: object) -> float | None:
     left = [node[key] for node in objects(schema) for key in VALUES if key in node]
     while left:
         value = left.pop()
-        is_wrong = type(value) is int and (abs(value) > FURTHEST or int(float(value)) != value)
-        if type(value) in (int, float) and (value < -FURTHEST or is_wrong):
+        if type(value) in (int, float) and (abs(value) >= FURTHEST or type(value) is int and int(float(value)) != value):
             return value
         left += value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
     return None

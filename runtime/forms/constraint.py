@@ -24,9 +24,9 @@ from ... import EffllmError, UsageError
 from ...offload.header import shown
 from ..files.small_file import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
-from .bounds import within_reach
+from .as_read import as_read
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark
-from .multiples import MULTIPLE, listed
+from .multiples import MULTIPLE
 from .schema_cost import too_much
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ def form_of_schema(schema: object, flag: str, name: str) -> Form:
         raise UsageError(f"{flag}: {name} says nothing that JSON Schema knows: {shown(next(iter(schema)))} is not a keyword of it",
                          f"{ANY_OBJECT} for any object; see json-schema.org for how a schema is written")
     try:
-        grammar = _library().LLMatcher.grammar_from_json_schema(within_reach(listed(schema)), defaults=SPACE)
+        grammar = _library().LLMatcher.grammar_from_json_schema(as_read(schema), defaults=SPACE)
     except ValueError as error:  # a number of more than 64 bits, half a surrogate pair
         raise UsageError(f"{flag}: {name}: {_line(error)}", "numbers of at most 64 bits, and text that has UTF-8") from None
     return _judged(Form(grammar, flag, name))

@@ -1,0 +1,29 @@
+"""A JSON schema as llguidance is given it, so that what it makes of it is what the schema says: where it would read a part otherwise, or
+could not tell it in time, that part is written in another way."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+from .bounds import objects, within_reach
+from .multiples import listed
+
+
+def as_read(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """The same schema, as it is read."""
+    return within_reach(listed(_without_idle(schema)))
+
+
+def _without_idle(schema: Mapping[str, object]) -> Mapping[str, object]:
+    """Without `additionalItems` where it says nothing, which is beside `prefixItems`: both together were read as neither."""
+    if not any(map(_is_idle, objects(schema))):
+        return schema
+    made = json.loads(json.dumps(schema))
+    for node in filter(_is_idle, objects(made)):
+        del node["additionalItems"]
+    return made
+
+
+def _is_idle(node: Mapping[str, object]) -> bool:
+    return "additionalItems" in node and isinstance(node.get("prefixItems"), list) and not isinstance(node.get("items"), list)
