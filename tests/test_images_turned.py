@@ -1,5 +1,7 @@
 """Families whose pictures turn by row and column: positions, channels and what early layers add are those of transformers."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -11,6 +13,7 @@ from sight_models import turned_in_pairs
 from effllm import UsageError
 from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.answers.side_by_side import side_by_side
+from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import Album
@@ -206,3 +209,22 @@ def test_sections_that_share_out_other_channels_are_refused(made, tmp_path):
     (tmp_path / "config.json").write_text(wrong)
     with pytest.raises(UsageError, match="mrope_section"):
         axes_of(tmp_path, engine.config)
+
+
+def test_sections_are_those_of_the_layers_that_turn(tmp_path):
+    """Of North Micro Vision, whose config says them kind by kind: whatever stands before them, and one sharing out for all."""
+    window, whole = {"rope_theta": 5e4, "mrope_section": [6, 5, 5]}, {"rope_theta": 1e6, "mrope_section": [10, 3, 3]}
+    text = {"model_type": "cohere_compass_text", "hidden_size": 256, "intermediate_size": 64, "num_hidden_layers": 2,
+            "num_attention_heads": 8, "num_key_value_heads": 2, "vocab_size": 100, "sliding_window": 40,
+            "layer_types": ["sliding_attention", "full_attention"]}
+
+    def axes(**sections: object) -> list[int]:
+        raw = {"model_type": "cohere_compass", "vision_config": {}, "text_config": {**text, "rope_parameters": sections}}
+        (tmp_path / "config.json").write_text(json.dumps(raw))
+        return axes_of(tmp_path, read_config(tmp_path)).tolist()
+
+    found = axes(sliding_attention=window, full_attention=None)
+    assert [found.count(axis) for axis in range(3)] == [6, 5, 5]
+    assert axes(full_attention={**whole, **window}, sliding_attention=window) == found
+    with pytest.raises(UsageError, match="full_attention and sliding_attention share out their channels differently"):
+        axes(full_attention=whole, sliding_attention=window)

@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
+from ..config_rope import GLOBAL, LOCAL
 from ..files.small_file import JSON_NBYTES, read_whole
 
 if TYPE_CHECKING:
@@ -62,9 +63,14 @@ def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
     inner = raw.get("thinker_config") or raw
     inner = inner.get("text_config") or inner
     section = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
-    section = next((each for each in section.values() if isinstance(each, dict)), section)  # of a kind of layers, whose others do not turn
-    name = next((name for name in NAMED if section.get(name) is not None), NAMED[0])
-    return shared_out(raw["model_type"], section.get(name), config, f"config.json: {name}")
+    found = []
+    for own in [section[kind] for kind in (GLOBAL, LOCAL) if isinstance(section.get(kind), dict)] or [section]:
+        name = next((name for name in NAMED if own.get(name) is not None), NAMED[0])
+        found.append(shared_out(raw["model_type"], own.get(name), config, f"config.json: {name}"))
+    if not np.array_equal(found[0], found[-1]):  # of layers with and without a window, where both turn
+        raise UsageError(f"config.json: {GLOBAL} and {LOCAL} share out their channels differently among a picture's rows and columns",
+                         "fetch the model's files again; text alone works")
+    return found[0]
 
 
 def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
@@ -128,7 +134,6 @@ class Followed:
         if any(token >= PICTURED for token in ids):
             return places[:, axes - self.FIRST]
         return None if self.following == self.known else places[:, 0]
-
 
     def placed(self, ids: Sequence[int]) -> np.ndarray:
         """The numbers of tokens behind all of the sequence, int64 [T, 3] or, in order, [T, 4]."""
