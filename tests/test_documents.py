@@ -1,4 +1,4 @@
-"""The documents against the program: every command line in them is one that it takes, what is cheap runs as it stands, the README's samples
+"""The documents against the program: every command line in them is one that it takes, what is cheap runs as it stands, samples
 have the lines that are printed now, and what is called by a name (a flag, a message, a key, an exit code) has that name."""
 
 import ast
@@ -252,8 +252,8 @@ def test_messages_that_are_quoted_are_messages() -> None:
 
 
 def sample(command: str) -> list[str]:
-    """What the README shows below a command."""
-    lines = README.read_text(encoding="utf-8").splitlines()
+    """What the one document that has it shows below a command."""
+    (lines,) = [lines for path in DOCUMENTS if f"    $ {command}" in (lines := path.read_text(encoding="utf-8").splitlines())]
     shown = []
     for line in lines[lines.index(f"    $ {command}") + 1 :]:
         if line and not line.startswith("    ") or line.startswith("    $ "):
