@@ -8,6 +8,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
+from urllib.parse import urlsplit
 
 import typer
 
@@ -297,10 +298,18 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
         raise UsageError("--api-key is not a key: letters, digits and signs without blanks", "leave it out for no key")
     if name is not None and (not name.strip() or not name.isprintable()):
         raise UsageError("--name is empty", "leave it out to use the name MODEL")
-    if wrong := next((each for each in cors or () if each != "*" and "://" not in each), None):
+    if wrong := next((each for each in cors or () if each != "*" and not is_origin(each)), None):
         raise UsageError(f"--cors {wrong} is not an origin", "such as https://chat.example:8443, without a path; * for every page")
     if queue < 0:
         raise UsageError(f"--queue {queue} is not a number of answers", "0 or more")
+
+
+def is_origin(text: str) -> bool:
+    """Whether a scheme and a name can be read in it; programs with windows have origins of their own kinds."""
+    try:
+        return "://" in text and urlsplit(text).hostname is not None
+    except ValueError:  # half of an address in brackets
+        return False
 
 
 def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:

@@ -1,5 +1,6 @@
 """`effllm rm` takes what was named and nothing beside it: one revision of a repository, and of folders what effllm wrote there."""
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -40,6 +41,16 @@ def test_an_alias_of_one_revision_takes_that_one_alone(hub: Hub, person: Person)
     assert person.types("rm", "work", "--dry-run", "--json").json == as_typed | {"name": "work"}
     assert person.types("rm", "work", "-y").code == 0
     assert not person.snapshot(REPO, old).exists() and person.types("verify", f"{REPO}@{new}").code == 0
+
+
+def test_an_alias_of_what_effllm_did_not_make_leads_to_the_name_alone(person: Person, tmp_path: Path) -> None:
+    """`ollama rm` of such a name is meant for the name; the files are a person's own."""
+    file, folder = tmp_path / "story.gguf", shutil.copytree(FABLE, tmp_path / "mine")
+    assert person.types("export", "fable", "-o", file, "--type", "Q8_0").code == 0
+    for name, place in (("work", file), ("tales", folder)):
+        assert person.types("alias", name, place).code == 0
+        said = person.types("rm", name, "-y").refused(2)
+        assert f"{name} is {place}, which effllm did not make" in said and f"effllm alias --rm {name}" in said and place.exists()
 
 
 def test_the_name_of_a_repository_is_all_of_it_whatever_an_alias_of_it_means(hub: Hub, person: Person) -> None:

@@ -179,7 +179,8 @@ def test_who_serves_reads_why_a_request_was_refused() -> None:
         server.ask("GET", "/v1/models", Origin="https://chat.example")
         server.until("GET /v1/models 403 · pages of https://chat.example may not ask: --cors https://chat.example lets them")
         server.ask("GET", "/v1/models", Host="evil.example:80")
-        server.until("403 · this server answers to localhost and 127.0.0.1, not to evil.example:80: ask by one of these")
+        server.until("403 · this server answers to localhost and 127.0.0.1, not to evil.example:80: ask by one of these; behind a proxy "
+                     "serve with --cors")
         server.ask("GET", "/v1/models")
         server.until("GET /v1/models 401 · the key is missing or wrong")
         server.ask("POST", CHAT, {"messages": ASKED, "max_tokens": 4}, Authorization="Bearer k")
@@ -202,6 +203,9 @@ def test_origins_that_are_let_in() -> None:
         assert reply.status == 200 and reply.headers["access-control-allow-origin"] == "https://chat.example"
         refused = server.ask("GET", "/v1/models", Origin="https://chat.example")
         assert refused.status == 401 and "access-control-allow-origin" in refused.headers, "else a page cannot read why"
+        for host, status in (("chat.example", 200), ("CHAT.example:443", 200), ("a.chat.example", 403), ("evil.example", 403)):
+            reply = server.ask("GET", "/v1/models", Host=host, Authorization="Bearer k")
+            assert reply.status == status, f"a proxy that passes on the name {host}"
 
 
 def endless(server: Served):
@@ -272,7 +276,8 @@ def ran(*flags: str) -> subprocess.CompletedProcess:
     ("--port", "that of another", 1, "is in use"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"), *(
         pytest.param(*each, marks=pytest.mark.slow) for each in (
             ("--port", "70000", 2, "is not a port"), ("--host", "192.0.2.1", 1, "--host 192.0.2.1"), ("--api-key", "", 2, "--api-key"),
-            ("--cors", "chat.example", 2, "is not an origin"), ("--queue", "-1", 2, "--queue -1"), ("--name", " ", 2, "--name"),
+            ("--cors", "chat.example", 2, "is not an origin"), ("--cors", "http://[::1", 2, "is not an origin"),
+            ("--queue", "-1", 2, "--queue -1"), ("--name", " ", 2, "--name"),
             ("--stop", "", 2, "stop")))])
 def test_addresses_that_cannot_be_had(server: Served, flag: str, value: str, code: int, said: str) -> None:
     if value == "that of another":

@@ -54,6 +54,7 @@ def test_a_gguf_file_is_found_in_the_list_of_its_folder(person: Person, tmp_path
     out.parent.mkdir()
     assert person.types("export", "fable", "-o", out).code == 0
     assert "has no checksums" in person.types("verify", out).refused(2)
+    assert f"cd {out.parent} && sha256sum fable.gguf >> SHA256SUMS" in person.types("verify", out).err
     (out.parent / "notes.txt").write_text("of another kind")
     recorded(out.parent)
     (out.parent / "notes.txt").write_text("and changed")
@@ -62,6 +63,17 @@ def test_a_gguf_file_is_found_in_the_list_of_its_folder(person: Person, tmp_path
         file.seek(-1, 2)
         file.write(b"\0")
     assert "fable.gguf is not what was written" in person.types("verify", out).refused(1)
+
+
+def test_the_list_of_a_gguf_file_goes_behind_those_of_others(person: Person, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the hint says to do it, where the file lies."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("one.gguf", "two of mine.gguf"):
+        assert person.types("export", "fable", "-o", name).code == 0
+        command = person.types("verify", name).err.rpartition("it is now: ")[2].strip()
+        assert command.startswith("sha256sum ")
+        subprocess.run(command, shell=True, check=True)
+    assert all(person.types("verify", name).out.startswith("1 file, ") for name in ("one.gguf", "two of mine.gguf"))
 
 
 def test_a_list_beside_the_folder_speaks_of_it_by_its_name(person: Person, folder: Path) -> None:

@@ -36,8 +36,8 @@ MOST_NAMED = 270  # characters of an address that is refused: a name has 253 at 
 
 @dataclass(frozen=True)
 class Rules:
-    """`on_loopback`: the server listens there, and asks for a name of it. `origins` may send requests from their pages beside that. What
-    one of `open` says yes to, of a path and headers, needs no key, beside the paths that have none."""
+    """`on_loopback`: the server listens there, and asks for a name of it, or of one of the `origins`, which may send requests from their
+    pages beside that. What one of `open` says yes to, of a path and headers, needs no key, beside the paths that have none."""
 
     on_loopback: bool
     key: str | None = None
@@ -46,9 +46,10 @@ class Rules:
 
     def refused(self, path: str, headers: Headers, query: bytes = b"") -> Problem | None:
         host, origin = headers.get("host", ""), headers.get("origin")
-        if self.on_loopback and host and not is_loopback(name_of(host)) and not is_host_of_containers(name_of(host)):
+        if self.on_loopback and host and not self._is_ours(name_of(host)):
             return Problem(403, f"this server answers to localhost and 127.0.0.1, not to {host[:MOST_NAMED]}", REFUSED,
-                           code="host_not_allowed", hint="ask by one of these, or serve with --host ADDRESS")
+                           code="host_not_allowed", hint="ask by one of these; behind a proxy serve with --cors and the origin that it has "
+                                                         "for others, such as https://chat.example, else with --host ADDRESS")
         if origin is not None and not self.allows(origin, host):
             named = origin[:MOST_NAMED]
             return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
@@ -57,6 +58,12 @@ class Rules:
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
                            code="invalid_api_key", headers={"www-authenticate": "Bearer"})
         return None
+
+    def _is_ours(self, name: str) -> bool:
+        """Whether a server on the loopback answers to a name: a proxy may pass on the one by which it is asked itself, whose pages are let
+        in anyway."""
+        named = (urlsplit(each).hostname for each in self.origins)
+        return is_loopback(name) or is_host_of_containers(name) or name.lower().rstrip(".") in named
 
     def allows(self, origin: str, host: str) -> bool:
         try:

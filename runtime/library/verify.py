@@ -66,10 +66,9 @@ def verify(folder: Path) -> Iterator[Progress | Verified]:
             yield from _verify_blobs(found)
             return
         if (found := summed(folder)) is None:
-            within = folder.parent if folder.is_file() else folder
             came = "GGUF files come" if folder.is_file() else "effllm quantize records them, downloads have them, other checkpoints come"
             raise UsageError(f"{folder} has no checksums: {came} without",
-                             f"to see later whether it is what it is now: {recording(within)}")
+                             f"to see later whether it is what it is now: {recording(folder)}")
         yield from _verify_blobs(found)
         return
     with open_store(folder, whole=False) as store:
@@ -155,9 +154,12 @@ def _files(model: Path) -> list[Path]:
     return [*map(model.with_name, all_parts(model.name)), *projectors_beside(model)[:1], *([ranks] if os.path.lexists(ranks) else [])]
 
 
-def recording(folder: Path) -> str:
-    """The command that lists checksums of the files in a folder as they are now."""
-    return f"cd {typed(folder)} && sha256sum * > {SUMS}"
+def recording(model: Path) -> str:
+    """The command that lists checksums of the files of a model as they are now: of all in a folder, of a GGUF file of its own."""
+    folder = model if model.is_dir() else model.parent
+    of = "*" if model.is_dir() else " ".join(typed(each.name) for each in _files(model) if each.parent == folder)
+    enter = "" if folder == Path() else f"cd {typed(folder)} && "
+    return f"{enter}sha256sum {of} {'>' if model.is_dir() else '>>'} {SUMS}"  # a list may be there already, of other files
 
 
 def summed(model: Path) -> Downloaded | None:
