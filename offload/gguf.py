@@ -134,6 +134,10 @@ def _counts(cursor: _Cursor, size: int) -> tuple[int, int]:
     if magic != MAGIC:
         if magic == b"vers":
             raise CheckpointError(f"{path} is a Git LFS pointer, not the weights", f"git -C {path.parent} lfs pull")
+        if magic[:1] == b"<":
+            raise CheckpointError(f"{path} is a web page, not the weights", "download the file again: a page for people came in its place")
+        if not any(magic):
+            raise CheckpointError(f"{path} begins with zeros: its download was not finished", "download the file again")
         raise CheckpointError(f"{path} is not a GGUF file: it begins with {shown(magic)}", "give a GGUF file, or a model folder")
     if version not in VERSIONS:
         swapped = int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS

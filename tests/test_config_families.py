@@ -3,15 +3,18 @@
 import copy
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
 
+from effllm import EffllmError
 from effllm.runtime import families
 from effllm.runtime.config import Defaults, ModelConfig, decoder_config, parse_config
 from effllm.runtime.config_reader import Keys
+from effllm.runtime.gguf.architectures import architecture
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import LLAMA, keys_read, refused
@@ -287,3 +290,10 @@ def test_what_qwen3_coder_states_of_every_model_of_its_family() -> None:
     assert parse_config({**raw, **coder}, strict=True) == parse_config(raw)
     for key, value in (("qkv_bias", True), ("shared_expert_intermediate_size", 512), ("use_qk_norm", False)):
         refused({**raw, **coder, key: value}, key)
+
+
+@pytest.mark.parametrize("asked", [lambda: families.get("qwen9"), lambda: architecture("a.gguf", "qwen9")], ids=["folder", "file"])
+def test_what_is_not_known_is_a_line_that_can_be_read(asked: Callable[[], object]) -> None:
+    with pytest.raises(EffllmError, match="'qwen9'.* is not supported") as refusal:
+        asked()
+    assert "docs/models.md" in refusal.value.hint and len(refusal.value.message + refusal.value.hint) < 240

@@ -68,6 +68,8 @@ def test_every_kind_of_value(tmp_path: Path) -> None:
     (b"GGUF" + bytes(10), "is cut short"),
     (b"version https://git-lfs" + bytes(20), "Git LFS pointer"),
     (b"PK\x03\x04" + bytes(40), "is not a GGUF file"),
+    (b"<!doctype html>" + b" " * 40, "is a web page, not the weights"),
+    (bytes(40), "begins with zeros"),
     (file([], [], version=1), "GGUF version 1"),
     (b"GGUF" + struct.pack(">I", 3) + bytes(40), "big-endian"),
     (file([], [], counts=(MAX_TENSORS + 1, 0)), "tensors, more than"),
