@@ -5,6 +5,7 @@ The speed comes from measurements of this machine, which the first plan makes (s
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Annotated
@@ -69,11 +70,12 @@ def plan(context: typer.Context, model: Model, prompt: PromptTokens = None, para
     except Absent as absent:
         coming = before_pull(absent, weights, flags, screen, parallel)
         prepared = coming.run.prepared
+    begun_s = time.process_time()  # a run has imported and opened the same by then; what it waited for a cold disk is not in it
     if prompt is not None and prepared is not None and prompt >= prepared.placement.ctx:
         raise UsageError(f"-p {prompt} leaves no room for an answer in the context of {prepared.placement.ctx} tokens",
                          "a shorter prompt, or -c for a larger context")
     known = machine_roofs(prepared, screen, no_probe, coming and coming.folder)
-    found, better = forecast.forecast(prepared, known, prompt), forecast.suggest(prepared, known)
+    found, better = replace(forecast.forecast(prepared, known, prompt), begun_s=begun_s), forecast.suggest(prepared, known)
     for notice in prepared.notices:
         screen.note(notice)
     if json:
@@ -178,7 +180,8 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
         "per_token": {"weights_bytes": work.bytes_per_token, "disk_bytes": work.streamed + round(work.missed), "kv_bytes_at_full_context":
                       work.kv_at(placement.ctx), "kv_disk_bytes_at_full_context": work.kv_disk_bytes(placement.ctx)},
         "prediction": {"start": told(found.start), "full_context": told(found.full), "prompt": told(found.prompt, found.prompt_tokens),
-                       "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "unknown": found.reason or None},
+                       "prompt_tokens": found.prompt_tokens, "load_s": found.load_s, "program_s": found.begun_s,
+                       "unknown": found.reason or None},
         "kernels": [each.to_json() for each in chosen_kernels(prepared)],
         "speculation": {"lookup": drafting.lookup, "draft": prepared.options.draft if drafting.draft else None,
                         "draft_bytes": drafting.draft_nbytes, "draft_bits": drafting.draft_bits or None, "mtp": drafting.mtp,
@@ -201,6 +204,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
           coming: PullPlan | None = None, width: int = BAR) -> list[tuple[str, str]]:
     """The same for a person, in bars of `width`."""
     from ..offload.size import format_size
+    from ..runtime.planning import forecast
 
     placement, work = prepared.placement, found.work
     read = work.streamed + round(work.missed)
@@ -234,6 +238,9 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
     if known.machine is not None:
         disk = f", disk {known.disk.disk.stream_rate / 1e9:.2f} GB/s ({known.disk.date})" if known.disk else ""
         said.append(("measured", f"memory {known.machine.memory / 1e9:.1f} GB/s, kernels ({known.machine.date}){disk}"))
+        if others := known.machine.disturbed_of(forecast.wanted(prepared)):
+            said.append(("", f"other programs had up to {round(100 * max(others.values()))}% of the cores' time then: the next plan that "
+                             "finds them free measures again"))
     return said
 
 
@@ -359,7 +366,9 @@ def speeds(found: Forecast) -> list[tuple[str, str]]:
     said = [("speed", f"about {rate(found.start.tokens_per_s)} tokens/s ({margin(found.start.error)}), "
                       f"{rate(found.full.tokens_per_s)} with a full context; the {found.start.limit} limits it{later}")]
     if found.prompt is not None:
-        load = f", after {seconds(found.load_s)} of loading from a cold disk" if found.load_s else ""
+        before = [f"{seconds(value)} of {what}" for value, what in ((found.begun_s, "starting"), (found.load_s, "loading from a cold disk"))
+                  if value]
+        load = f", after {' and '.join(before)}" if before else ""
         pace = rate(found.prompt_tokens / found.prompt.seconds)
         said.append(("first token", f"about {seconds(found.prompt.seconds)} ({margin(found.prompt.error)}) for a prompt of "
                                     f"{found.prompt_tokens} tokens, {pace} tokens/s{load}"))

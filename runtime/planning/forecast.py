@@ -70,7 +70,7 @@ def doctor(options: EngineOptions, *flags: str) -> str:
 @dataclass(frozen=True)
 class Forecast:
     """Predictions for a plan: a token at the start, with a full context, and the wait for a prompt of `prompt_tokens`. All None where
-    `reason` says why."""
+    `reason` says why. `begun_s`: what a process takes before it loads a weight, None where nobody looked."""
 
     work: Work
     prompt_tokens: int
@@ -78,6 +78,7 @@ class Forecast:
     full: Prediction | None = None
     prompt: Prediction | None = None
     load_s: float | None = None
+    begun_s: float | None = None
     reason: str = ""
 
 
