@@ -102,9 +102,12 @@ def system(chat: Conversation, rest: str) -> None:
 
 
 def show(chat: Conversation, rest: str) -> None:
+    from ..offload.size import format_size
+
     session, engine = chat.session, chat.session.engine
     config, placement = engine.config, engine.placement
-    chat.screen.note(f"model {chat.name}: {config.family}, {config.num_hidden_layers} layers, {config.dtype}")
+    weights = format_size(placement.weights_bytes)  # a dtype of the config says little of what was quantized
+    chat.screen.note(f"model {chat.name}: {config.family}, {config.num_hidden_layers} layers, weights {weights}")
     chat.screen.note(f"context {session.used} of {session.n_ctx} tokens, {len(session.messages)} messages, cache {engine.options.kv}, "
                      f"layers on {', '.join(sorted(set(placement.devices)))}")
     system(chat, "")

@@ -341,7 +341,8 @@ def test_words_after_a_command_that_takes_none_are_answered(chat: Chat) -> None:
     said = chat.say("/undo 2")
     assert "/undo takes no words after it, not '2'" in said and "nothing was said yet" not in said
     assert "/exit takes no words" in chat.say("/exit now"), "it stays"
-    assert "layers on" in chat.say("/show info") and "--template" in chat.say("/show template")
+    assert "layers on" in (shown := chat.say("/show info")) and "6 layers, weights 11.01 MiB" in shown
+    assert "--template" in chat.say("/show template")
     assert chat.say("/help set").split()[0] == "/set" and "there is no command /sett, did you mean /set?" in chat.say("/help sett")
     assert "-n 0 leaves no room for an answer" in chat.say("/set predict 0") and "-n -5 is not a number" in chat.say("/set predict -5")
     assert "predict is 24" in chat.say("/set predict")
