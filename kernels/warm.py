@@ -10,11 +10,11 @@ from __future__ import annotations
 import gc
 import os
 import select
-import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from pathlib import Path
 
 from .compile import Jit, Kernel, cache_folder, complete
@@ -23,8 +23,9 @@ from .tiles import FORMATS
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 INDEX_NBYTES = 2  # in the pipe, of a function
-BESIDE = "--beside"  # of the child's command line: half the helpers, at the lowest priority
+BESIDE = "--beside"  # of the child's command line
 LOWEST = 19
+PAUSE_S = 0.01  # in which one who waits for the lock gets it
 GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
 
 
@@ -151,15 +152,11 @@ def warming(kinds: Sequence[str]) -> Iterator[None]:
         yield
         return
     child = subprocess.Popen(_command(BESIDE, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                             env=_environment(), start_new_session=True)
+                             env=_environment())
     try:
         yield
     finally:
-        if os.name == "posix":
-            with suppress(ProcessLookupError):  # all have ended
-                os.killpg(child.pid, signal.SIGKILL)  # its helpers too
-        else:
-            child.kill()
+        child.kill()
         child.wait()
 
 
@@ -187,16 +184,27 @@ def main() -> None:
     if folder is None:
         return
     beside = BESIDE in sys.argv
-    if beside and os.name == "posix":
-        os.nice(LOWEST)
-    helpers = min(MOST_HELPERS, os.cpu_count() or 1)
+    kinds = [word for word in sys.argv[1:] if word != BESIDE] or ALL
+    functions = compiled_functions(kinds)
+    if beside:
+        _compile_beside(functions, folder)
     with _locked(folder):
         for partial in folder.glob("*.o.[0-9]*"):  # of a process that was ended while it wrote
             partial.unlink(missing_ok=True)
-        kinds = [word for word in sys.argv[1:] if word != BESIDE] or ALL
-        _compile(compiled_functions(kinds), max(1, helpers // 2) if beside else helpers)  # a moment where another has done it meanwhile
+        if not beside:
+            _compile(functions, min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
         for kind in kinds:
             complete(folder, kind).touch()
+
+
+def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
+    """One after the other at the lowest priority. A run that needs kernels now waits for one function at most, not for all."""
+    if os.name == "posix":
+        os.nice(LOWEST)
+    for function in reversed(functions):  # short ones first: one that is interrupted is lost
+        with _locked(folder):
+            function.load()
+        time.sleep(PAUSE_S)
 
 
 def _compile(functions: list[Kernel | Jit], processes: int) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -124,6 +127,17 @@ def test_a_download_begins_to_compile_and_leaves_no_process_behind(hub: Hub, tmp
         assert made and not list(folder.glob("complete-*"))
     time.sleep(1)
     assert sorted(folder.glob("*.o")) == made
+
+
+def test_a_run_meanwhile_waits_for_one_function_not_for_all(tmp_path: Path) -> None:
+    command, kept = [sys.executable, "-P", "-m", warm.__name__, warm.BESIDE, warm.RAW], tmp_path / "kernels"
+    with subprocess.Popen(command, env={**os.environ, "XDG_CACHE_HOME": str(kept)}) as child:
+        while not (made := next(kept.rglob("*.o"), None)) and child.poll() is None:
+            time.sleep(0.02)
+        with open(made.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert child.poll() is None and not list(kept.rglob("complete-*"))
+        child.kill()
 
 
 @pytest.mark.slow
