@@ -279,8 +279,8 @@ def say_done(folder: object, pulled: Pulled | None, plan: PullPlan | None, scree
 def say_left_out(wish: Wish, plan: PullPlan, screen: Screen) -> None:
     """Say that the bits of the settings are left out, where the plan came to that."""
     if (wish.bits or wish.on_load) and not (plan.wish.bits or plan.wish.on_load):
-        screen.note_once(f"{wish.reference.text} is quantized already (by another tool): bits of {origin(screen.environment, 'bits')} is "
-                         "left out")
+        how = plan.made_at or "by another tool"
+        screen.note_once(f"{wish.reference.text} is quantized already ({how}): bits of {origin(screen.environment, 'bits')} is left out")
 
 
 def offer(absent: Absent, bits: str | None, gives_way: bool, screen: Screen, yes: bool, options: EngineOptions) -> ModelRef:

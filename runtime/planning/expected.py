@@ -1,4 +1,4 @@
-"""A model that is not here yet, as the planner wants to see it: from its config alone."""
+"""A model that is not here yet, as the planner wants to see it: from its config, or from the `effllm.json` of one that was quantized."""
 
 from __future__ import annotations
 
@@ -27,11 +27,22 @@ Formats = Callable[[str, TensorRule], QuantSpec | None]  # a role and what is as
 class ExpectedStore:
     """The tensors that a config asks for, raw or quantized by the recipe of `spec`: names, shapes and types, no bytes. `formats`: what
     another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
-    that stay raw take 16 bits."""
+    that stay raw take 16 bits. `container`: what it lists, whatever the config asks for."""
 
     puts_in_order = False  # nothing is read
 
-    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False) -> None:
+    def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False,
+                 container: Container | None = None) -> None:
+        self._made: set[str] = set()
+        self._shapes: dict[str, tuple[int, ...]] = {}
+        self._schemes: dict[str, str] = {}
+        self.nbytes, self.notices = 0, ()
+        self.tensors: dict[str, TensorInfo] = {}
+        if container is not None:
+            for each in container.tensors.values():
+                self._put(each.name, each.spec, each.shape)
+            self.container = container
+            return
         family, raw = families.get(config.family), QuantSpec.raw(RAW.get(config.dtype, "bf16"))
         groups = [family.outer_tensors(config), *(family.layer_tensors(config, i) for i in range(config.num_hidden_layers))]
         if formats is None and not of_codes:
@@ -39,11 +50,6 @@ class ExpectedStore:
         recipe = None if spec is None else Recipe(spec)
         experts_stored = QuantSpec.parse(config.experts_stored) if spec is None and config.experts_stored else None
         stored: dict[str, StoredTensor] = {}
-        self._made: set[str] = set()
-        self._shapes: dict[str, tuple[int, ...]] = {}
-        self._schemes: dict[str, str] = {}
-        self.nbytes, self.notices = 0, ()
-        self.tensors: dict[str, TensorInfo] = {}
         for role, rule in ((role, rule) for rules in groups for role, rule in rules.items()):
             low = recipe is not None and len(rule.shape) == 2 and families.kind_of(role) in MATRICES
             own = recipe.spec_for(rule.name, rule.shape, role) if low else QuantSpec.raw("f16") if of_codes and rule.plain else raw
@@ -53,15 +59,19 @@ class ExpectedStore:
             if formats is not None and (made := formats(role, rule)) is not None:
                 own = made
                 self._made.add(rule.name)
-            shape, nbytes = self._shapes.setdefault(rule.name, tuple(rule.shape)), own.nbytes(rule.shape)
-            self._schemes[rule.name] = own.scheme
-            stored[rule.name] = StoredTensor(rule.name, own, shape, 0)
-            dtype, form = (DTYPES[own.scheme], shape) if own.is_raw else ("U8", (nbytes,))
-            self.tensors[rule.name] = TensorInfo(rule.name, dtype, form, Path("expected"), self.nbytes, nbytes)
-            self.nbytes += nbytes
+            stored[rule.name] = StoredTensor(rule.name, own, self._put(rule.name, own, tuple(rule.shape)), 0)
         bits = 8 * self.nbytes / sum(prod(each.shape) for each in stored.values())
         said = spec or experts_stored or next((each.spec for each in stored.values() if not each.spec.is_raw), None)
         self.container = None if said is None else Container(str(said), bits, stored, {}, {}, {}, {})
+
+    def _put(self, name: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
+        """Behind all others; returns the shape of the whole tensor, of which this may be a part."""
+        whole, nbytes = self._shapes.setdefault(name, shape), spec.nbytes(shape)
+        self._schemes[name] = spec.scheme
+        dtype, form = (DTYPES[spec.scheme], whole) if spec.is_raw else ("U8", (nbytes,))
+        self.tensors[name] = TensorInfo(name, dtype, form, Path("expected"), self.nbytes, nbytes)
+        self.nbytes += nbytes
+        return whole
 
     def place(self, info: TensorInfo) -> int | None:
         """As if all lay in one file, as it is read but for what is made on the way in."""

@@ -1,7 +1,8 @@
 """What a pull would do, before it does it: bytes to load and to keep, disk, memory, speed, licence, gate. From a few kilobytes.
 
 One request describes the repository, one brings config.json; shapes and types of the weights follow from it, so the size of a quantized
-result is exact and the memory is what `effllm plan` would say of the finished model.
+result is exact and the memory is what `effllm plan` would say of the finished model. Of a folder that `quantize` made and somebody
+shared, a third one brings effllm.json.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
+from ...offload.header import AGAIN, CheckpointError, parse_json
 from ...offload.pickled import FILE as PICKLED
 from ...offload.size import format_size
 from ...quant.spec import QuantSpec
@@ -28,6 +30,7 @@ from ..library.model_name import Reference
 from ..planning.expected import ExpectedStore
 from ..speculation.draft_types import is_assistant, is_eagle3
 from ..stores.composite import text_alone
+from ..stores.container import Container, parse_container
 from ..stores.import_config import section_of
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
@@ -40,7 +43,7 @@ from .shards import at_once
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
 
-CONFIG_LIMIT = 128 << 10
+CONFIG_LIMIT, CONTAINER_LIMIT = 128 << 10, 32 << 20
 # Bytes of memory for a byte of a tokenizer (128,000 tokens: 100 MiB of 15.5), of which a line of base64 says little.
 TOKENIZER_TIMES = {"tokenizer.json": 6, "tekken.json": 8, "tiktoken.model": 50, "hy.tiktoken": 50, hub.WORLD: 60}
 TOKEN_NBYTES = 800  # and for a token, of which the length in a file is not known
@@ -67,7 +70,7 @@ class PullPlan:
     """`folder` is what will hold the model. Bytes: `total_bytes` of all files, `held_bytes` of them here already, `kept_bytes` on the disk
     at the end, `disk_bytes` more than now at the worst moment. `run`: what a run would take then, and its speed. `smaller`: fewer bits that
     suit the model's size and the bytes that they keep. `alternative`: to a gated one, an alias without a gate. `is_done`: nothing is
-    left to do. `sees`: of `files` the part of a GGUF model that sees."""
+    left to do. `sees`: of `files` the part of a GGUF model that sees. `made_at`: the bits of published weights that `quantize` made."""
 
     wish: Wish
     repository: Repository
@@ -85,6 +88,7 @@ class PullPlan:
     smaller: tuple[int, int] | None = None
     is_done: bool = False
     sees: RemoteFile | None = None
+    made_at: str = ""
 
     @property
     def lacks_tokenizer(self) -> bool:
@@ -159,7 +163,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     else:
         files = [*companions(repository), *_weights(wish, repository, client)]
     alternative = _alternative(wish, repository, files, env)
-    head, section = GgufHead(), None
+    head, section, made_at = GgufHead(), None, ""
     try:
         if wish.reference.file is None:
             raw, count = _raw_config(wish, repository, client)
@@ -169,6 +173,9 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
                 head, config = GgufHead(unknown=_as_stored(wish, "makes vectors or ranks documents", READS)), None
             else:
                 config, section = parse_config(raw), section_of(text_alone(raw))
+                if (made_of := _container(wish, repository, client)) is not None:
+                    head, made_at = GgufHead(store=ExpectedStore(config, container=made_of)), made_of.spec_text
+                    count += repository.files[storage.MARKER].size
         elif all(place.is_here(file) for file in files):
             config, count = None, 0
             head = GgufHead(unknown="its files are here: effllm plan tells")
@@ -185,7 +192,7 @@ def plan_pull(wish: Wish, client: Client, env: Mapping[str, str], options: Engin
     distinct = {file.etag: file for file in files}.values()
     total, held = sum(file.size for file in distinct), sum(place.held(file) for file in distinct)
     made = PullPlan(wish, repository, tuple(files), place.snapshot, total, held, total, total - held, free_nbytes(place.root), licence,
-                    nbytes_read, alternative, sees=sees)
+                    nbytes_read, alternative, sees=sees, made_at=made_at)
     if config is None:
         return replace(made, run=Run(unknown=head.unknown))
     if wish.gives_way and _is_quantized(head, section):
@@ -250,6 +257,23 @@ def _raw_config(wish: Wish, repository: Repository, client: Client) -> tuple[Map
     if not isinstance(raw, dict):
         raise DownloadFailed(f"config.json of {repository.repo} is not a JSON object", "the hub or something on the way alters it")
     return raw, len(text)
+
+
+def _container(wish: Wish, repository: Repository, client: Client) -> Container | None:
+    """What `quantize` made of the published weights, None where it made nothing. Raises UsageError for bits that are asked for again,
+    CheckpointError for a damaged one."""
+    if storage.MARKER not in repository.files:
+        return None
+    path = Path(storage.MARKER)
+    raw = client.small_file(wish.repo, repository.commit, repository.files[storage.MARKER], CONTAINER_LIMIT)
+    try:
+        made = parse_container(parse_json(path, "content", raw), path)
+    except CheckpointError as error:
+        raise CheckpointError(f"{wish.repo}: {error.message}", "whoever shares it has to quantize and upload it again"
+                              if error.hint == AGAIN else error.hint) from error
+    if wish.bits is not None and not wish.gives_way:
+        raise UsageError(f"{wish.repo} is quantized already ({made.spec_text})", f"effllm pull {wish.repo}")
+    return made
 
 
 def _as_stored(wish: Wish, does: str, said: str) -> str:

@@ -17,8 +17,10 @@ from ... import ModelNotFound
 from ...quant.spec import QuantSpec
 from ..config_reader import ADAPTER as STATED
 from ..config_reader import is_count, show
+from ..files.written import MEASURED, TOWER
 from ..gguf import listwise, names
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
+from ..library.storage import MARKER
 from .client import Client, DownloadFailed, RemoteFile
 
 SINGLE, ADAPTER = "model.safetensors", "adapter_model.safetensors"
@@ -102,12 +104,14 @@ def stated_licence(raw: Mapping[str, object]) -> str | None:
 
 
 def companions(repository: Repository) -> list[RemoteFile]:
-    """The files beside the weights. Another form of the tokenizer is none where tokenizer.json is there."""
+    """The files beside the weights. Another form of the tokenizer is none where tokenizer.json is there. Of a folder that `quantize` made
+    what it says of the weights, what was measured of them, and what the model sees with, however large."""
     twice = RANKS if "tokenizer.json" in repository.files else ()
     # What a model was taught to hear by lies beside its weights. Where nothing describes it, it is somebody's leftover.
     taught = (STATED, ADAPTER) if {STATED, "config.json"} <= repository.files.keys() else ()
-    return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in (*COMPANIONS, *taught))
-            and not file.name.endswith(PROGRAMS) and file.name not in twice and file.size <= LARGEST_COMPANION]
+    made = (MARKER, *MEASURED, TOWER) if MARKER in repository.files else ()
+    return [file for file in repository.files.values() if any(fnmatch(file.name, pattern) for pattern in (*COMPANIONS, *taught, *made))
+            and not file.name.endswith(PROGRAMS) and file.name not in twice and (file.size <= LARGEST_COMPANION or file.name in made)]
 
 
 def weights(repository: Repository, exclude: str = "", bits: str | None = None) -> list[RemoteFile]:
