@@ -24,7 +24,7 @@ MOST_HELPERS = 4  # each takes some 200 MB while it compiles
 TICK_S = 0.25
 INDEX_NBYTES = 2  # in the pipe, of a function
 BESIDE = "--beside"  # of the child's command line
-LOWEST = 19
+LOW = 10  # its priority: a download leaves the processor to it, another program does not
 PAUSE_S = 0.01  # in which one who waits for the lock gets it
 GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
 
@@ -146,7 +146,7 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
 
 @contextmanager
 def warming(kinds: Sequence[str]) -> Iterator[None]:
-    """Compile what is cold of these kinds at the lowest priority, beside something that waits for a network. Whatever is not done at the
+    """Compile what is cold of these kinds at a low priority, beside something that waits for a network. Whatever is not done at the
     end of that is left to the first run: functions are kept one by one."""
     if not is_cold(kinds):
         yield
@@ -198,9 +198,9 @@ def main() -> None:
 
 
 def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
-    """One after the other at the lowest priority. A run that needs kernels now waits for one function at most, not for all."""
+    """One after the other at a low priority. A run that needs kernels now waits for one function at most, not for all."""
     if os.name == "posix":
-        os.nice(LOWEST)
+        os.nice(LOW)
     for function in reversed(functions):  # short ones first: one that is interrupted is lost
         with _locked(folder):
             function.load()

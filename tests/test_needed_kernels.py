@@ -120,11 +120,11 @@ def pulled_when(hub: Hub, tmp_path: Path, rate: float, is_time: Callable[[Path],
 
 
 def test_a_download_begins_to_compile_and_leaves_no_process_behind(hub: Hub, tmp_path: Path) -> None:
-    folder = pulled_when(hub, tmp_path, 50_000, lambda kept: any(kept.rglob("*.o")))
+    folder = pulled_when(hub, tmp_path, 50_000, lambda kept: any(kept.rglob("lock")))
     with open(folder / "lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # raises while a compiler holds it
+        assert not list(folder.glob("complete-*"))
         made = sorted(folder.glob("*.o"))
-        assert made and not list(folder.glob("complete-*"))
     time.sleep(1)
     assert sorted(folder.glob("*.o")) == made
 
