@@ -6,13 +6,13 @@ from collections.abc import Mapping
 
 # Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
 KEYS_HARMLESS = frozenset({
-    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path",
-    "attention_dropout", "attn_implementation", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "do_sample",
-    "early_stopping", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_llama_config",
-    "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length", "min_length", "name_or_path", "neftune_noise_alpha",
-    "no_repeat_ngram_size", "num_beams", "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states",
-    "output_scores", "pad_token_id", "prefix", "pretraining_tp", "problem_type", "repetition_penalty", "resid_pdrop", "return_dict",
-    "return_dict_in_generate", "sep_token_id", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
+    "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path", "attention_dropout",
+    "attn_implementation", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "do_sample", "early_stopping",
+    "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id",
+    "length_penalty", "max_length", "min_length", "name_or_path", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beams", "num_labels",
+    "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
+    "pretraining_tp", "problem_type", "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate",
+    "router_aux_loss_coef", "sep_token_id", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
     "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config", "transformers_version",
     "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
 })

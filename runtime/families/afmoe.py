@@ -15,7 +15,7 @@ from .mixtral import MOST_EXPERTS, mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"load_balance_coeff", "output_router_logits", "use_grouped_mm"})  # of training, and how it is computed
+KEYS_HARMLESS = frozenset({"load_balance_coeff", "use_grouped_mm"})  # of training, and how it is computed
 # The published ones say in words what every model of the family does; groups of experts under two names each.
 REFUSED_UNLESS = {"mlp_bias": False, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1, "route_norm": True,
                   "score_func": "sigmoid", "topk_group": 1}

@@ -7,7 +7,6 @@ from ..config_reader import Keys
 from . import TensorRule, llama, opt
 
 block = opt.block
-REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

@@ -25,7 +25,7 @@ LIKE = kimi_linear
 CLAMPS = "expert_swiglu_limit_list", "share_expert_swiglu_limit_list"  # how large gates of experts get, by layer; 0 for no bound
 # Of training and of the layer behind; rotary_dim and qk_head_dim are what others say.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "mtp_use_kda", "output_dropout",
-                           "output_router_logits", "qk_head_dim", "rotary_dim", "router_dtype"})
+                           "qk_head_dim", "rotary_dim", "router_dtype"})
 REFUSED_UNLESS = {
     "gated_attention_proj_granularity_type": "head_wise", "group_norm_size": 1, "linear_attention": "kda",
     "linear_silu": True, "mlp_bias": False, "moe_router_enable_expert_bias": True, "no_kda_lora": True, "rope_interleave": True,

@@ -15,7 +15,7 @@ from .qwen3_moe import NAMES
 
 # Of training, and windows that are not used.
 KEYS_HARMLESS = frozenset({"embedding_dropout", "max_window_layers", "mtp_loss_scaling_factor", "num_token_max", "output_dropout",
-                           "output_router_logits", "router_dtype", "use_sliding_window"})
+                           "router_dtype", "use_sliding_window"})
 REFUSED_UNLESS = {
     "layer_types": None, "norm_head": False, "norm_softmax": False, "score_function": "sigmoid", "sliding_window": None,
     "use_bias": False, "use_qk_norm": True, "use_qkv_bias": False, "use_rmsnorm": True, "using_split_qkv_in_self_attention": False}

@@ -13,8 +13,7 @@ from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
 LIKE = cohere
-KEYS_HARMLESS = cohere.KEYS_HARMLESS - {"rms_norm_eps"} | {"cache_implementation", "layer_switch", "output_router_logits",
-                                                           "router_aux_loss_coef"}
+KEYS_HARMLESS = cohere.KEYS_HARMLESS - {"rms_norm_eps"} | {"cache_implementation", "layer_switch"}
 REFUSED_UNLESS = {
     **{key: value for key, value in cohere.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")},
     "order_of_interleaved_layers": "local_attn_first", "use_qk_norm": False}

@@ -15,7 +15,7 @@ from . import TensorRule, llama
 from .deepseek_v3 import refuse_other_code
 from .mixtral import mixture, mixture_tensors
 
-KEYS_HARMLESS = frozenset({"emb_pdrop", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"emb_pdrop", "rms_norm_eps"})
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 CODE = r"(configuration|modeling)_dbrx\.Dbrx\w+"  # of the published ones, which became part of transformers
 NAMES = {"gate": "w1", "up": "v1", "down": "w2"}

@@ -14,7 +14,7 @@ from .glm4_moe_lite import sparse_behind
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "output_router_logits", "router_aux_loss_coef", "seq_aux"})  # of training
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
                   "sliding_window": None, "use_mla": False}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}

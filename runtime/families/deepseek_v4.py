@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 # Of training, and of layers that predict tokens ahead, which are left out.
 KEYS_HARMLESS = frozenset({"dspark_block_size", "dspark_markov_rank", "dspark_target_layer_ids", "num_nextn_predict_layers",
-                           "output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})
+                           "router_jitter_noise"})
 REFUSED_UNLESS = {
     "attention_bias": False, "mlp_bias": False, "norm_topk_prob": True, "scoring_func": "sqrtsoftplus",
     "swiglu_limit": SILU_LIMIT, "topk_method": "noaux_tc"}

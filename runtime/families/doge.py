@@ -15,8 +15,8 @@ from ..layer import Layer, last_of, narrowing
 from . import TensorRule, llama
 
 OF_MIXTURES = ("num_experts", "num_experts_per_tok")  # which configs of the others have too
-# Of training, and of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
-KEYS_HARMLESS = frozenset({"norm_topk_prob", "output_router_logits", "router_aux_loss_coef"})
+# Of mixtures, which are refused: a prompt's tokens would choose experts by what others say.
+KEYS_HARMLESS = frozenset({"norm_topk_prob"})
 REFUSED_UNLESS = {"is_moe": False, "layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 32_768, "hidden_size": 1024, "intermediate_size": 2048, "num_hidden_layers": 32, "num_attention_heads": 8}
 EVEN = 16  # a head in attention is so many channels, or several times as many

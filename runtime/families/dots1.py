@@ -10,7 +10,7 @@ from .qwen2 import windows_of
 
 LIKE = glm4_moe
 # The published ones also say how scores are made, in words of their own for what every model of the family does.
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "scoring_func", "topk_method"})
+KEYS_HARMLESS = frozenset({"scoring_func", "topk_method"})
 REFUSED_UNLESS = {"mlp_bias": False, "moe_layer_freq": 1, "n_group": 1, "topk_group": 1, "use_qk_norm": True}
 
 

@@ -18,7 +18,6 @@ from .qwen2 import windows_of
 
 LIKE = gemma4_text
 KEYS_HARMLESS = frozenset({"hidden_act"})
-REFUSED_UNLESS = {"mlp_bias": False}
 SIZES = {"vocab_size": 262_144, "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 24, "num_attention_heads": 4}
 ROPES = {GLOBAL: {"rope_theta": 1_000_000.0}, LOCAL: {"rope_theta": 10_000.0}}
 MOST_NUMBERS = 2**16  # of a vector

@@ -12,7 +12,7 @@ from .glm4_moe_lite import sparse_of
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
+KEYS_HARMLESS = frozenset({"moe_capacity"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_gate_act": "softmax",
                   "moe_norm_gate_logits": True, "moe_norm_min": 1e-12, "sliding_window": None, "use_bias": False}

@@ -21,7 +21,7 @@ from .qwen3_moe import NAMES
 
 # Words around pictures, and around videos, whose experts are those of pictures.
 WORDS = {"image_start_token_id": 101_304, "image_end_token_id": 101_305, "video_start_token_id": 101_306, "video_end_token_id": 101_307}
-KEYS_HARMLESS = frozenset({"moe_capacity", "output_router_logits", "router_aux_loss_coef"})  # of training
+KEYS_HARMLESS = frozenset({"moe_capacity"})  # of training
 # No sum of scores is as small as the least that moe_norm_min lets one be.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "moe_gate": "topk", "moe_norm_min": 1e-12,
                   "moe_use_aux_free": True, "sliding_window": None, "use_bias": False}

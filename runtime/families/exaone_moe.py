@@ -16,7 +16,7 @@ from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
 # Which layers have experts is said in a second way, as numbers.
-KEYS_HARMLESS = frozenset({"is_moe_layer", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"is_moe_layer"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 16_384, "num_hidden_layers": 32, "num_attention_heads": 32}
 

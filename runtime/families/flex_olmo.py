@@ -9,7 +9,6 @@ from . import TensorRule, olmo2
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 100_352, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}
 

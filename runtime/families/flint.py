@@ -11,7 +11,6 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})  # of training
 REFUSED_UNLESS = {"mlp_bias": False, "qkv_bias": False}
 SIZES = {"vocab_size": 150_144, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 49, "num_attention_heads": 32}
 WINDOW, DENSE = 513, (0, 1)

@@ -12,7 +12,7 @@ from . import TensorRule
 from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"num_mtp_layers", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"num_mtp_layers"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "n_group": 1, "sliding_window": None, "topk_group": 1}
 ROTARY = 0.5  # of a head, where nothing is said
 

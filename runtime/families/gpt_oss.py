@@ -19,7 +19,7 @@ from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
 # The first two repeat what num_experts_per_tok and the rotary section say.
-KEYS_HARMLESS = frozenset({"experts_per_token", "initial_context_length", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"experts_per_token", "initial_context_length"})
 REFUSED_UNLESS = {"mlp_bias": False, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT}
 WINDOW, THETA = 128, 150_000.0
 YARN = {"rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,

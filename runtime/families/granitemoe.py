@@ -13,7 +13,6 @@ from . import TensorRule, granite
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 

@@ -13,7 +13,7 @@ from . import TensorRule, granite, llama
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size"})
 REFUSED_UNLESS = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm", "sliding_window": None}
 ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
 PARTS = {"state_gate": "gate_proj", "state_in": "xbc_proj", "state_rate": "dt_proj"}  # of in_proj, by the names that they have apart

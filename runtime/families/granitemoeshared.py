@@ -6,11 +6,10 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_reader import Keys
-from . import TensorRule, granite, granitemoe, granitemoehybrid, qwen3_moe
+from . import TensorRule, granite, granitemoe, granitemoehybrid
 from .mixtral import mixture
 
 LIKE = granitemoe
-NAMES = qwen3_moe.NAMES
 
 
 def config(keys: Keys) -> ModelConfig:

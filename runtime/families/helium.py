@@ -5,7 +5,6 @@ from __future__ import annotations
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 
-REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 THETA = 100_000.0
 
 

@@ -16,7 +16,7 @@ LIKE = hunyuan_v1_dense
 # Of training, and of choices among groups, which the published ones do not make.
 KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS - {"routed_scaling_factor"} | {
     "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
-    "output_router_logits", "topk_group", "topk_method"}
+    "topk_group", "topk_method"}
 REFUSED_UNLESS = {
     **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key != "num_experts"}, "group_limited_greedy": False,
     "moe_layer_num_skipped": 0, "moe_router_enable_expert_bias": False, "moe_router_use_sigmoid": False, "norm_topk_prob": True,

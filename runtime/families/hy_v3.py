@@ -14,7 +14,7 @@ from .mixtral import MOST_EXPERTS, expert_tensors, mixture
 from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"enable_attention_fp32_softmax", "enable_lm_head_fp32", "enable_moe_fp32_combine", "expert_hidden_dim",
-                           "output_router_logits", "router_aux_loss_coef", "use_grouped_mm"})  # what is added in float32 here
+                           "use_grouped_mm"})  # what is added in float32 here
 # The published ones say in words what every model of the family does.
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_router_enable_expert_bias": True, "moe_router_use_sigmoid": True,
                   "qk_norm": True, "route_norm": True, "sliding_window": None}

@@ -6,7 +6,6 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 from .deepseek_v3 import refuse_other_code
 
-REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 SIZES = {"vocab_size": 128_512, "hidden_size": 4096, "intermediate_size": 10_240, "num_hidden_layers": 48, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_internlm3\.InternLM3\w+"  # of the published ones, which became part of transformers
 

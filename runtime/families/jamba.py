@@ -18,8 +18,8 @@ from .qwen3_moe import NAMES
 
 # Of training, of programs, of what follows from others, and of positions that nothing has.
 KEYS_HARMLESS = frozenset({"layer_types", "layers_block_type", "layers_num_experts", "num_logits_to_keep",
-                           "original_max_position_embeddings", "output_router_logits", "rope_parameters", "rope_scaling", "rope_theta",
-                           "router_aux_loss_coef", "use_associative_scan", "use_mamba_kernels", "use_mambapy"})
+                           "original_max_position_embeddings", "rope_parameters", "rope_scaling", "rope_theta", "use_associative_scan",
+                           "use_mamba_kernels", "use_mambapy"})
 REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None}
 SIZES = {"vocab_size": 65_536, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 NORMS = {"input_norm": "input_layernorm", "post_norm": "pre_ff_layernorm"}

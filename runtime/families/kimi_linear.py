@@ -25,8 +25,8 @@ CALLED = {"max_position_embeddings": "model_max_length", "n_group": "num_expert_
           "norm_topk_prob": "moe_renormalize", "num_experts_per_tok": "num_experts_per_token"}
 # Of training, and of positions that nothing has; qk_head_dim is the sum of two that are read, and use_grouped_topk what the number of
 # groups says.
-KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "output_router_logits", "qk_head_dim", "rope_parameters", "rope_scaling",
-                           "rope_theta", "use_grouped_topk"})
+KEYS_HARMLESS = frozenset({"original_max_position_embeddings", "qk_head_dim", "rope_parameters", "rope_scaling", "rope_theta",
+                           "use_grouped_topk"})
 REFUSED_UNLESS = {
     "attn_res_block_size": None, "mla_use_nope": True, "mla_use_output_gate": False, "mlp_bias": False, "moe_layer_freq": 1,
     "moe_router_activation_func": "sigmoid", "num_nextn_predict_layers": 0, "routed_expert_hidden_size": None, "sliding_window": None}

@@ -14,7 +14,7 @@ from .mixtral import mixture, mixture_tensors
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"head_dtype", "output_router_logits"})  # of programs and of training
+KEYS_HARMLESS = frozenset({"head_dtype"})  # of programs
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": True}
 SIZES = {"vocab_size": 128_000, "hidden_size": 2560, "num_hidden_layers": 50, "num_attention_heads": 48}
 EVERY = 5  # layers, of which the last sees all, where nothing lists them

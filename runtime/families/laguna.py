@@ -15,8 +15,8 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
-# Of training, and what other programs read in the place of the sections of rotary positions.
-KEYS_HARMLESS = frozenset({"output_router_logits", "qkv_bias", "router_aux_loss_coef", "swa_rope_parameters"})
+# What other programs read in the place of the sections of rotary positions.
+KEYS_HARMLESS = frozenset({"qkv_bias", "swa_rope_parameters"})
 REFUSED_UNLESS = {
     "decoder_sparse_step": 1, "mlp_bias": False, "moe_apply_router_weight_on_input": False, "moe_router_logit_softcapping": 0.0,
     "norm_topk_prob": True, "swa_attention_sink_enabled": False}

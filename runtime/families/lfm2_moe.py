@@ -11,7 +11,7 @@ from .lfm2 import conv_config, conv_tensors
 from .mixtral import NAMES, expert_tensors, mixture
 
 LIKE = lfm2
-KEYS_HARMLESS = frozenset({"conv_use_xavier_init", "output_router_logits", "rms_norm_eps", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"conv_use_xavier_init", "rms_norm_eps"})
 REFUSED_UNLESS = {**{key: value for key, value in lfm2.REFUSED_UNLESS.items() if not key.startswith("block_")},
                   "block_auto_adjust_ff_dim": False, "full_attn_idxs": None}
 SIZES = {**lfm2.SIZES, "hidden_size": 2048, "intermediate_size": 7168}

@@ -19,8 +19,8 @@ from .smollm3 import rotated_layers
 
 LIKE = hunyuan_v1_dense
 # How queries grow beyond what is run; of training and of other programs; and of another family, which transformers passes over in this one.
-KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "output_router_logits",
-                           "rope_local_base_freq", "router_aux_loss_coef", "router_jitter_noise", "sliding_window"})
+KEYS_HARMLESS = frozenset({"attn_scale", "cache_implementation", "for_llm_compressor", "hidden_activation", "rope_local_base_freq",
+                           "router_jitter_noise", "sliding_window"})
 REFUSED_UNLESS = {"mlp_bias": False, "query_pre_attn_scalar": 256}  # the latter stated and not read
 SIZES = {"vocab_size": 202_048, "hidden_size": 5120, "intermediate_size": 8192, "num_hidden_layers": 48, "num_attention_heads": 40}
 KINDS = ("chunked_attention", "full_attention")

@@ -17,7 +17,7 @@ from .deepseek_v3 import attention, latent_config, latent_tensors, refuse_other_
 from .mixtral import MOST_EXPERTS, mixture_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"attention_method", "output_router_logits"})
+KEYS_HARMLESS = frozenset({"attention_method"})
 REFUSED_UNLESS = {"layer_types": None, "mla_scale_kv_lora": True, "mla_scale_q_lora": True, "mlp_bias": False, "norm_topk_prob": False,
                   "router_bias": False, "sliding_window": None, "zero_expert_type": "identity"}
 SIZES = {"vocab_size": 131_072, "hidden_size": 6144, "intermediate_size": 12_288, "num_hidden_layers": 56, "num_attention_heads": 64}

@@ -11,7 +11,6 @@ from .mamba import ABSENT
 
 LIKE = mamba
 KEYS_HARMLESS = mamba.KEYS_HARMLESS | {"chunk_size", "norm_before_gate", "time_step_rank"}
-REFUSED_UNLESS = {"rms_norm": True, "sliding_window": None, "use_bias": False}
 SIZES = {"vocab_size": 32_768, "hidden_size": 4096, "num_hidden_layers": 64}
 
 

@@ -19,8 +19,7 @@ from .qwen2 import windows_of
 from .qwen3_moe import NAMES
 
 # Of programs and of layers that guess ahead; attention to chunks is that of windows.
-KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "output_router_logits", "rope_scaling",
-                           "original_max_position_embeddings"})
+KEYS_HARMLESS = frozenset({"attention_chunk_size", "num_nextn_predict_layers", "rope_scaling", "original_max_position_embeddings"})
 REFUSED_UNLESS = {
     "add_full_attention_sink_bias": False, "add_swa_attention_sink_bias": True, "mlp_bias": False, "n_shared_experts": None,
     "scoring_func": "sigmoid", "topk_method": "noaux_tc"}

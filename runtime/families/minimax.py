@@ -30,7 +30,7 @@ SHARES = {"full": "full_attention", "linear": "linear_attention", "mlp": "mlp"}
 SPELLED = {(kind, part): (f"{kind}_attn_{part}_factor" if kind != "mlp" else f"mlp_{part}_factor", f"layernorm_{place}_{part}")
            for kind, place in SHARES.items() for part in ("alpha", "beta")}
 # `block_size` is how transformers cuts a prompt; the rest is of training.
-KEYS_HARMLESS = frozenset({"block_size", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode"})
+KEYS_HARMLESS = frozenset({"block_size", "router_jitter_noise", "shared_moe_mode"})
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False, "postnorm": True, "shared_intermediate_size": 0, "sliding_window": None}
 SIZES = {"vocab_size": 32_000, "hidden_size": 4096, "intermediate_size": 14_336, "num_hidden_layers": 32, "num_attention_heads": 32}
 CODE = r"(configuration|modeling)_minimax_(text_01\.MiniMaxText01|m1\.MiniMaxM1)\w+"  # of the published ones

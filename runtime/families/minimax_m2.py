@@ -13,8 +13,7 @@ from .mixtral import NAMES, expert_tensors, mixture
 # Of training, of the family's first model, whose layers were of two kinds, and of multi-token prediction, whose weights are not published.
 KEYS_HARMLESS = frozenset({
     "layernorm_full_attention_beta", "layernorm_linear_attention_beta", "layernorm_mlp_beta", "mlp_intermediate_size",
-    "mtp_transformer_layers", "num_mtp_modules", "output_router_logits", "router_aux_loss_coef", "router_jitter_noise", "shared_moe_mode",
-    "use_mtp"})
+    "mtp_transformer_layers", "num_mtp_modules", "router_jitter_noise", "shared_moe_mode", "use_mtp"})
 REFUSED_UNLESS = {
     "attention_bias": False, "layer_types": None, "mlp_bias": False, "qk_norm_type": "per_layer", "scoring_func": "sigmoid",
     "shared_intermediate_size": 0, "sliding_window": None, "use_qk_norm": True, "use_routing_bias": True}

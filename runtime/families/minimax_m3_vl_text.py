@@ -19,8 +19,7 @@ from .llama import feed_forward
 from .mixtral import mixture, mixture_tensors
 
 # Of training, and of layers that guess ahead, which are left out.
-KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "output_router_logits",
-                           "router_aux_loss_coef", "router_jitter_noise", "use_mtp"})
+KEYS_HARMLESS = frozenset({"mtp_transformer_layers", "num_mtp_modules", "num_nextn_predict_layers", "router_jitter_noise", "use_mtp"})
 REFUSED_UNLESS = {
     "attention_bias": False, "attention_output_gate": False, "mlp_bias": False, "n_shared_experts": 1, "qk_norm_type": "per_head",
     "scoring_func": "sigmoid", "sliding_window": None, "swiglu_alpha": SWISH_SLOPE, "swiglu_limit": SWISH_LIMIT, "use_gemma_norm": True,

@@ -15,7 +15,6 @@ from ..config_rope import GROWTH, MAX_POSITIONS, RopeConfig, rope_of
 from . import mistral
 
 LIKE = mistral
-REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 YARN = {"rope_type": "yarn", "rope_theta": 1_000_000.0, "factor": 16.0, "original_max_position_embeddings": 16_384, "mscale": 1.0,
         "mscale_all_dim": 1.0, GROWTH: 0.1}  # where a config has no section of rotary positions
 

@@ -9,7 +9,7 @@ from ..config_reader import ConfigError, Keys, show
 from ..mixture import Mixture
 from . import TensorRule, expert_role, llama
 
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef", "router_jitter_noise"})  # of training
+KEYS_HARMLESS = frozenset({"router_jitter_noise"})  # of training
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False}
 NAMES = {"gate": "w1", "up": "w3", "down": "w2"}
 MOST_EXPERTS = 4096

@@ -25,9 +25,8 @@ from .mixtral import mixture, mixture_tensors
 KEYS_HARMLESS = frozenset({
     "chunk_size", "expand", "hidden_act", "keep_mtp_spec_in_bf16", "mamba_ssm_cache_dtype", "moe_shared_expert_overlap",
     "mtp_hybrid_override_pattern", "mtp_layers_block_type", "norm_eps", "num_logits_to_keep", "num_nextn_predict_layers",
-    "original_max_position_embeddings", "output_router_logits", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps",
-    "rope_parameters", "rope_scaling", "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank",
-    "use_mamba_kernels"})
+    "original_max_position_embeddings", "rescale_prenorm_residual", "residual_in_fp32", "rms_norm_eps", "rope_parameters", "rope_scaling",
+    "rope_theta", "time_step_floor", "time_step_max", "time_step_min", "time_step_rank", "use_mamba_kernels"})
 REFUSED_UNLESS = {"attention_bias": False, "mamba_proj_bias": False, "mlp_bias": False, "sliding_window": None, "use_bias": False}
 STATE, FULL, MLP, MOE = "M", "*", "-", "E"
 KINDS = {"linear_attention": STATE, "mamba": STATE, "full_attention": FULL, "attention": FULL, "mlp": MLP, "moe": MOE}

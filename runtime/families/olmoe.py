@@ -8,7 +8,6 @@ from . import TensorRule
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"output_router_logits", "router_aux_loss_coef"})
 REFUSED_UNLESS = {"clip_qkv": None, "layer_types": None, "mlp_bias": False, "sliding_window": None}
 
 

@@ -13,7 +13,7 @@ from .deepseek_v3 import refuse_other_code
 from .mixtral import mixture
 
 LIKE = mixtral
-KEYS_HARMLESS = frozenset({"input_jitter_noise", "output_router_logits", "router_aux_loss_coef"})  # of training
+KEYS_HARMLESS = frozenset({"input_jitter_noise"})  # of training
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False}
 SIZES = {"vocab_size": 32_064, "hidden_size": 4096, "intermediate_size": 6400, "num_hidden_layers": 32, "num_attention_heads": 32}
 THETA, JITTER = 1e6, 0.01

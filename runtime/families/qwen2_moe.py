@@ -8,7 +8,7 @@ from . import TensorRule
 from .mixtral import expert_tensors, mixture
 from .qwen3_moe import NAMES, sparse_layers
 
-KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef", "sliding_window"})
+KEYS_HARMLESS = frozenset({"max_window_layers", "sliding_window"})
 # No published model switches windows on, and which layers then have them has changed in transformers.
 REFUSED_UNLESS = {"attention_bias": False, "layer_types": None, "mlp_bias": False, "use_mrope": False, "use_sliding_window": False}
 

@@ -10,7 +10,7 @@ from .qwen3_5_text import hybrid_config, hybrid_tensors
 from .qwen3_moe import NAMES
 
 LIKE = qwen3_5_text
-KEYS_HARMLESS = qwen3_5_text.KEYS_HARMLESS - {"mlp_only_layers"} | {"intermediate_size", "output_router_logits", "router_aux_loss_coef"}
+KEYS_HARMLESS = qwen3_5_text.KEYS_HARMLESS - {"mlp_only_layers"} | {"intermediate_size"}
 REFUSED_UNLESS = {**qwen3_5_text.REFUSED_UNLESS, "decoder_sparse_step": 1, "mlp_only_layers": [], "norm_topk_prob": True}
 WIDTH = 512
 

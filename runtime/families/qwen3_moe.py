@@ -9,7 +9,7 @@ from .mixtral import expert_tensors, mixture
 from .qwen2 import qwen_window
 
 # Without layer_types the window is that of all layers or of none; max_window_layers is written and not read.
-KEYS_HARMLESS = frozenset({"max_window_layers", "output_router_logits", "router_aux_loss_coef"})
+KEYS_HARMLESS = frozenset({"max_window_layers"})
 # Qwen3-Coder states the norms of q and k, which every model of the family has, and what none has.
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "qkv_bias": False, "shared_expert_intermediate_size": 0, "use_mrope": False,
                   "use_qk_norm": True}

@@ -6,7 +6,6 @@ from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
 
 KEYS_HARMLESS = frozenset({"residual_dropout"})
-REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 
 
 def config(keys: Keys) -> ModelConfig:

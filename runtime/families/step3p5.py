@@ -27,8 +27,7 @@ BOUNDS = "swiglu_limits", "swiglu_limits_shared"
 LISTS = "layer_types", "mlp_layer_types", "partial_rotary_factors", "rope_theta", *BOUNDS
 OTHER, ENUM = "attention_other_setting", "moe_layers_enum"
 # Of layers that guess ahead, of training and of other programs.
-KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate",
-                           "output_router_logits", "gating"})
+KEYS_HARMLESS = frozenset({"max_seq_len", "moe_layer_offset", "mtp_layer_types", "mtp_mlp_layer_types", "need_fp32_gate", "gating"})
 REFUSED_UNLESS = {
     "mlp_bias": False, "moe_every_n_layer": 1, "moe_router_activation": "sigmoid", "norm_expert_weight": True, "sink": False,
     "use_bidirectional_attention": False, "use_head_wise_attn_gate": True, "use_mfa": False, "use_moe": True, "use_moe_router_bias": True,

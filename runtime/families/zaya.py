@@ -18,7 +18,7 @@ from . import TensorRule, llama
 from .mixtral import mixture, mixture_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"intermediate_size", "output_router_logits"})  # of no layer, and of training
+KEYS_HARMLESS = frozenset({"intermediate_size"})  # of no layer
 REFUSED_UNLESS = {"attention_bias": False, "mlp_bias": False}
 SIZES = {"vocab_size": 262_272, "hidden_size": 2048, "num_hidden_layers": 40, "num_attention_heads": 8, "moe_intermediate_size": 2048}
 FULL, LOCAL = "hybrid", "hybrid_sliding"
