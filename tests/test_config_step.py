@@ -11,6 +11,7 @@ from effllm.offload.gguf import GgufHeader
 from effllm.offload.header import CheckpointError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf import step35
+from effllm.runtime.gguf.windows import Given
 
 sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
@@ -70,13 +71,14 @@ def test_what_step_3_5_may_not_have_is_named(key: str, value: object) -> None:
 
 def file_says(**keys: object) -> dict[str, object]:
     """What a file of three layers and one that guesses ahead becomes, of which the last two have experts."""
-    stated = {"step35.swiglu_clamp_exp": np.array([0.0, 0.0, 7.0, 0.0], np.float32), "step35.rope.freq_base_swa": 1e4, **keys}
+    stated = {"general.architecture": "step35", "step35.attention.sliding_window_pattern": np.array([0, 1, 1, 1]),
+              "step35.swiglu_clamp_exp": np.array([0.0, 0.0, 7.0, 0.0], np.float32), "step35.rope.freq_base_swa": 1e4, **keys}
     tensors = dict.fromkeys(f"blk.{layer}.ffn_gate_inp.weight" for layer in (1, 2))
     header = GgufHeader(Path("m.gguf"), stated, tensors)
     raw = {"num_hidden_layers": 4, "num_nextn_predict_layers": 1, "num_attention_heads": 64, "head_dim": 128, "rope_theta": 5e6,
            "num_attention_heads_per_layer": [64, 96, 96, 96], "rope_scaling": {
                "rope_type": "longrope", "short_factor": [2.0] * 64, "long_factor": [2.0] * 64}}
-    step35.add_step35(header, raw, 512, [GLOBAL, LOCAL, LOCAL, LOCAL])
+    step35.add(Given(header, 512, 512), raw)
     step35.two_tables(header, raw)
     return raw
 
@@ -92,8 +94,8 @@ def test_lists_of_a_file_go_on_for_the_layers_behind() -> None:
 
 
 def test_heads_of_one_kind_of_layers_are_alike() -> None:
-    header = GgufHeader(Path("m.gguf"), {}, {})
+    stated = {"general.architecture": "step35", "step35.attention.sliding_window_pattern": np.array([0, 1, 1])}
+    of = Given(GgufHeader(Path("m.gguf"), stated, {}), 512, 512)
     for heads, said in (([64, 96, 64], "differ among layers of one kind"), ([64, 96], "for 2 of 3 layers")):
         with pytest.raises(CheckpointError, match=said):
-            step35.add_step35(header, {"num_hidden_layers": 3, "num_attention_heads": 64, "num_attention_heads_per_layer": heads}, 512,
-                              [GLOBAL, LOCAL, LOCAL])
+            step35.add(of, {"num_hidden_layers": 3, "num_attention_heads": 64, "num_attention_heads_per_layer": heads})

@@ -14,6 +14,7 @@ from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
 from ..weights.weight_records import CURVE
+from .windows import USUAL_THETA, Given
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
@@ -26,9 +27,12 @@ NAMES = {"attn_norm": "attention_layernorm", "ffn_norm": "feedforward_layernorm"
 NEAR = 3e-2  # what 16 bits hold of numbers as small as these
 
 
-def add_apertus(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, the activations of all layers, and that positions are plain where nothing stretches
     them. Raises CheckpointError."""
+    header = of.header
+    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_q.bias")}
+    raw.setdefault("rope_theta", USUAL_THETA)
     layers = raw["num_hidden_layers"]
     if raw.get("rope_scaling") is None and "rope_theta" in raw:
         raw["rope_parameters"] = {"rope_type": "default", "rope_theta": raw.pop("rope_theta")}

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import CheckpointError, shown
 from ..config import ModelConfig
+from .windows import Given
 
 FAMILY = NAME = "bitnet"
 NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}
@@ -21,9 +22,10 @@ RUN_OTHERWISE = "llama.cpp reads this model's activation since August 2026: olde
 ORIGINAL = "take the folder of the checkpoint, or a file that llama.cpp's converter makes of it today"
 
 
-def add_bitnet(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, the activation. Raises CheckpointError, also for scales beside matrices, as early files
     had them."""
+    header, raw["sliding_window"] = of.header, of.window
     published = all(raw.get(key) == value for key, value in PUBLISHED.items())
     act = header.metadata.get(f"{NAME}.{ACT}", ACTS[published])
     if act not in ACTS:

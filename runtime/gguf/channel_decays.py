@@ -14,6 +14,7 @@ from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from .latent_attention import WIDTHS
+from .windows import Given
 
 KIMI, LING = "kimi-linear", "bailingmoe3"
 KIMI_FAMILY, LING_FAMILY = "kimi_linear", "bailing_hybrid"
@@ -58,8 +59,10 @@ BELOW, ABOVE = ".self_attn.A_log", ".attention.A_log"  # ends of the names of de
 USUAL_THETA = 10_000.0
 
 
-def add_channel_decays(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = of.header, of.name, of.window
     data, path, layers = header.metadata, header.path, raw["num_hidden_layers"]
     query, value, rope = (data[f"{name}.{key}"] for key in (*WIDTHS, "rope.dimension_count"))
     for key, width in zip((*WIDTHS, "rope.dimension_count"), (query, value, rope)):

@@ -7,9 +7,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
+from .windows import Given
 
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
 EVERY = 4  # all but the last of so many layers have a window, where a file says nothing
@@ -23,14 +24,15 @@ SCORES = {0: "sigmoid", 1: "softmax", 2: "sigmoid"}  # 0 and nothing are what ll
 RMS = "attention.layer_norm_rms_epsilon"
 
 
-def add_cohere2_moe(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, kinds = of.header, of.layer_types(raw, EVERY)
     scored, layers = raw.pop("expert_selection_fn", 0), raw["num_hidden_layers"]
     if scored not in SCORES or scored == 1 and raw.get("norm_topk_prob") is not True:
         raise CheckpointError(f"{header.path}: {NAME}.expert_gating_func = {scored} is not supported for this architecture with "
                               f"expert_weights_norm = {raw.get('norm_topk_prob', False)}",
                               "give the folder of the original checkpoint, if its family is supported")
-    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": window,
+    raw |= {"expert_selection_fn": SCORES[scored], "norm_topk_prob": raw.get("norm_topk_prob", False), "sliding_window": of.window,
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "shared_expert_combination_strategy": "average"}
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and type(layers) is int and 0 <= behind < layers:

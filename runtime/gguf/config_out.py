@@ -48,8 +48,8 @@ from . import (
 )
 from .architecture import FACTORS, LONG, SHORT, UNTURNED, Architecture
 from .architectures import ARCHITECTURES, BY_FAMILY, file_architecture
-from .family_keys import OTHER_SCALE, SIGMOID
-from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY
+from .family_keys import OTHER_SCALE
+from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, SIGMOID
 
 TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
 QUANTIZATION_VERSION = 2

@@ -10,14 +10,16 @@ from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..families.nemotron_nas import ATTENTION, INSIDE
+from .windows import Given
 
 NAME, FAMILY = "deci", "nemotron_nas"
 BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"
 WIDTH, TURNED = "attention.key_length", "rope.dimension_count"
 
 
-def add_deci(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what is in each layer. Raises CheckpointError."""
+    header = of.header
     layers, path = raw["num_hidden_layers"], header.path
     queries, groups, widths = (_by_layer(header, f"{NAME}.{key}", layers) for key in BY_LAYER)
     heads = sorted({each for each in queries if each})

@@ -6,9 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import GgufHeader, shown_value
+from ...offload.gguf import shown_value
 from ...offload.header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
+from .windows import Given
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
 ROOTS = 4  # how experts are scored
@@ -38,8 +39,9 @@ OUTER = {"output.weight": "head.weight", **{f"output_hc_{part}.weight": f"model.
 BEFORE_O = "attn_output_a.weight"
 
 
-def add_deepseek4(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header = of.header
     layers, ratios = raw["num_hidden_layers"], header.metadata[f"{NAME}.{RATIOS}"]
     if (scored := header.metadata[f"{NAME}.{SCORES}"]) != ROOTS:
         raise CheckpointError(f"{header.path}: {NAME}.{SCORES} = {shown_value(scored)} is not supported for this architecture",
@@ -50,7 +52,7 @@ def add_deepseek4(header: GgufHeader, raw: dict[str, object], window: int | None
     behind = raw.setdefault("num_nextn_predict_layers", 0)
     if type(behind) is int and 0 <= behind < layers and f"blk.{layers - 1}.nextn.enorm.weight" in header.tensors:
         raw["num_hidden_layers"] = layers - behind  # files count them in
-    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": window, "swiglu_limit": SILU_LIMIT}
+    raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": of.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in CLAMPS:
         bounds = np.asarray(header.metadata.get(f"{NAME}.{key}", SILU_LIMIT)).reshape(-1)

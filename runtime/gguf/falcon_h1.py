@@ -6,10 +6,11 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..weights.state_weights import channel_factors
 from . import state_spaces
+from .windows import Given
 
 NAME, FAMILY = "falcon-h1", "falcon_h1"
 # Below the architecture's name -> config.json.
@@ -23,8 +24,9 @@ WHOLE = {**state_spaces.WHOLE, "ffn_norm": "pre_ff_layernorm.weight"}
 OUTER = {"output_norm.weight": "model.final_layernorm.weight"}
 
 
-def add_falcon_h1(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what tensors say."""
+    header, raw["sliding_window"] = of.header, of.window
     ends = {"mamba_rms_norm": ".ssm_norm.weight", "mamba_conv_bias": ".ssm_conv1d.bias", "attention_bias": ".attn_q.bias",
             "mlp_bias": ".ffn_gate.bias"}
     raw |= {key: any(tensor.endswith(end) for tensor in header.tensors) for key, end in ends.items()}

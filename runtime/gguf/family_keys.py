@@ -41,11 +41,10 @@ from . import (
     swash,
 )
 from .architecture import SHARED_WIDTH
-from .plain_families import PLAIN, USUAL_THETA, add_others
-from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, KOLIBRI_EVERY, USUAL_WINDOW_MOE, Given, given
+from .plain_families import PLAIN, add_others
+from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, USUAL_THETA, USUAL_WINDOW_MOE, Given, given, without_those_behind
 
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
-SIGMOID = 2  # how experts are scored
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
 Raw = dict[str, object]  # a config.json in the making
 
@@ -66,49 +65,6 @@ def add_family(header: GgufHeader, raw: Raw) -> None:
         raw["query_pre_attn_scalar"] = raw["hidden_size"] / raw["num_attention_heads"] if whole else raw.get("head_dim", 256)
 
 
-def _windowed(add: Callable[[GgufHeader, Raw], None]) -> Callable[[Given, Raw], None]:
-    """Of a family for which the window is all that is added to what its own file adds."""
-    def run(of: Given, raw: Raw) -> None:
-        raw["sliding_window"] = of.window
-        add(of.header, raw)
-
-    return run
-
-
-def _named(add: Callable[[GgufHeader, str, Raw], None], scored: bool = False) -> Callable[[Given, Raw], None]:
-    """`_windowed` of several architectures, which `add` is told; `scored`: experts by sigmoids alone."""
-    def run(of: Given, raw: Raw) -> None:
-        if scored:
-            _scored(of.header, raw)
-        raw["sliding_window"] = of.window
-        add(of.header, of.name, raw)
-
-    return run
-
-
-def _state_spaces(of: Given, raw: Raw) -> None:
-    if not of.window:
-        state_spaces.add_state_spaces(of.header, of.name, raw)
-
-
-def _deepseek4(of: Given, raw: Raw) -> None:
-    deepseek4.add_deepseek4(of.header, raw, of.window)
-
-
-def _swash(of: Given, raw: Raw) -> None:
-    swash.add_swash(of.header, raw, of.window, of.layer_types(raw, 1))
-
-
-def _apertus(of: Given, raw: Raw) -> None:
-    raw |= {"sliding_window": of.window, "attention_bias": of.has("attn_q.bias")}
-    raw.setdefault("rope_theta", USUAL_THETA)
-    apertus.add_apertus(of.header, raw)
-
-
-def _gemma3n(of: Given, raw: Raw) -> None:
-    gemma3n.add_gemma3n(of.header, raw, of.layer_types(raw, gemma3n.PATTERN), of.window)
-
-
 def _ernie_moe(of: Given, raw: Raw) -> None:
     raw |= {"moe_num_shared_experts": raw.get("moe_num_shared_experts", 0), "rope_theta": raw.get("rope_theta", USUAL_THETA)}
     raw["moe_use_aux_free"] = any(name.endswith(".exp_probs_b.bias") for name in of.header.tensors)
@@ -116,30 +72,12 @@ def _ernie_moe(of: Given, raw: Raw) -> None:
 
 
 def _minimax(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     raw |= {"sliding_window": of.window, "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0)}
 
 
-def _laguna(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
-    laguna.add_laguna(of.header, raw, of.window)
-
-
-def _kolibri1(of: Given, raw: Raw) -> None:
-    kolibri1.add_kolibri1(of.header, raw, of.window, of.layer_types(raw, KOLIBRI_EVERY))
-
-
-def _muse_glimmer(of: Given, raw: Raw) -> None:
-    muse_glimmer.add_muse_glimmer(raw, of.window, of.layer_types(raw, muse_glimmer.EVERY))
-
-
-def _step35(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
-    step35.add_step35(of.header, raw, of.window, of.layer_types(raw, 1))
-
-
 def _afmoe(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window,
             "layer_types": of.layer_types(raw, AFMOE_EVERY if of.window else 1)}
     for key, usual in (("route_norm", False), ("num_dense_layers", 0)):  # what llama.cpp takes for granted
@@ -147,16 +85,12 @@ def _afmoe(of: Given, raw: Raw) -> None:
 
 
 def _bailing(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     raw["sliding_window"] = of.window
     for key, usual in (("routed_scaling_factor", 1.0), ("norm_topk_prob", False), ("partial_rotary_factor", 1.0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
     raw["moe_router_enable_expert_bias"] = any(name.endswith(".exp_probs_b.bias") for name in of.header.tensors)
-    _without_those_behind(raw)
-
-
-def _cohere2_moe(of: Given, raw: Raw) -> None:
-    cohere2_moe.add_cohere2_moe(of.header, raw, of.window, of.layer_types(raw, cohere2_moe.EVERY))
+    without_those_behind(raw)
 
 
 def _cohere(of: Given, raw: Raw) -> None:
@@ -183,25 +117,14 @@ def _qwen2_moe(of: Given, raw: Raw) -> None:
 
 
 def _exaone_moe(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     _shared(of.header, raw, "num_shared_experts")
     raw.setdefault("norm_topk_prob", False)
     raw.setdefault("first_k_dense_replace", 0)
     raw.setdefault("routed_scaling_factor", 1.0)  # in a config.json an absent one is 2.5
-    _without_those_behind(raw)
+    without_those_behind(raw)
     window = USUAL_WINDOW_MOE if of.stated is None else of.window
     raw |= {"sliding_window": window, "layer_types": of.layer_types(raw, EXAONE4_EVERY if window else 1)}
-
-
-def _mimo2(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
-    mimo2.add_mimo2(of.header, raw, of.window, of.layer_types(raw, 1))
-
-
-def _minimax3(of: Given, raw: Raw) -> None:
-    _scored(of.header, raw)
-    raw["sliding_window"] = of.window
-    minimax3.add_minimax3(of.header, raw)
 
 
 def _minicpm(of: Given, raw: Raw) -> None:
@@ -221,14 +144,14 @@ def _minicpm(of: Given, raw: Raw) -> None:
 
 def _hy3(of: Given, raw: Raw) -> None:
     """Which layers have experts is said by their routers alone, and how many are shared by their width."""
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     width, inside = raw.get(SHARED_WIDTH), raw.get("moe_intermediate_size")
     if "num_shared_experts" not in raw and type(width) is type(inside) is int and inside > 0:
         raw["num_shared_experts"] = width // inside
     _shared(of.header, raw, "num_shared_experts")
     for key, usual in (("router_scaling_factor", 1.0), ("route_norm", False), ("num_nextn_predict_layers", 0)):
         raw.setdefault(key, usual)  # what llama.cpp takes for granted
-    _without_those_behind(raw)
+    without_those_behind(raw)
     raw.pop("first_k_dense_replace", None)
     raw["attention_bias"] = of.has("attn_q.bias")
     layers, tensors = raw["num_hidden_layers"], of.header.tensors
@@ -238,20 +161,13 @@ def _hy3(of: Given, raw: Raw) -> None:
 
 def _glm(of: Given, raw: Raw) -> None:
     """What files say otherwise of a mixture whose scores are corrected."""
-    _scored(of.header, raw)
+    of.demand_sigmoids(raw)
     raw["attention_bias"] = of.has("attn_q.bias")
     raw.setdefault("norm_topk_prob", False)  # what llama.cpp takes for granted, as of rotary positions
     if raw["model_type"] == "glm4_moe":
         raw.setdefault("partial_rotary_factor", 1.0)
         raw["use_qk_norm"] = of.has("attn_q_norm.weight")
-        _without_those_behind(raw)
-
-
-def _without_those_behind(raw: Raw) -> None:
-    """Count the layers without those behind the last, which files count in."""
-    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers - behind
+        without_those_behind(raw)
 
 
 def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
@@ -262,37 +178,21 @@ def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
                               f"{shown_value(inside)}, which is not supported", REPAIR)
 
 
-def _scored(header: GgufHeader, raw: Raw) -> None:
-    """Raises CheckpointError for scores that are no sigmoids, where the family has no other."""
-    name = header.metadata["general.architecture"]
-    if raw.pop("scoring_func", SIGMOID) != SIGMOID:
-        raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
-                              "give the folder of the original checkpoint, if its family is supported")
-
-
 OWN: Mapping[str, Callable[[Given, Raw], None]] = {
-    "afmoe": _afmoe, apertus.FAMILY: _apertus, "bailing_moe_v2": _bailing, bitnet.FAMILY: _windowed(bitnet.add_bitnet), "cohere": _cohere,
-    deci.FAMILY: lambda of, raw: deci.add_deci(of.header, raw),
-    "cohere2": _cohere2, cohere2_moe.FAMILY: _cohere2_moe, deepseek4.FAMILY: _deepseek4, "dots1": _glm,
-    "ernie4_5_moe": _ernie_moe,
-    "exaone4": lambda of, raw: _without_those_behind(raw), "exaone_moe": _exaone_moe,
-    falcon_h1.FAMILY: _windowed(falcon_h1.add_falcon_h1), gemma3n.FAMILY: _gemma3n,
-    "glm4": lambda of, raw: _without_those_behind(raw), "glm4_moe": _glm,
-    glm5_next.FAMILY: _named(glm5_next.add_glm5_next, scored=True), "granitemoehybrid": _state_spaces,
-    half_layers.FAMILY: _named(half_layers.add_half_layers, scored=True), "hunyuan_v1_dense": _hunyuan, "hunyuan_v1_moe": _hunyuan_moe,
-    "hy_v3": _hy3, jamba.FAMILY: _windowed(jamba.add_jamba), kolibri1.FAMILY: _kolibri1, laguna.FAMILY: _laguna,
-    mellum.FAMILY: lambda of, raw: mellum.add_mellum(raw, of.window, of.layer_types(raw, mellum.EVERY)),
-    llama4.FAMILY: lambda of, raw: llama4.add_llama4(of.header, raw, of.stated), mamba.NAME: _windowed(mamba.add_mamba),
-    mamba2.NAME: _windowed(mamba2.add_mamba2), mimo2.FAMILY: _mimo2, minimax3.FAMILY: _minimax3, "minicpm": _minicpm,
-    minicpm3.FAMILY: _windowed(minicpm3.add_minicpm3),
-    "minimax_m2": _minimax, mllama.FAMILY: _windowed(mllama.add_mllama), muse_glimmer.FAMILY: _muse_glimmer,
-    "qwen2_moe": _qwen2_moe, qwen4.FAMILY: _named(qwen4.add_qwen4),
-    rwkv7.FAMILY: _windowed(rwkv7.add_rwkv7), step35.FAMILY: _step35, swash.DENSE: _swash,
+    "afmoe": _afmoe, apertus.FAMILY: apertus.add, "bailing_moe_v2": _bailing, bitnet.FAMILY: bitnet.add, "cohere": _cohere,
+    "cohere2": _cohere2, cohere2_moe.FAMILY: cohere2_moe.add, deci.FAMILY: deci.add, deepseek4.FAMILY: deepseek4.add, "dots1": _glm,
+    "ernie4_5_moe": _ernie_moe, "exaone4": lambda of, raw: without_those_behind(raw), "exaone_moe": _exaone_moe,
+    falcon_h1.FAMILY: falcon_h1.add, gemma3n.FAMILY: gemma3n.add, "glm4": lambda of, raw: without_those_behind(raw), "glm4_moe": _glm,
+    glm5_next.FAMILY: glm5_next.add, "granitemoehybrid": state_spaces.add, half_layers.FAMILY: half_layers.add,
+    "hunyuan_v1_dense": _hunyuan, "hunyuan_v1_moe": _hunyuan_moe, "hy_v3": _hy3, jamba.FAMILY: jamba.add, kolibri1.FAMILY: kolibri1.add,
+    laguna.FAMILY: laguna.add, llama4.FAMILY: llama4.add, mamba.NAME: mamba.add, mamba2.NAME: mamba2.add, mellum.FAMILY: mellum.add,
+    mimo2.FAMILY: mimo2.add, minimax3.FAMILY: minimax3.add,
+    "minicpm": _minicpm, minicpm3.FAMILY: minicpm3.add, "minimax_m2": _minimax, mllama.FAMILY: mllama.add,
+    muse_glimmer.FAMILY: muse_glimmer.add, "qwen2_moe": _qwen2_moe, qwen4.FAMILY: qwen4.add, rwkv7.FAMILY: rwkv7.add,
+    step35.FAMILY: step35.add, swash.DENSE: swash.add,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
 BY_KEY: Mapping[str, Callable[[Given, Raw], None]] = {
-    "linear_head_dim": _named(channel_decays.add_channel_decays, scored=True),
-    "kv_lora_rank": lambda of, raw: latent_attention.add_latent_attention(of.header, raw),
-    "conv_L_cache": _named(short_conv.add_short_conv),
-    "linear_num_key_heads": _named(linear_attention.add_linear_attention),
+    "linear_head_dim": channel_decays.add, "kv_lora_rank": latent_attention.add, "conv_L_cache": short_conv.add,
+    "linear_num_key_heads": linear_attention.add,
 }

@@ -7,10 +7,11 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
+from ...offload.gguf import shown_value
 from ...offload.header import damaged
 from ..config import ModelConfig
 from . import gemma4
+from .windows import Given
 
 NAME, FAMILY = "gemma3n", "gemma3n_text"
 # Below the architecture's name -> config.json. Files of Ollama call the last two otherwise than llama.cpp's.
@@ -35,15 +36,15 @@ def stacked(name: str, config: ModelConfig) -> tuple[str, ...] | None:
     return tuple(f"{STACKED[name]}.{i}.weight" for i in range(config.streams - 1)) or None
 
 
-def add_gemma3n(header: GgufHeader, raw: dict[str, object], kinds: list[str], window: object) -> None:
-    """Put into `raw`, a config.json in the making, what the architecture says in its own way: `kinds` are the layers' types. Raises
-    CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the architecture says in its own way. Raises CheckpointError."""
+    header, kinds = of.header, of.layer_types(raw, PATTERN)
     tensors, layers = header.tensors, len(kinds)
     for name, what in (("blk.0.laurel_l.weight", "laurel_rank"), ("per_layer_token_embd.weight", "vocab_size_per_layer_input")):
         if name not in tensors:
             damaged(header.path, f"lacks tensor {name}")
         raw[what] = tensors[name].shape[0]
-    raw |= {"layer_types": kinds, "sliding_window": window, "attention_bias": "blk.0.attn_q.bias" in tensors,
+    raw |= {"layer_types": kinds, "sliding_window": of.window, "attention_bias": "blk.0.attn_q.bias" in tensors,
             "intermediate_size": gemma4.by_layer(header, NAME, BY_LAYER[0], layers)}
     shared = raw["num_kv_shared_layers"]
     if isinstance(shared, float) and shared.is_integer():  # as files have it

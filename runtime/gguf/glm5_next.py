@@ -8,11 +8,12 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from . import channel_decays, chosen
 from .latent_attention import WIDTHS
+from .windows import Given
 
 FAMILY, NAME = "glm5_next_text", "glm5-next"
 TAIL, CLAMPS = "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
@@ -47,8 +48,10 @@ SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, 
 STREAMS = 4  # how many of a token llama.cpp runs
 
 
-def add_glm5_next(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = of.header, of.name, of.window
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
     widths = [data[f"{name}.{key}"] for key in WIDTHS]
     for key, width in zip(WIDTHS, widths, strict=True):

@@ -16,7 +16,7 @@ SAID = {"keys": {"expert_count": "num_local_experts", "expert_used_count": "num_
                   "mlp.router.bias"}, "roles": {"post_norm": "post_attention_norm", "sinks": "attn_sinks"}}
 
 
-def add_gpt_oss(of: Given, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys."""
     raw |= {"sliding_window": of.window, "layer_types": of.layer_types(raw, EVERY if of.window else 1),
             "attention_bias": of.has("attn_q.bias")}

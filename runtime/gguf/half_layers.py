@@ -12,6 +12,7 @@ from ...offload.header import damaged
 from ..config import ModelConfig
 from ..families import nemotron_h
 from . import state_spaces
+from .windows import Given
 
 FAMILY, LATENT = "nemotron_h", "moe_latent_size"
 DENSE, MIXED = "nemotron_h", "nemotron_h_moe"  # architectures
@@ -41,8 +42,10 @@ BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which file
 DECAY = ".mixer.A_log"
 
 
-def add_half_layers(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = of.header, of.name, of.window
     path, blocks, kinds = header.path, raw["num_hidden_layers"], []
     heads, widths = (_by_block(header, f"{name}.{key}", blocks) for key in BY_BLOCK)
     behind = raw.pop("num_nextn_predict_layers", 0)

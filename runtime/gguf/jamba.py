@@ -10,10 +10,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
 from .state_spaces import departures as departures
+from .windows import Given
 
 FAMILY = "jamba"
 INNER = "inner_size"  # of all channels together, which no config states
@@ -38,8 +39,9 @@ ROLES = {"state_in": "ssm_convolved", "state_gate": "ssm_gates", "state_rate": "
 AGAIN = "the file is damaged or was converted wrongly: download it again, or another one"
 
 
-def add_jamba(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     path, inner, hidden, layers = header.path, raw.pop(INNER), raw["hidden_size"], raw["num_hidden_layers"]
     if type(inner) is int and type(hidden) is int and hidden > 0:
         if inner < 1 or inner % hidden:

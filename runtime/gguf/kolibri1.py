@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
+from .windows import KOLIBRI_EVERY, SIGMOID, Given
 
 FAMILY = NAME = "kolibri1"
-SIGMOID = 2  # how experts are scored
 COUNT, SCORES, SHARED = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"
 KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok", "expert_feed_forward_length": "moe_intermediate_size",
         SHARED: "shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob"}
@@ -21,13 +21,14 @@ REQUIRED = ("attention.sliding_window", "expert_feed_forward_length", "expert_we
 NAMES = {"post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}
 
 
-def add_kolibri1(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, kinds = of.header, of.layer_types(raw, KOLIBRI_EVERY)
     for key, only in ((SCORES, SIGMOID), (COUNT, 1)):
         if (found := header.metadata.get(f"{NAME}.{key}")) != only:
             raise CheckpointError(f"{header.path}: {NAME}.{key} = {found} is not supported for this architecture",
                                   "take a file that llama.cpp's converter made, or the folder of the original checkpoint")
-    raw |= {"sliding_window": window, "layer_types": kinds}
+    raw |= {"sliding_window": of.window, "layer_types": kinds}
 
 
 def stated(config: ModelConfig) -> Mapping[str, Value]:

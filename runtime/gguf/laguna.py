@@ -11,6 +11,7 @@ from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
+from .windows import Given
 
 NAME = FAMILY = "laguna"
 QUERIES = "attention.head_count"  # one number, or one for every layer
@@ -33,8 +34,10 @@ def heads_of(value: Value, raw: dict[str, object]) -> Value:
     return value
 
 
-def add_laguna(header: GgufHeader, raw: dict[str, object], window: int | None) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, window = of.header, of.window
     layers, gates = raw["num_hidden_layers"], _gates(header.tensors)
     if not isinstance(layers, int) or not 0 < layers <= MAX_LAYERS:
         return  # refused for that

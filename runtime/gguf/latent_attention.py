@@ -16,11 +16,12 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.latent_shape import LatentShape
-from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
+from ...offload.gguf import GgufTensor, Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GROWTH
 from . import chosen
+from .windows import Given, without_those_behind
 
 NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
@@ -43,8 +44,9 @@ GROWING = "attention.temperature_scale"
 MSCALE = 0.1  # of yarn's multiplier to mscale_all_dim
 
 
-def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
+    header = of.header
     path, data = header.path, header.metadata
     name = data["general.architecture"]
     families = OF_ONE.get(name, FAMILIES)
@@ -84,9 +86,8 @@ def add_latent_attention(header: GgufHeader, raw: dict[str, object]) -> None:
     if name == GROWN:
         raw.pop("num_nextn_predict_layers", None)
         return
-    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
-    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
-        raw["num_hidden_layers"] = layers - behind  # files count them in
+    layers = raw["num_hidden_layers"]  # with those behind
+    without_those_behind(raw)
     chosen.add_sharing(header, name, raw, layers)
 
 

@@ -16,6 +16,7 @@ from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families import qwen3_next
 from . import sections
+from .windows import Given
 
 RECURRENT = "attention.recurrent_layers"
 REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
@@ -40,8 +41,9 @@ ROLES = {"state_in": "attn_qkv", "state_gate": "attn_gate", "state_beta": "ssm_b
 DECAY, OWN_NORM = ".linear_attn.A_log", ".linear_attn.norm."
 
 
-def add_linear_attention(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, name, raw["sliding_window"] = of.header, of.name, of.window
     path, data = header.path, header.metadata
     heads, keys, inner = (raw[key] for key in ("linear_num_value_heads", "linear_num_key_heads", "linear_value_head_dim"))
     if type(heads) is type(inner) is int and heads > 0:

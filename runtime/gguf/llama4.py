@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
+from .windows import Given
 
 FAMILY = "llama4_text"
 TURNED_EVERY, LENGTH = 4, 8192  # all but every so-manieth layer turn; of a chunk
@@ -19,8 +20,9 @@ WHOLE = {"ffn_gate_inp.weight": "feed_forward.router.weight"}
 REQUIRED = ("expert_count", "expert_feed_forward_length", "interleave_moe_layer_step")
 
 
-def add_llama4(header: GgufHeader, raw: dict[str, object], window: object) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, window = of.header, of.stated
     if window is not None:
         raise CheckpointError(f"{header.path} states llama4.attention.sliding_window {window}, which is not supported",
                               "models with chunks of 8192 run, whose files do not state them: give the folder of the original checkpoint")

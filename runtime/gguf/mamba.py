@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
 from . import jamba
+from .windows import Given
 
 NAME, NORMED = "mamba", "falcon_mamba"
 INNER, NORMS = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed
@@ -27,8 +28,9 @@ EPS = 1e-6  # of the norms that are not stated
 NOWHERE = ("num_attention_heads", "num_key_value_heads", "head_dim", "intermediate_size")
 
 
-def add_mamba(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     normed = header.metadata.get(f"{NAME}.{NORMS}", False)
     if not isinstance(normed, bool):
         damaged(header.path, f"states {NAME}.{NORMS} {normed!r}, expected true or false")

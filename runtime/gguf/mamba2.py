@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
 from . import jamba, mamba, state_spaces
+from .windows import Given
 
 NAME = "mamba2"
 INNER = "inner_size"  # of all heads together
@@ -21,8 +22,9 @@ NAMES = {"attn_norm": "norm"} | {part: own.replace("mamba.", "mixer.") for part,
 WHOLE = {part: own.replace("mamba.", "mixer.") for part, own in state_spaces.WHOLE.items()}
 
 
-def add_mamba2(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     for key in mamba.NOWHERE:
         raw.pop(key, None)
     inner, heads, hidden = raw.pop(INNER), raw["num_heads"], raw["hidden_size"]

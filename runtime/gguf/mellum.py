@@ -9,6 +9,7 @@ import numpy as np
 from ...offload.gguf import GgufHeader, Value
 from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL
+from .windows import Given
 
 NAME = FAMILY = "mellum"
 THETA, EVERY = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing
@@ -17,8 +18,9 @@ KEYS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok
 REQUIRED = ("expert_feed_forward_length",)
 
 
-def add_mellum(raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, how far layers of these kinds see."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, how far layers see."""
+    window, kinds = of.window, of.layer_types(raw, EVERY)
     raw |= {"sliding_window": window, "layer_types": kinds if window else [GLOBAL] * len(kinds)}
 
 

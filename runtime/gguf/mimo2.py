@@ -7,10 +7,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import LOCAL
+from .windows import Given
 
 FAMILY, NAME = "mimo_v2_flash", "mimo2"
 KV, BEHIND, SCALE, THETA = "attention.head_count_kv", "nextn_predict_layers", "attention.value_scale", "rope.freq_base_swa"
@@ -28,9 +29,10 @@ ROLES = {"sinks": "attn_sinks"}
 SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "whole": WHOLE, "roles": ROLES, "pattern": True}
 
 
-def add_mimo2(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what files say in their own way; `kinds` of layers, those behind the last too. Raises
-    CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, kinds = of.header, of.layer_types(raw, 1)  # with those behind the last
     data, path, blocks = header.metadata, header.path, raw["num_hidden_layers"]
     behind, heads = raw.setdefault("num_nextn_predict_layers", 0), np.atleast_1d(data[f"{NAME}.{KV}"])
     if type(blocks) is not int or type(behind) is not int or not 0 <= behind < blocks <= MAX_LAYERS:
@@ -46,7 +48,7 @@ def add_mimo2(header: GgufHeader, raw: dict[str, object], window: int | None, ki
     if of_kind[False] - {full} or of_kind[True] - {2 * full}:
         raise CheckpointError(f"{path} states {NAME}.{KV} {heads[:8].tolist()}, which is not supported",
                               "models of this family have twice as many heads of keys and values in layers with a window")
-    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": window, "partial_rotary_factor": turned / width,
+    raw |= {"num_hidden_layers": layers, "num_key_value_heads": full, "sliding_window": of.window, "partial_rotary_factor": turned / width,
             "hybrid_layer_pattern": [int(each) for each in local], "attention_bias": "blk.0.attn_q.bias" in header.tensors,
             "moe_layer_freq": [int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)]}
     raw.setdefault("attention_value_scale", 1.0)

@@ -6,9 +6,10 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import damaged
 from ..config import ModelConfig
+from .windows import Given
 
 FAMILY = NAME = "minicpm3"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}
@@ -16,8 +17,9 @@ REQUIRED = (*KEYS, "attention.key_length", "rope.dimension_count")
 EMBEDDING, DEPTH, WIDTH = 12.0, 1.4, 256
 
 
-def add_minicpm3(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what such files say in their own way. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     query, rope = (header.metadata[f"{NAME}.{key}"] for key in REQUIRED[2:])
     for key, width in zip(REQUIRED[2:], (query, rope)):
         if type(width) is not int or not 0 < width < 1 << 16:

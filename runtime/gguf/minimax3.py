@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.minimax_m3_vl_text import CHOSEN, FULL
+from .windows import Given
 
 FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
 SIGMOID, SHARED, DENSE = 2, "expert_shared_count", "leading_dense_block_count"
@@ -27,15 +28,17 @@ SAID = {"keys": KEYS, "required": REQUIRED, "layer_names": NAMES, "roles": ROLES
         "read": frozenset({"expert_weights_norm", DENSE})}
 
 
-def add_minimax3(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header = of.header
     layers, width = raw["num_hidden_layers"], raw["intermediate_size"]
     if type(layers) is not int or not 0 < layers <= MAX_LAYERS:
         damaged(header.path, f"states {NAME}.block_count {shown_value(layers)}")
     if header.metadata.get(f"{NAME}.expert_weights_norm", True) is not True:
         raise CheckpointError(f"{header.path} states {NAME}.expert_weights_norm false, which is not supported",
                               "shares of this family add up to 1")
-    raw |= {"shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
+    raw |= {"sliding_window": of.window, "shared_intermediate_size": width, "rope_theta": raw.get("rope_theta", 10_000.0),
             "partial_rotary_factor": raw.get("partial_rotary_factor", 1.0), "moe_layer_freq": [
                 int(f"blk.{layer}.ffn_gate_inp.weight" in header.tensors) for layer in range(layers)], "layer_types": [
                 CHOSEN if f"blk.{layer}.indexer.q_proj.weight" in header.tensors else FULL for layer in range(layers)]}

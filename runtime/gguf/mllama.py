@@ -5,8 +5,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
+from ...offload.gguf import shown_value
 from ...offload.header import damaged
+from .windows import Given
 
 FAMILY, NAME = "mllama_text_model", "mllama"
 LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"
@@ -15,8 +16,9 @@ NAMES = {f"cross_attn_{name}": f"cross_attn.{name}" for name in ("q_proj", "k_pr
 WHOLE = {name: name for name in ("cross_attn_attn_gate", "cross_attn_mlp_gate")}
 
 
-def add_mllama(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     stated = header.metadata[f"{NAME}.{LAYERS}"]
     if not isinstance(stated, np.ndarray) or stated.dtype.kind not in "iu":
         damaged(header.path, f"states {NAME}.{LAYERS} {shown_value(stated)}, expected numbers of layers")

@@ -11,6 +11,7 @@ from ...offload.gguf import Value
 from ..config import ModelConfig
 from ..config_rope import LOCAL
 from ..families.muse_glimmer_text import BEHIND_EPS, STORED
+from .windows import Given
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
 EVERY = 4  # of so many layers the last one sees all
@@ -20,9 +21,9 @@ NAMES = {"attn_gate": "self_attn.gate_proj"}
 AS_IS = frozenset({"model.norm.weight"})  # norms to which nothing is added
 
 
-def add_muse_glimmer(raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers, of which those with a window
-    turn."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys: layers with a window turn."""
+    window, kinds = of.window, of.layer_types(raw, EVERY)
     theta = raw.get("rope_theta", 10_000.0)
     raw |= {"sliding_window": window, "layer_types": kinds, "layer_rope_theta": [theta if kind == LOCAL else 0 for kind in kinds],
             "post_norm_eps": BEHIND_EPS, STORED: True, "qk_scale_factor": 1.0}

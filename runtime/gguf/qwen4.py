@@ -15,6 +15,7 @@ from ...offload.header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.qwen4_exp_text import PLE
 from . import linear_attention
+from .windows import Given
 
 FAMILY, NAME = "qwen4_exp_text", "qwen4exp"
 SEED = 1234
@@ -49,10 +50,11 @@ ORIGINAL = "give the folder of the original checkpoint"
 MOST_MULTIPLE = 1 << 20
 
 
-def add_qwen4(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, name = of.header, of.name
     data, blocks = header.metadata, raw["num_hidden_layers"]
-    linear_attention.add_linear_attention(header, name, raw)
+    linear_attention.add(of, raw)
     ratios, layers = data[f"{name}.{RATIOS}"], raw["num_hidden_layers"]
     if type(blocks) is not int or not 0 < blocks <= MAX_LAYERS or not isinstance(ratios, np.ndarray) or ratios.dtype.kind not in "iu" \
             or len(ratios) not in (layers, blocks):

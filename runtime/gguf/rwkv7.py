@@ -8,10 +8,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import CheckpointError
 from ..config import ModelConfig
 from ..families.rwkv7 import ABSENT, LETTERS
+from .windows import Given
 
 FAMILY = "rwkv7"
 EPSILON = "attention.layer_norm_epsilon"
@@ -48,8 +49,9 @@ ARCHITECTURE = {"config": CONFIG, "keys": KEYS, "epsilon": EPSILON, "required": 
 UNUSED = re.compile(r"model\.layers\.0\.attn\.v_lora\..+")
 
 
-def add_rwkv7(header: GgufHeader, raw: dict[str, object]) -> None:
+def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, raw["sliding_window"] = of.header, of.window
     if (stated := header.metadata.get(f"{FAMILY}.{SHIFTS}", 2)) != 2:
         raise CheckpointError(f"{header.path} states {FAMILY}.{SHIFTS} {shown_value(stated)}, which is not supported",
                               "layers of this family keep two rows of the token before: convert the original checkpoint again")

@@ -6,11 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
-from ...offload.header import CheckpointError
+from ...offload.gguf import Value
 from ..config import ModelConfig
+from .windows import SIGMOID, Given
 
-SIGMOID = 2  # how experts are scored
 CONV, FULL = "conv", "full_attention"
 # Below the architecture's name -> config.json.
 KEYS = {"shortconv.l_cache": "conv_L_cache", "attention.layer_norm_rms_epsilon": "norm_eps"}
@@ -28,16 +27,15 @@ OUTER = {"token_embd_norm.weight": "model.embedding_norm.weight", "output_norm.w
 ROLES = {"norm": "token_embd_norm", "state_in": "shortconv.in_proj", "state_conv": "shortconv.conv", "state_out": "shortconv.out_proj"}
 
 
-def add_short_conv(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    raw["sliding_window"] = of.window
     raw.setdefault("rope_theta", 10_000.0)  # what llama.cpp takes for granted
     if raw["model_type"] == "lfm2":
         raw["block_auto_adjust_ff_dim"] = False  # files state the width that was made
         return
-    if raw.pop("scoring_func", SIGMOID) != SIGMOID:
-        raise CheckpointError(f"{header.path}: {name}.expert_gating_func is not {SIGMOID}, which is not supported for this architecture",
-                              "give the folder of the original checkpoint, if its family is supported")
-    raw["use_expert_bias"] = any(f".{BIAS}." in tensor for tensor in header.tensors)
+    of.demand_sigmoids(raw)
+    raw["use_expert_bias"] = any(f".{BIAS}." in tensor for tensor in of.header.tensors)
 
 
 def stated(config: ModelConfig) -> dict[str, Value]:

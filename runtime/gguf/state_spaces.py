@@ -6,9 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf import Value
 from ...offload.header import CheckpointError, damaged
 from ..config import ModelConfig
+from .windows import Given
 
 INNER = "inner_size"  # of all heads together, which no config states
 # Below the architecture's name -> config.json.
@@ -31,8 +32,11 @@ DECAY = ".mamba.A_log"
 EXPANDS = 2  # channels together are so many times as wide as the model
 
 
-def add_state_spaces(header: GgufHeader, name: str, raw: dict[str, object]) -> None:
-    """Put into `raw`, a config.json in the making, what architecture `name` says in its own way. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    header, name = of.header, of.name
+    if of.window:
+        return  # refused for that
     path, (inner, heads, hidden) = header.path, (raw.pop(INNER), raw["mamba_n_heads"], raw["hidden_size"])
     if type(inner) is type(heads) is type(hidden) is int and heads > 0 and hidden > 0:
         if inner < 1 or inner % heads or inner % hidden:

@@ -14,9 +14,9 @@ from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE
 from ..families.step3p5 import BOUNDS
 from .laguna import QUERIES
+from .windows import SIGMOID, Given
 
 FAMILY, NAME = "step3p5", "step35"
-SIGMOID = 2  # how experts are scored
 SHARED, THETA, BEHIND = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"
 CLAMPS = dict(zip(("swiglu_clamp_exp", "swiglu_clamp_shexp"), BOUNDS))
 TURNED = {GLOBAL: 0.5, LOCAL: 1.0}  # how much of a head
@@ -29,9 +29,11 @@ NAMES = {"attn_gate": "self_attn.g_proj", "exp_probs_b": "moe.router_bias", **{
     f"ffn_{part}_shexp": f"share_expert.{part}_proj" for part in ("gate", "up", "down")}}
 
 
-def add_step35(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers, those behind the last too.
-    Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys, also of layers behind the last. Raises
+    CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, kinds = of.header, of.layer_types(raw, 1)
     layers, behind = raw["num_hidden_layers"], raw.setdefault("num_nextn_predict_layers", 0)
     if type(layers) is not int or type(behind) is not int or not 0 <= behind < layers <= MAX_LAYERS:
         damaged(header.path, f"states {NAME}.block_count {shown_value(layers)} and {NAME}.{BEHIND} {shown_value(behind)}")
@@ -41,7 +43,7 @@ def add_step35(header: GgufHeader, raw: dict[str, object], window: int | None, k
     of_kind = {kind: {own for own, each in zip(heads, kinds) if each == kind} or {heads[0]} for kind in (GLOBAL, LOCAL)}
     if any(len(each) > 1 for each in of_kind.values()):
         damaged(header.path, f"states {NAME}.{QUERIES} that differ among layers of one kind")
-    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": window,
+    raw |= {"num_hidden_layers": layers - behind, "layer_types": kinds, "sliding_window": of.window,
             "num_attention_heads": min(of_kind[GLOBAL]), "num_sliding_attention_heads": min(of_kind[LOCAL]),
             "attention_bias": "blk.0.attn_q.bias" in header.tensors, "mlp_layer_types": [
                 SPARSE if f"blk.{layer}.ffn_gate_inp.weight" in header.tensors else DENSE for layer in range(layers - behind)]}

@@ -6,10 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
+from ...offload.gguf import Value, shown_value
 from ...offload.header import damaged
 from ..config import ModelConfig
 from ..config_rope import LOCAL
+from .windows import Given
 
 NAME, DENSE, MIXED = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
 TURNED = "attention.rope_pattern"
@@ -19,8 +20,9 @@ FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
 USUAL_THETA = 10_000.0
 
 
-def add_swash(header: GgufHeader, raw: dict[str, object], window: int | None, kinds: list[str]) -> None:
-    """Put into `raw`, a config.json in the making, what the family has beside its keys. `kinds` of layers. Raises CheckpointError."""
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, window, kinds = of.header, of.window, of.layer_types(raw, 1)
     raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
     if window is None and LOCAL in kinds:
         damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: how far its layers with a window see is not known")

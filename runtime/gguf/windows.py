@@ -1,4 +1,5 @@
-"""How far layers see, as GGUF files say it or leave it to be known, and which of them have a window."""
+"""What the config of a family is completed from beside its keys: how far layers see, as GGUF files say it or leave it to be known, which of
+them have a window, how experts are scored, and layers behind the last."""
 
 from __future__ import annotations
 
@@ -17,6 +18,8 @@ AFMOE_EVERY = OLMO3_EVERY = EXAONE4_EVERY = COHERE2_EVERY = 4  # all but the las
 KOLIBRI_EVERY = 5  # the same of Kolibri 1
 EXAONE4_LAYERS = 64  # of the one size that has windows
 PATTERN = ".attention.sliding_window_pattern"
+USUAL_THETA = 10_000.0
+SIGMOID = 2  # how experts are scored
 
 
 @dataclass(frozen=True)
@@ -43,6 +46,19 @@ class Given:
         listed = self.header.metadata.get(f"{self.name}{PATTERN}")
         too = isinstance(listed, np.ndarray) and type(layers) is type(behind) is int and len(listed) == layers + behind
         return layer_types(self.header, layers + behind, every)[:layers] if too else layer_types(self.header, layers, every)
+
+    def demand_sigmoids(self, raw: dict[str, object]) -> None:
+        """Raises CheckpointError for scores of experts that are no sigmoids, where the family has no other."""
+        if raw.pop("scoring_func", SIGMOID) != SIGMOID:
+            raise CheckpointError(f"{self.header.path}: {self.name}.expert_gating_func is not {SIGMOID}, which is not supported for this "
+                                  "architecture", "give the folder of the original checkpoint, if its family is supported")
+
+
+def without_those_behind(raw: dict[str, object]) -> None:
+    """Count the layers without those behind the last, which files count in."""
+    behind, layers = raw.setdefault("num_nextn_predict_layers", 0), raw["num_hidden_layers"]
+    if type(behind) is int and type(layers) is int and 0 <= behind < layers:
+        raw["num_hidden_layers"] = layers - behind
 
 
 def given(header: GgufHeader, raw: dict[str, object]) -> Given:
