@@ -85,11 +85,11 @@ def rope_of(inner: Keys, head_dim: int, positions: int, theta: float, original: 
     return RopeConfig(inner.number("rope_theta", theta, above=1.0), kind, _rope_params(inner, kind, rotary, positions, original), share)
 
 
-def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float],
-              flat: bool = False) -> tuple[RopeConfig, RopeConfig]:
-    """Rotary positions of layers without and with a window, of families that have two sections in `rope_parameters`. The older dialect's
-    `rope_scaling` is about the former alone, and so is a `flat` section without types of layers, but for its theta. `thetas`: those of the
-    two where their sections state none."""
+def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, float], windows: Iterable[int | None],
+                    flat: bool = False) -> tuple[RopeConfig, ...]:
+    """Rotary positions of layers by whether they have a window, of families that have two sections in `rope_parameters`. The older
+    dialect's `rope_scaling` is about layers without alone, and so is a `flat` section without types of layers, but for its theta. `thetas`:
+    those of layers without a window, and with one, where their sections state none."""
     sections = keys.section("rope_parameters") or {}
     if flat and is_flat(sections):
         sections = {GLOBAL: sections, LOCAL: {name: value for name, value in sections.items() if name == "rope_theta"}}
@@ -98,8 +98,9 @@ def two_ropes(keys: Keys, head_dim: int, positions: int, thetas: tuple[float, fl
         raise ConfigError("config.json: rope_parameters does not tell full_attention from sliding_attention",
                           "this family has two sections in it, by the type of the layer")
     everywhere = {**(sections.get(GLOBAL) or {}), **(keys.section("rope_scaling") or {})}
-    return (rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0]),
-            rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1]))
+    whole = rope_of(Keys(everywhere, f"config.json: rotary positions of {GLOBAL}"), head_dim, positions, thetas[0])
+    local = rope_of(Keys(sections.get(LOCAL) or {}, f"config.json: rotary positions of {LOCAL}"), head_dim, positions, thetas[1])
+    return tuple(whole if window is None else local for window in windows)
 
 
 def ropes_by_kind(keys: Keys, kinds: Collection[str], usual: Mapping[str, Mapping[str, object]], head_dim: int, positions: int,

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from .cache import LayerCache
     from .config import ModelConfig
     from .kv.picture_keys import SeenLayer
-    from .kv.states import LayerStates
+    from .kv.states import LayerStates, ShiftedStates
     from .rope import RopeTable
     from .weights.state_weights import StateWeights
 
@@ -124,7 +124,7 @@ class Layer:
 
     ops: BlockOps
     w: LayerWeights
-    kv: LayerCache | LayerStates | SeenLayer
+    kv: LayerCache | LayerStates | ShiftedStates | SeenLayer
     positions: np.ndarray
     rope: RopeTable | None
     config: ModelConfig

@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, sizes
+from .shape import MOST, EncoderConfig, act_of, plain_head, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
     from .weights import Tensors
 
 PREFIXES = ("distilbert.",)
@@ -44,11 +43,4 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  CURVES[config.hidden_act], config.num_attention_heads)
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
-    """Raises CheckpointError."""
-    import numpy as np
-
-    from .ranking_head import Head
-
-    width = config.hidden_size
-    return Head(tensors.linear("pre_classifier", width, width), lambda x: np.maximum(x, 0), tensors.linear("classifier", 1, width))
+load_head = plain_head("pre_classifier", "relu", "classifier")

@@ -7,11 +7,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, refuse, sizes
+from .shape import MOST, EncoderConfig, act_of, plain_head, refuse, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
     from .weights import Tensors
 
 PREFIXES = ("new.", "gte.")
@@ -63,11 +62,4 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  CURVES[config.hidden_act], config.num_attention_heads, slower=config.slower)
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
-    """Raises CheckpointError."""
-    import numpy as np
-
-    from .ranking_head import Head
-
-    width = config.hidden_size
-    return Head(tensors.linear("pooler.dense", width, width), np.tanh, tensors.linear("classifier", 1, width))
+load_head = plain_head("pooler.dense", "tanh", "classifier")

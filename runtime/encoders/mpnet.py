@@ -5,11 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
-from .shape import MOST, EncoderConfig, act_of, sizes
+from .shape import MOST, EncoderConfig, act_of, plain_head, sizes
 
 if TYPE_CHECKING:
     from .layers import Stack
-    from .ranking_head import Head
     from .weights import Tensors
 
 PREFIXES = ("mpnet.",)
@@ -49,11 +48,4 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  distances=np.ascontiguousarray(distances.T))
 
 
-def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
-    """Raises CheckpointError."""
-    import numpy as np
-
-    from .ranking_head import Head
-
-    width = config.hidden_size
-    return Head(tensors.linear("classifier.dense", width, width), np.tanh, tensors.linear("classifier.out_proj", 1, width))
+load_head = plain_head("classifier.dense", "tanh", "classifier.out_proj")

@@ -3,15 +3,20 @@ that writes."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.header import is_gguf
 from ..config_reader import ConfigError, Keys, read_json, show
 from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD, kind_of
+
+if TYPE_CHECKING:
+    from .ranking_head import Head
+    from .weights import Tensors
 
 # Where sentence-transformers writes how long a text may be.
 SENTENCES = tuple(f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "xlm-roberta", "camembert", "distilbert", "mpnet"))
@@ -169,6 +174,21 @@ def refuse(keys: Keys, **only: object) -> None:
         if keys.holds(name) and (said := keys.raw[name]) is not None and said != value:
             raise ConfigError(f"config.json: {name} = {show(said)} is not supported for {keys.raw.get('model_type')} models",
                               f"they run only with {name} = {show(value)}")
+
+
+def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tensors], Head]:
+    """What reads a head of two matrices that are called so, and an activation between them. It raises CheckpointError."""
+
+    def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
+        import numpy as np
+
+        from ..images.tower_parts import CURVES
+        from .ranking_head import Head
+
+        width = config.hidden_size
+        return Head(tensors.linear(dense, width, width), {**CURVES, "tanh": np.tanh}[act], tensors.linear(last, 1, width))
+
+    return load_head
 
 
 def _labels(raw: Mapping[str, object]) -> int:

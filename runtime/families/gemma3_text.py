@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
 from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, gemma_features, softcap
 
@@ -29,8 +29,7 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
-        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
-        return tuple(everywhere if window is None else local for window in features["windows"])
+        return ropes_by_window(keys, head_dim, positions, thetas, features["windows"])
 
     return decoder_config(keys, base, ropes, **features, qk_norm=True, both_ways=both_ways,
                           final_logit_softcapping=softcap(keys, "final_logit_softcapping", None))

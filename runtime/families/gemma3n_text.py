@@ -13,7 +13,7 @@ from statistics import NormalDist
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys, is_count
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
 from ..layer import Layer, last_of, narrowing
 from . import TensorRule, gemma2, inside_others, llama
 from .gemma2 import ACT, embedding_multiplier, softcap
@@ -44,8 +44,7 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = keys.number("rope_theta", 1_000_000.0, above=1.0), keys.number("rope_local_base_freq", 10_000.0, above=1.0)
-        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
-        return tuple(everywhere if kind == GLOBAL else local for kind in kinds)
+        return ropes_by_window(keys, head_dim, positions, thetas, windows)
 
     return decoder_config(
         keys.saying(intermediate_size=max(widths)), base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import Keys
-from ..config_rope import RopeConfig, two_ropes
+from ..config_rope import RopeConfig, ropes_by_window
 from . import qwen3_moe
 from .glm4_moe_lite import SPARSE, sparse_of
 from .mixtral import mixture
@@ -28,7 +28,6 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         theta = keys.number("rope_theta", None, above=1.0)
-        everywhere, local = two_ropes(keys, head_dim, positions, THETAS if theta is None else (theta, theta))
-        return tuple(everywhere if window is None else local for window in windows)
+        return ropes_by_window(keys, head_dim, positions, THETAS if theta is None else (theta, theta), windows)
 
     return decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, mixture=own)

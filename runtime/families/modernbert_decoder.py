@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from ..config import ACTS, MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, two_ropes
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_window
 from . import TensorRule, llama
 from .llama import behind_entry_norm
 from .qwen2 import windows_of
@@ -40,8 +40,7 @@ def config(keys: Keys) -> ModelConfig:
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
         thetas = (keys.number("global_rope_theta", THETAS[0], above=1.0), keys.number("local_rope_theta", THETAS[1], above=1.0))
-        everywhere, local = two_ropes(keys, head_dim, positions, thetas)
-        return tuple(everywhere if window is None else local for window in windows)
+        return ropes_by_window(keys, head_dim, positions, thetas, windows)
 
     base = Defaults(max_position_embeddings=8192, bos=50_281, eos=(50_282,), eps_key="norm_eps", norm_eps=1e-5, tied=True, grouped=False,
                     act=("hidden_activation", "gelu"), sizes=SIZES)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, is_flat, two_ropes
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, is_flat, ropes_by_window
 from . import olmo2
 from .qwen2 import windows_of
 
@@ -23,8 +23,7 @@ def config(keys: Keys) -> ModelConfig:
     windows = windows_of(keys, window, [LOCAL if (layer + 1) % EVERY else GLOBAL for layer in range(layers)])
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        everywhere, local = two_ropes(keys, head_dim, positions, (_theta(keys, windows), THETA), flat=True)
-        return tuple(everywhere if window is None else local for window in windows)
+        return ropes_by_window(keys, head_dim, positions, (_theta(keys, windows), THETA), windows, flat=True)
 
     base = Defaults(max_position_embeddings=2048, eos=(50_279,), norm_eps=1e-5)
     made = decoder_config(keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, qk_norm_whole=True)
