@@ -334,4 +334,4 @@ class ExpertPager(StreamingPager):
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
         """Weights that stay, which lie in memory for certain."""
-        yield from self._always.resident_arrays()
+        yield from self._rest.resident_arrays()

@@ -19,8 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import CheckpointError, TensorStore
-from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket, Traffic
+from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket
 from .memory import anonymous
+from .pager import ReadingPager
 from .streaming import StreamingPager
 
 THREADS = 8  # small reads want a deeper queue than large ones
@@ -143,7 +144,7 @@ class Window:
         self.slot_of[gone] = -1
 
 
-class NeuronPager:
+class NeuronPager(ReadingPager):
     """The bundles of all layers, `slots[i]` units of layer i in memory at a time, beside the pager of all other weights, `rest`, whose
     place it takes. The store must stay open until `close`. `cancelled` is asked while somebody waits, which then ends with Interrupted.
     """
@@ -182,34 +183,6 @@ class NeuronPager:
         while ticket.left:
             with suppress(CheckpointError):
                 self._reader.wait(ticket, self._cancelled)
-
-    def shed(self) -> int:
-        """Bytes given back of what can be read again: none, the window is a fixed number of slots."""
-        return 0
-
-    @property
-    def traffic(self) -> Traffic:
-        """Reads of neurons."""
-        return self._reader.traffic
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes read so far, everything counted."""
-        return self._reader.traffic.nbytes + self._rest.disk_nbytes
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which the disk was read, where it was for both at once twice."""
-        return self._reader.traffic.busy_s + self._rest.busy_s
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that its users have waited for the disk."""
-        return self._reader.traffic.wait_s + self._rest.wait_s
-
-    def announcements(self) -> list[str]:
-        """Fallbacks since the last call; of a file that both read, once."""
-        return [*dict.fromkeys([*self._rest.announcements(), *self._reader.announcements()])]
 
     def close(self) -> None:
         self._reader.close()

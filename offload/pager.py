@@ -7,16 +7,22 @@ Reads are 4 MiB each from a few threads, which is what NVMe disks and cold page 
 an instant start and pages shared between processes, but small pages, and a file that is cut while in use ends the process.
 """
 
+from __future__ import annotations
+
 import mmap as maps
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from .checkpoint import TensorInfo, TensorStore
 from .memory import anonymous
+
+if TYPE_CHECKING:
+    from .direct import Reader, Traffic
 
 ALIGNMENT = 64
 READ_THREADS = 4
@@ -150,3 +156,38 @@ def _group_nbytes(infos: Sequence[TensorInfo]) -> int:
 
 def _round_up(nbytes: int, to: int) -> int:
     return -(-nbytes // to) * to
+
+
+class ReadingPager:
+    """What those have in common that go on reading when they are loaded: what it cost, that of the pager of all else included."""
+
+    _reader: Reader
+    _rest: ResidentPager | ReadingPager
+
+    def shed(self) -> int:
+        """Bytes given back of what can be read again: none, as many as there are have places of their own."""
+        return 0
+
+    @property
+    def traffic(self) -> Traffic:
+        """Its own reads."""
+        return self._reader.traffic
+
+    @property
+    def disk_nbytes(self) -> int:
+        """Bytes read so far, everything counted."""
+        return self._reader.traffic.nbytes + self._rest.disk_nbytes
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds in which the disk was read, where it was for both at once twice."""
+        return self._reader.traffic.busy_s + self._rest.busy_s
+
+    @property
+    def wait_s(self) -> float:
+        """Seconds that its users have waited for the disk."""
+        return self._reader.traffic.wait_s + self._rest.wait_s
+
+    def announcements(self) -> list[str]:
+        """Fallbacks since the last call; of a file that both read, once."""
+        return [*dict.fromkeys([*self._rest.announcements(), *self._reader.announcements()])]

@@ -18,9 +18,9 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import TensorInfo, TensorStore
-from .direct import BLOCK, READ_NBYTES, Job, Read, Reader, Traffic
+from .direct import BLOCK, READ_NBYTES, Job, Read, Reader
 from .memory import anonymous
-from .pager import ResidentPager
+from .pager import ReadingPager, ResidentPager
 from .placement import Residency
 from .turns import Turns
 
@@ -117,7 +117,7 @@ class Lease:
         return self._turns.join(self._place)
 
 
-class StreamingPager:
+class StreamingPager(ReadingPager):
     """`always` are groups of tensors that stay whole, as in `ResidentPager`; `parts` in the order of use, some of them pinned.
 
     `cancelled` is asked while somebody waits. The store must stay open until `close`.
@@ -130,7 +130,7 @@ class StreamingPager:
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], residency: Residency,
                  cancelled: Callable[[], bool] = lambda: False, direct: bool = True) -> None:
         self._store, self._parts, self._residency = store, parts, residency
-        self._always = ResidentPager(store, always)
+        self._rest = ResidentPager(store, always)
         self._reader = self.reads_with({file: store.descriptor(file) for file in store.files}, direct=direct)
         self._views: dict[int, tuple[np.ndarray, ...]] = {}
         self._pinned: list[np.ndarray] = []
@@ -150,7 +150,7 @@ class StreamingPager:
             at += nbytes
         self._turns = Turns(self._reader, self._ask, cancelled, len(self._bounds))
         self._leases = {index: Lease(self._turns, place) for place, index in enumerate(residency.streamed)}
-        self.nbytes = self._always.nbytes + residency.nbytes + FETCH_NBYTES
+        self.nbytes = self._rest.nbytes + residency.nbytes + FETCH_NBYTES
         self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
@@ -162,7 +162,7 @@ class StreamingPager:
     def load(self) -> Iterator[tuple[int, int]]:
         """Bring in what stays, yielding (bytes done, bytes in all); then the first parts are on their way."""
         done, tickets = 0, []
-        for done, _ in self._always.load():
+        for done, _ in self._rest.load():
             yield done, self.load_nbytes
         try:
             for index in self._residency.pinned:
@@ -183,7 +183,7 @@ class StreamingPager:
 
     def lease(self, key: Hashable) -> AbstractContextManager[Mapping[str, np.ndarray]]:
         """The group's tensors that are in memory as a whole, as uint8 arrays."""
-        return self._always.lease(key)
+        return self._rest.lease(key)
 
     # -- parts -----------------------------------------------------------------------------------------------------------------
 
@@ -223,39 +223,9 @@ class StreamingPager:
             return None
         return (begin, end), reads_of(self._extents[place], self._ring)
 
-    def shed(self) -> int:
-        """Bytes given back of what can be read again: none, since where a pinned part lies never changes."""
-        return 0
-
-    # -- what it cost ----------------------------------------------------------------------------------------------------------
-
-    @property
-    def traffic(self) -> Traffic:
-        """All reads but those of what stays whole."""
-        return self._reader.traffic
-
-    @property
-    def disk_nbytes(self) -> int:
-        """Bytes read so far, everything counted."""
-        return self._reader.traffic.nbytes + self._always.disk_nbytes
-
-    @property
-    def busy_s(self) -> float:
-        """Seconds in which the disk was read."""
-        return self._reader.traffic.busy_s
-
-    @property
-    def wait_s(self) -> float:
-        """Seconds that its users have waited for the disk."""
-        return self._reader.traffic.wait_s
-
-    def announcements(self) -> list[str]:
-        """Fallbacks since the last call."""
-        return self._reader.announcements()
-
     def close(self) -> None:
         self._reader.close()
-        self._always.close()
+        self._rest.close()
         self._views, self._pinned = {}, []
 
 
