@@ -14,6 +14,7 @@ from functools import cache
 import numpy as np
 
 HUGE_PAGE = 2 << 20
+RATED_NBYTES, RATED_S = 128 << 20, 0.3  # of memory, and for how long, that its speed is told by
 
 
 def anonymous(nbytes: int) -> np.ndarray:
@@ -38,18 +39,18 @@ def discard(memory: np.ndarray) -> None:
         _libc().madvise(ctypes.c_void_p(begin + skip), ctypes.c_size_t(nbytes), mmap.MADV_DONTNEED)
 
 
-def read_rate(threads: int, nbytes: int = 128 << 20, patience_s: float = 0.3) -> float:
-    """Bytes a second at which `threads` read memory, the best of the passes of `patience_s` seconds: nothing has to be compiled for it.
+def read_rate(threads: int) -> float:
+    """Bytes a second at which `threads` read memory, the best of the passes of RATED_S seconds: nothing has to be compiled for it.
     What a kernel reaches may be somewhat more."""
-    area = anonymous(nbytes).view(np.uint64)
+    area = anonymous(RATED_NBYTES).view(np.uint64)
     area[:] = 1  # untouched memory is one shared page of zeros
     best, parts = 0.0, np.array_split(area, max(1, threads))
-    until = time.perf_counter() + patience_s
+    until = time.perf_counter() + RATED_S
     with ThreadPoolExecutor(len(parts)) as pool:
         while not best or time.perf_counter() < until:
             began = time.perf_counter()
             list(pool.map(np.maximum.reduce, parts))
-            best = max(best, nbytes / (time.perf_counter() - began))
+            best = max(best, RATED_NBYTES / (time.perf_counter() - began))
     return best
 
 

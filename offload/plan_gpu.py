@@ -79,7 +79,7 @@ def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
     whole = host(0)
 
     def alone(more: int = 0) -> Placement:
-        return plan_tiers(whole, Budget(budget.ram + more), ctx_max, ctx_wanted, "cpu", None, spill)
+        return plan_tiers(whole, Budget(budget.ram + more), ctx_max, ctx_wanted, spill)
 
     if not budget.vram or device == "cpu" or gpu_layers == 0:
         return alone()
@@ -173,7 +173,7 @@ def _beneath(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wa
         count = _most(whole, budget, ctx)
     while True:
         room, left = _room(whole, budget, count, ctx_max), host(count)
-        made = plan_tiers(left, Budget(budget.ram), room, ctx_wanted, "cpu", None, spill)
+        made = plan_tiers(left, Budget(budget.ram), room, ctx_wanted, spill)
         more = count if gpu_layers is not None else _most(whole, budget, made.ctx)
         if more <= count:
             break

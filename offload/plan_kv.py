@@ -42,15 +42,15 @@ class _Short(DoesNotFit):
         self.least = least
 
 
-def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None) -> Placement:
-    """`plan.plan`, with pages on the disk where a context was asked for that memory does not hold, or `spill.ram` holds less than it.
+def plan_tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
+    """`plan.plan` on the host, with pages on the disk where a context was asked for that memory does not hold, or `spill.ram` holds less
+    than it.
 
     Raises DoesNotFit and UsageError as `plan` does, DoesNotFit where the disk or `spill.ram` is too small, with the longest context that
     this would plan.
     """
     try:
-        return _tiers(demand, budget, ctx_max, ctx_wanted, device, gpu_layers, spill)
+        return _tiers(demand, budget, ctx_max, ctx_wanted, spill)
     except _Short as short:
         more = f", or {short.hint}" if short.hint.startswith("--") else ""
         longest = _longest(demand, budget, ctx_max, ctx_wanted or ctx_max, spill)
@@ -69,7 +69,7 @@ def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spil
 
     def is_planned(pages: int) -> bool:
         try:
-            return bool(_tiers(demand, within, ctx_max, length(pages), "cpu", None, spill))
+            return bool(_tiers(demand, within, ctx_max, length(pages), spill))
         except DoesNotFit:
             return False
 
@@ -78,14 +78,13 @@ def _longest(demand: Demand, budget: Budget, ctx_max: int, ctx: int, spill: Spil
     return length(pages) if pages else 0
 
 
-def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-           spill: Spill | None) -> Placement:
+def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill | None) -> Placement:
     ctx = ctx_wanted or (ctx_max if spill is not None and spill.ram is not None else 0)
     if spill is not None and not budget.vram and ctx and demand.kv_bytes_per_token:
         placed = _spilled(demand, budget, ctx_max, ctx_wanted, ctx, spill)
         if placed is not None:
             return placed
-    return plan(demand, budget, ctx_max, ctx_wanted, device, gpu_layers, PAGE)
+    return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
 
 
 def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:

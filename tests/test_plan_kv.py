@@ -27,7 +27,7 @@ def demand(layers: int = 20, kv: int = 100_000, blocks: bool = True) -> Demand:
 
 
 def tiers(ram: int, ctx: int | None, spill: Spill | None = SPILL, **more: object) -> Placement:
-    return plan_tiers(demand(**more), Budget(ram * MB), 32_768, ctx, "cpu", None, spill)
+    return plan_tiers(demand(**more), Budget(ram * MB), 32_768, ctx, spill)
 
 
 def test_a_cache_that_fits_stays_in_memory() -> None:
@@ -129,7 +129,7 @@ def test_a_small_disk_makes_no_context_shorter_than_memory_alone_holds(disk: int
     spill, sinks = replace(SPILL, ram=100 * MB, disk=disk, where="--disk allows", capped=True), replace(demand(), kv_sinks=64)
 
     def placed(asked: int | None) -> Placement:
-        return plan_tiers(sinks, Budget(3000 * MB), 32_768, asked, "cpu", None, spill)
+        return plan_tiers(sinks, Budget(3000 * MB), 32_768, asked, spill)
 
     found = placed(None)
     assert (found.ctx, found.kv_pages) == (ctx, pages) and found.kv_bytes <= 100 * MB
@@ -143,7 +143,7 @@ def test_a_small_disk_makes_no_context_shorter_than_memory_alone_holds(disk: int
 def test_a_small_cache_is_not_worth_a_ring() -> None:
     whole = plan(demand(), Budget(3000 * MB), 32_768, 256).total_bytes
     with pytest.raises(DoesNotFit):
-        plan_tiers(demand(blocks=False), Budget(whole - 1), 32_768, 256, "cpu", None, replace(SPILL, ring=30 * MB))
+        plan_tiers(demand(blocks=False), Budget(whole - 1), 32_768, 256, replace(SPILL, ring=30 * MB))
 
 
 @given(ram=st.integers(100, 3000), ctx=st.one_of(st.none(), st.integers(1, 32_768)), cap=st.one_of(st.none(), st.integers(1, 4000)),
@@ -171,7 +171,7 @@ UNITS = (Units(4096, 8192),) * 20
 def shared(ram: int, ctx: int | None, spill: Spill, **more: object) -> Placement:
     """800 MB of layers, of which 640 MB are experts or neurons."""
     whole = {**{"blocks": () if "experts" in more else (BLOCK,) * 20, "always": 200 * MB}, **more}
-    return plan_tiers(replace(demand(), **whole), Budget(ram * MB), 32_768, ctx, "cpu", None, spill)
+    return plan_tiers(replace(demand(), **whole), Budget(ram * MB), 32_768, ctx, spill)
 
 
 @pytest.mark.parametrize("kind", ({"experts": EXPERTS}, {"units": UNITS}), ids=("experts", "neurons"))

@@ -29,7 +29,7 @@ KINDS = {"streams": demand(), "fits": demand(blocks=False), "experts": replace(d
 
 
 def placed(whole: Demand, ram: int, ctx: int | None, spill: Spill | None) -> Placement:
-    return plan_tiers(whole, Budget(ram), 32_768, ctx, "cpu", None, spill)
+    return plan_tiers(whole, Budget(ram), 32_768, ctx, spill)
 
 
 def is_placed(whole: Demand, ram: int, ctx: int, spill: Spill | None) -> bool:

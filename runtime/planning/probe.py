@@ -70,17 +70,17 @@ def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
     return 2 * base + len(kinds) + len(kv)
 
 
-def memory_passes(threads: int, nbytes: int = ROOF_NBYTES, passes: int = MEMORY_PASSES) -> list[float]:
-    """Bytes a second of each pass of the load-only kernel over `nbytes`, in this process."""
+def memory_passes(threads: int) -> list[float]:
+    """Bytes a second of each pass of the load-only kernel over ROOF_NBYTES, in this process."""
     from ...kernels.cpu.roof import read_bandwidth
     from ...kernels.threads import ThreadPool
     from ...offload.memory import anonymous
 
     pool = ThreadPool(threads)
     try:
-        memory = anonymous(nbytes)
+        memory = anonymous(ROOF_NBYTES)
         memory.view(np.uint64)[:] = 0x0101010101010101  # untouched memory is one shared page of zeros
-        return [read_bandwidth(pool, memory, passes=1) for _ in range(passes)]
+        return [read_bandwidth(pool, memory, passes=1) for _ in range(MEMORY_PASSES)]
     finally:
         pool.close()
 

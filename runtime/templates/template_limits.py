@@ -31,9 +31,9 @@ class Meter:
 
     __slots__ = ("began", "budget", "deadline", "seconds", "value_limit")
 
-    def __init__(self, input_weight: int, seconds: float, value_limit: int = 1_000_000, budget: int = 64_000_000) -> None:
-        self.value_limit = value_limit + 4 * input_weight
-        self.budget = budget + 64 * input_weight
+    def __init__(self, input_weight: int, seconds: float) -> None:
+        self.value_limit = 1_000_000 + 4 * input_weight
+        self.budget = 64_000_000 + 64 * input_weight
         self.seconds = seconds
         self.began, self.deadline = time.thread_time(), time.perf_counter() + seconds
 
