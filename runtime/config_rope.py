@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
@@ -103,18 +103,19 @@ def ropes_by_window(keys: Keys, head_dim: int, positions: int, thetas: tuple[flo
     return tuple(whole if window is None else local for window in windows)
 
 
-def ropes_by_kind(keys: Keys, kinds: Collection[str], usual: Mapping[str, Mapping[str, object]], head_dim: int, positions: int,
-                  theta: float = 10_000.0, partial: bool = False) -> dict[str, RopeConfig]:
-    """Rotary positions of layers by their kind, of families that have a section for each kind that there is; `usual` where a config has
-    none, `theta` where a section states none. `partial`: not all of a head need turn."""
+def ropes_by_kind(keys: Keys, kinds: Sequence[str], usual: Mapping[str, Mapping[str, object]], widths: Mapping[str, int] | int,
+                  positions: int, theta: float = 10_000.0, partial: bool = False, unturned: str = "") -> tuple[RopeConfig | None, ...]:
+    """Rotary positions of layers by their kind, of families that have a section for each kind but `unturned`; `usual` where a config has
+    none, `theta` where a section states none. `widths`: of heads, where they differ by kind. `partial`: not all of a head need turn."""
     refuse_outside_sections(keys)
     sections, made = keys.section("rope_parameters") or usual, {}
-    for kind in sorted({*kinds}):
+    for kind in sorted({*kinds} - {unturned}):
         section = sections.get(kind)
         if not isinstance(section, dict):
             raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}", "this family has a section for each type of layer")
-        made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), head_dim, positions, theta, partial=partial)
-    return made
+        width = widths if isinstance(widths, int) else widths[kind]
+        made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), width, positions, theta, partial=partial)
+    return tuple(made.get(kind) for kind in kinds)
 
 
 def refuse_outside_sections(keys: Keys) -> None:

@@ -36,8 +36,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = ropes_by_kind(keys, {*kinds}, ROPES, head_dim, positions)
-        return tuple(made[kind] for kind in kinds)
+        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions)
 
     return decoder_config(
         keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import REQUIRED, ConfigError, Keys, show
-from ..config_rope import GLOBAL, LOCAL, RopeConfig, refuse_outside_sections, rope_of
+from ..config_rope import GLOBAL, LOCAL, RopeConfig, ropes_by_kind
 from ..layer import Layer, last_of, narrowing
 from ..mixture import Mixture
 from . import TensorRule, expert_role, gemma2, inside_others, llama
@@ -29,7 +29,6 @@ SIZES = {"vocab_size": 262_144, "hidden_size": 2304, "intermediate_size": 9216, 
 PATTERN = 6  # one layer in so many has no window, where the config lists no types
 ROPES = {GLOBAL: {"rope_type": "proportional", "partial_rotary_factor": 0.25, "rope_theta": 1_000_000.0},
          LOCAL: {"rope_type": "default", "rope_theta": 10_000.0}}
-THETA = 10_000.0  # of a section that states none
 MOST_INPUTS = 4096
 
 
@@ -57,18 +56,10 @@ def config(keys: Keys) -> ModelConfig:
     mixture = _mixture(keys, layers, routed)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        refuse_outside_sections(keys)
-        sections, made = keys.section("rope_parameters") or ROPES, {}
-        for kind, (_, size) in zip(kinds, heads):
-            if kind not in made:
-                section = sections.get(kind)
-                if not isinstance(section, dict):
-                    raise ConfigError(f"config.json: rope_parameters holds nothing of {kind}",
-                                      "this family has a section for each type of layer")
-                made[kind] = rope_of(Keys(section, f"config.json: rotary positions of {kind}"), size, positions, THETA)
-        if stray := sorted(sections.keys() - {GLOBAL, LOCAL}):
+        made = ropes_by_kind(keys, kinds, ROPES, {kind: size for kind, (_, size) in zip(kinds, heads)}, positions)
+        if stray := sorted((keys.section("rope_parameters") or {}).keys() - {GLOBAL, LOCAL}):
             raise ConfigError(f"config.json: rope_parameters holds {show(stray[0])}", f"known: {GLOBAL}, {LOCAL}")
-        return tuple(made[kind] for kind in kinds)
+        return made
 
     return decoder_config(
         keys, base, ropes, windows=windows, qkv_bias=bias, o_bias=bias, qk_norm=True, attn_scale=1.0, values_normed=True,

@@ -38,8 +38,7 @@ def config(keys: Keys) -> ModelConfig:
     kinds = tuple(GLOBAL if own is None else LOCAL for own in windows)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        made = ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
-        return tuple(made[kind] for kind in kinds)
+        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
 
     sparse = sparse_layers(keys, layers)
     if (dense := keys.layers("mlp_only_layers", layers)) and dense != frozenset(range(layers)) - sparse:

@@ -39,8 +39,7 @@ def config(keys: Keys) -> ModelConfig:
     bias = keys.flag("attention_bias", False)
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig | None, ...]:
-        made = {CONV: None, **ropes_by_kind(keys, {*kinds} - {CONV}, ROPES, head_dim, positions, THETA)}
-        return tuple(made[kind] for kind in kinds)
+        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, THETA, unturned=CONV)
 
     made = decoder_config(keys, base, ropes, windows=tuple(window if kind == LOCAL else None for kind in kinds), qkv_bias=bias, o_bias=bias,
                           qk_norm=True, gates_apart=keys.flag("use_attention_gate", True),

@@ -38,8 +38,7 @@ def config(keys: Keys) -> ModelConfig:
         raise ConfigError(f"config.json: layer_types holds {LOCAL} without a sliding_window")
 
     def ropes(keys: Keys, head_dim: int, positions: int) -> tuple[RopeConfig, ...]:
-        own = ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
-        return tuple(own[kind] for kind in kinds)
+        return ropes_by_kind(keys, kinds, ROPES, head_dim, positions, partial=True)
 
     experts = replace(mixture(keys, 16, 1, base.size(keys, "moe_intermediate_size"), False, range(layers), corrected=True, apart=True),
                       handed=1, idle=True)
