@@ -86,8 +86,8 @@ class Side:
         return float(seconds), int(held)
 
     def close(self) -> None:
-        self._child.stdin.close()
-        self._child.wait()
+        with self._child:  # until it has ended
+            self._child.stdin.close()
 
 
 def main() -> None:

@@ -272,6 +272,7 @@ def test_memory_is_one_budget_and_what_nobody_asks_for_goes(server: Served, here
         first.connection.close()
         first.close()
         assert json.loads(second.getresponse().read())["model"] == "twin" and not process.is_running()
+        second.close()
         server.until("twin is ended: nobody asked for it for 0.4 seconds")
         until(lambda: not children(server))
         order = [line for line in server.err.splitlines() if " is loaded" in line or " is ended" in line]
