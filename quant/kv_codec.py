@@ -33,11 +33,12 @@ def encode(k: np.ndarray, v: np.ndarray, bits_k: int, bits_v: int, basis: KVBasi
     out = np.zeros((heads, layout.record_nbytes), np.uint8)
     widths_k, widths_v = basis.widths(bits_k, bits_v)
 
-    k = k - _mean(basis, rotary)
-    mixed = ~_lone_pair(k / basis.k_scale[:, None])
+    with np.errstate(over="ignore", invalid="ignore"):  # looked for below
+        k = k - _mean(basis, rotary)
+        mixed = ~_lone_pair(k / basis.k_scale[:, None])
+        k = np.where(mixed[:, None, None], k @ basis.k_matrix.swapaxes(1, 2), k / basis.k_scale[:, None])
+        v = v @ basis.v_matrix.swapaxes(1, 2)
     widths_k[~mixed] = bits_k
-    k = np.where(mixed[:, None, None], k @ basis.k_matrix.swapaxes(1, 2), k / basis.k_scale[:, None])
-    v = v @ basis.v_matrix.swapaxes(1, 2)
     for side, x in (("K", k), ("V", v)):
         if not (fine := (np.abs(x) < LARGEST).all((1, 2))).all():
             where = f"{side} of layer {layer}, head {first_head + int(fine.argmin())}, tokens {first_token} to {first_token + PAGE - 1}"
