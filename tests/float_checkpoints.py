@@ -59,3 +59,16 @@ def as_nvfp4(values: np.ndarray, names: tuple[str, str], divides: bool):
     parts = {names[0]: codes[:, ::2] | codes[:, 1::2] << np.uint8(4), "weight_scale": scales,
              names[1]: np.float32([matrix]) if divides else matrix, "input_global_scale" if divides else "input_scale": np.float32([3.0])}
     return parts, levels[codes] * np.repeat(meant, 16, axis=1) * scale
+
+
+def quark(weights: dict[str, object], **others: object) -> dict[str, object]:
+    """As it is published: caches by names of their own, what activations are rounded to, and what was left out."""
+    of_all = {"weight": {**weights, "is_dynamic": False}, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": True}}
+    return {"quant_method": "quark", "global_quant_config": of_all, "layer_quant_config": {
+        "*k_proj": {**of_all, "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}, "exclude": ["*lm_head"], "export": {
+        "kv_cache_group": ["*k_proj"], "pack_method": "reorder", "weight_format": "real_quantized"}, **others}
+
+
+def as_fbgemm(values: np.ndarray):
+    parts, meant = as_fp8(values, "rows", "weight_scale")
+    return {**parts, "input_scale_ub": np.float32([1200.0])}, meant

@@ -93,7 +93,9 @@ def quoted(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-SECOND = {"granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe"}  # architectures of other models of the family
+SECOND = {  # architectures of other models of the family
+    "granitemoehybrid": "granitehybrid", "nemotron_h": "nemotron_h_moe", "llama": "paddleocr", "hunyuan_v1_dense": "hunyuan_vl",
+}
 
 
 def test_the_table_of_models_has_every_family() -> None:

@@ -8,9 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
+from float_checkpoints import quark
 from gguf_samples import FABLE
 from saved_models import saved
-from test_imported import CASES, GROUP, plain, quark, written
+from test_imported import CASES, GROUP, plain, written
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.spec import QuantSpec

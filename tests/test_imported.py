@@ -21,7 +21,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import is_low_bit, open_store, open_weights
 
 sys.path.insert(0, str(Path(__file__).parent))
-from float_checkpoints import as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4
+from float_checkpoints import as_fbgemm, as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4, quark
 from gguf_samples import FABLE, weights
 from level_checkpoints import as_bytes_by_row, as_levels
 from saved_tokenizers import with_words_of_fable
@@ -119,19 +119,6 @@ def as_bytes(values: np.ndarray, bits: int, kind: str, asymmetric: bool = False)
 
 def plain(written: str, **weights: object) -> dict[str, object]:
     return {"quant_method": "compressed-tensors", "format": written, "config_groups": {"group_0": {"weights": weights}}}
-
-
-def quark(weights: dict[str, object], **others: object) -> dict[str, object]:
-    """As it is published: caches by names of their own, what activations are rounded to, and what was left out."""
-    of_all = {"weight": {**weights, "is_dynamic": False}, "input_tensors": {"dtype": "fp8_e4m3", "is_dynamic": True}}
-    return {"quant_method": "quark", "global_quant_config": of_all, "layer_quant_config": {
-        "*k_proj": {**of_all, "output_tensors": {"dtype": "fp8_e4m3", "qscheme": "per_tensor"}}}, "exclude": ["*lm_head"], "export": {
-        "kv_cache_group": ["*k_proj"], "pack_method": "reorder", "weight_format": "real_quantized"}, **others}
-
-
-def as_fbgemm(values: np.ndarray):
-    parts, meant = as_fp8(values, "rows", "weight_scale")
-    return {**parts, "input_scale_ub": np.float32([1200.0])}, meant
 
 
 CASES = {
