@@ -7,7 +7,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, ls, typed
@@ -17,6 +17,9 @@ ADAPTER = "adapter_config.json"  # what stands in the place of config.json besid
 FILE_LIMIT = 10 * 2**20
 LEAST, MOST = 1e-30, 1e30  # of a positive number: its inverse is a float32 too
 REQUIRED = object()
+# What published configs call kinds of layers -> what transformers calls them now, and takes those for.
+RENAMED_KINDS = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
+    ("deepseek_sparse_attention", "qwen_sparse_attention", "sparse_attention"), "indexed_attention")}
 
 
 AGAIN = "correct it there, or fetch the file again"
@@ -190,12 +193,12 @@ class Keys:
             raise self.fail(name, f"a list of {length} strings")
         return tuple(value)
 
-    def kinds(self, name: str, length: int, known: Sequence[str], also: Collection[str] = ()) -> tuple[str, ...] | None:
-        """As `words`, of those that are `known`, and of other words for the same."""
+    def kinds(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
+        """As `words`, of those that are `known`; earlier names become those."""
         found = self.words(name, length)
-        if stray := next((kind for kind in found or () if kind not in known and kind not in also), None):
+        if stray := next((kind for kind in found or () if kind not in known and RENAMED_KINDS.get(kind) not in known), None):
             raise ConfigError(f"{self.where}: {name} holds {show(stray)}, which is not supported", f"known: {', '.join(known)}")
-        return found
+        return found and tuple(kind if kind in known else RENAMED_KINDS[kind] for kind in found)
 
     def token_ids(self, name: str, default: tuple[int, ...] = ()) -> tuple[int, ...]:
         """A token id or a list of them; absent is `default`, null is none at all."""

@@ -1,5 +1,6 @@
 """config.json of families whose tokens choose what they see: what chooses, in which layers, and what is refused by name."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -31,6 +32,19 @@ def test_how_tokens_choose_what_they_see() -> None:
     assert parse_config({**base, **small}).indexed.shape == IndexShape(3, 80, 64, 7)
     short = without_index(config)
     assert (short.indexed, short.most_tokens, short.context_length) == (None, 2048, 2048)
+
+
+@pytest.mark.parametrize("family", ["deepseek_v32", "glm_moe_dsa", "glm5_next_text", "hy_v4", "qwen4_exp_text"])
+def test_kinds_of_layers_by_their_earlier_names(family: str) -> None:
+    """As folders have them that were published before transformers called all that choose by one name."""
+    raw = json.loads(CONFIG_MAPPING[family]().to_json_string())
+    if family == "qwen4_exp_text":  # of which all has to be said
+        raw |= {"indexer_n_heads": 4, "indexer_kv_heads": 1, "indexer_head_dim": 256, "indexer_budget": 2048, "indexer_compress_ratio": 16}
+    raw["layer_types"] = raw.get("layer_types") or ["indexed_attention"] * raw["num_hidden_layers"]
+    for name in ("deepseek_sparse_attention", "qwen_sparse_attention", "sparse_attention"):
+        earlier = [name if kind == "indexed_attention" else kind for kind in raw["layer_types"]]
+        assert earlier != raw["layer_types"] and parse_config({**raw, "layer_types": earlier}) == parse_config(raw)
+        refused({**raw, "layer_types": [*earlier[:-1], "mamba2"]}, "layer_types holds 'mamba2'")
 
 
 @pytest.mark.parametrize(("changes", "sources"), [

@@ -149,7 +149,7 @@ def test_published_configs_are_known_to_the_last_key(family: str) -> None:
     ("lfm2_moe", "block_auto_adjust_ff_dim", True),
     ("ministral3", "layer_types", ["sliding_attention"] * 4), ("ministral3", "attention_bias", True),
     ("olmo3", "clip_qkv", 8.0), ("olmo3", "use_sliding_window", False), ("olmo3", "mlp_bias", True),
-    ("qwen3_5_text", "attn_output_gate", False), ("qwen3_5_text", "hidden_act", "gelu"), ("qwen3_5_text", "layer_types", ["mamba"] * 4),
+    ("qwen3_5_text", "attn_output_gate", False), ("qwen3_5_text", "hidden_act", "gelu"), ("qwen3_5_text", "layer_types", ["conv"] * 4),
     ("qwen3_5_text", "linear_num_value_heads", 24), ("qwen3_5_text", "sliding_window", 40), ("qwen3_5_text", "num_experts", 8),
     ("qwen3_5_text", "output_gate_type", "sigmoid"),
     ("olmo3", "partial_rotary_factor", 0.5), ("seed_oss", "sliding_window", 40), ("seed_oss", "layer_types", ["sliding_attention"] * 4),

@@ -15,16 +15,16 @@ from .qwen3_moe import NAMES
 
 KEYS_HARMLESS = frozenset({"init_method", "mamba_chunk_size"})
 REFUSED_UNLESS = {"mamba_proj_bias": False, "mlp_bias": False, "normalization_function": "rmsnorm", "sliding_window": None}
-ATTENTION, MAMBA = ("attention", "full_attention"), ("mamba", "linear_attention")
+ATTENTION, MAMBA = "full_attention", "linear_attention"
 PARTS = {"state_gate": "gate_proj", "state_in": "xbc_proj", "state_rate": "dt_proj"}  # of in_proj, by the names that they have apart
 NO_LIMIT = ([0.0, math.inf], [0.0, {"__float__": "Infinity"}])  # of steps, as writers have it
 
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", high=MAX_LAYERS)
-    kinds = keys.kinds("layer_types", layers, (ATTENTION[0], MAMBA[0]), ATTENTION + MAMBA) or (MAMBA[0],) * layers
-    if not any(kind in ATTENTION for kind in kinds):
-        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {ATTENTION[0]}")
+    kinds = keys.kinds("layer_types", layers, (ATTENTION, MAMBA)) or (MAMBA,) * layers
+    if ATTENTION not in kinds:
+        raise ConfigError("config.json: layer_types without attention are not supported", f"this version needs a layer of {ATTENTION}")
     turns = keys.text("position_embedding_type", None)
     if turns not in (None, "nope", "rope"):
         raise ConfigError(f"config.json: position_embedding_type {show(turns)} is not supported", "known: rope, and nope or null for none")
@@ -35,7 +35,7 @@ def config(keys: Keys) -> ModelConfig:
         own = None
     else:
         own = mixture(keys, 8, 2, width, True, range(layers), factor=base.residual_multiplier, shared_width=base.intermediate_size)
-    states = tuple(layer for layer, kind in enumerate(kinds) if kind in MAMBA)
+    states = tuple(layer for layer, kind in enumerate(kinds) if kind == MAMBA)
     if states:
         check_shape(keys, base, shape)
     return replace(base, ropes=tuple(base.ropes[layer] if turns == "rope" and layer not in states else None for layer in range(layers)),

@@ -30,7 +30,7 @@ def qwen_windows(keys: Keys) -> tuple[int | None, ...]:
 
 def windows_of(keys: Keys, window: int | None, usual: Sequence[str]) -> tuple[int | None, ...]:
     """Each layer's window by its type: as `layer_types` says, where that is absent as is `usual` for the family."""
-    kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention"), ("attention",)) or tuple(usual)
+    kinds = keys.kinds("layer_types", len(usual), ("full_attention", "sliding_attention")) or tuple(usual)
     if window is None and "sliding_attention" in kinds:
         raise ConfigError("config.json: layer_types holds sliding_attention, but there is no sliding window",
                           "sliding_window must say how wide it is, and use_sliding_window, where there is one, be true")

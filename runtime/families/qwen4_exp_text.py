@@ -39,7 +39,7 @@ def config(keys: Keys) -> ModelConfig:
     layers, most = base.size(keys, "num_hidden_layers"), 2**22
     own = mixture(keys, 512, 10, base.size(keys, "moe_intermediate_size"), keys.flag("norm_topk_prob", True), range(layers), apart=True,
                   shared_width=keys.integer("shared_expert_intermediate_size", 512, high=most), shared_scaled=True)
-    kinds = keys.words("layer_types", layers)
+    kinds = keys.kinds("layer_types", layers, (FULL, LINEAR, CHOOSING))
     if kinds is not None:
         keys = keys.saying(layer_types=[FULL if kind == CHOOSING else kind for kind in kinds])
     gate = keys.text("output_gate_type", None) or "silu"
