@@ -23,7 +23,7 @@ from family_models import (
 )
 from family_sizes import KIMI, OF_BLOCKS, ONE_GROUP, SAME_SCALES
 from newer_cases import INDEXED, LING, MIMO_2, MINIMAX_3
-from newest_cases import GLM_5_NEXT
+from newest_cases import GLM_5_NEXT, HY_4
 from related_cases import DBRX
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
@@ -285,6 +285,8 @@ MODELS = {
                                                  mscale_all_dim=1.0)}),
     "glm_moe_dsa": Case("glm_moe_dsa", {**LATENT, **OF_BLOCKS, **OF_INDEX, **ONE_GROUP, "initializer_range": 0.12, "indexer_types": [
         "full", "shared", "full"], **rope("default")}),
+    "hy_v4": Case("hy_v4", {**HY_4, **OF_BLOCKS, **ONE_GROUP, "rope_interleave": True, "index_head_dim": 64,
+                             "mlp_layer_types": ["dense", "sparse", "sparse"], "indexer_types": ["full", "shared", "full"]}),
     "mimo_v2_flash": Case("mimo_v2_flash", {**MIMO_2, "v_head_dim": 16, "moe_intermediate_size": 32, "sliding_window": 24}),
     "mimo_v2_flash, values as they are, a dense layer": Case("mimo_v2_flash", {
         **MIMO_2, "v_head_dim": 32, "moe_intermediate_size": 32, "sliding_window": 24, "attention_value_scale": 1.0, "mlp_layer_types": [

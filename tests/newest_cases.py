@@ -15,7 +15,7 @@ AXK_2 = {**LATENT, "index_topk": 300, "index_head_dim": 32, "index_n_heads": 8, 
 ERNIE = {"moe_num_experts": 12, "moe_k": 3, "moe_intermediate_size": [40, 24], "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 7,
          **rope("default", mrope_section=[3, 3, 2])}
 HY_4 = {**{key: value for key, value in LATENT.items() if key != "first_k_dense_replace"}, "hc_mult": 2, "index_topk": 300,
-        "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15}
+        "index_head_dim": 32, "index_n_heads": 8, "initializer_range": 0.15, "rope_interleave": False}  # as transformers turns them
 NEWEST = {
     "ernie4_5_vl_moe": Case("ernie4_5_vl_moe_text", ERNIE, inside="ernie4_5_vl_moe"),
     "ernie4_5_vl_moe, nothing shared, other layers, bfloat16": Case("ernie4_5_vl_moe_text", {

@@ -16,6 +16,7 @@ from effllm.runtime.gguf.store import read_header
 sys.path.insert(0, str(Path(__file__).parent))
 from export_models import exported, model
 
+NAMES = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
 GLM_5 = (0, 0, 2)
 EARLY = (0, 1, 2, 2, 2, 2, 6, 6)  # of GLM 5.2, as its config has it
 
@@ -23,7 +24,7 @@ EARLY = (0, 1, 2, 2, 2, 2, 6, 6)  # of GLM 5.2, as its config has it
 @pytest.fixture(scope="module")
 def headers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, GgufHeader]:
     folder = tmp_path_factory.mktemp("indexed")
-    return {name: read_header(exported(model(name, folder / name), folder / f"{name}.gguf")) for name in ("deepseek_v32", "glm_moe_dsa")}
+    return {name: read_header(exported(model(name, folder / name), folder / f"{name}.gguf")) for name in NAMES}
 
 
 def read(header: GgufHeader, **changes: object) -> ModelConfig:
@@ -51,6 +52,9 @@ def test_files_say_which_layers_choose(headers: dict[str, GgufHeader]) -> None:
     ("glm_moe_dsa", {"expert_gating_func": 1}, "expert_gating_func 1"),
     ("deepseek_v32", {"attention__indexer__top_k": None}, "lacks key deepseek32.attention.indexer.top_k"),
     ("deepseek_v32", {"attention__indexer__head_count": 0}, "deepseek32.attention.indexer.head_count"),
+    ("hy_v4", {"swiglu_clamp_exp": np.float32([10, 7, 10])}, "swiglu_limit = 7.0"),
+    ("hy_v4", {"hyper_connection__magnitude": 1.0}, "hy_v4.hyper_connection.magnitude = 1.0"),
+    ("hy_v4", {"hyper_connection__count": None}, "lacks key hy_v4.hyper_connection.count"),
     ("deepseek_v32", {"attention__q_lora_rank": None}, "q_lora_rank None")])
 def test_what_an_indexer_cannot_be_is_named(headers: dict[str, GgufHeader], name: str, changes: dict[str, object], said: str) -> None:
     with pytest.raises(EffllmError, match=said) as caught:

@@ -123,6 +123,7 @@ def test_blocks_of_experts_and_of_fused_tensors(tmp_path: Path, name: str, kind:
     ("jais2", {"hidden_act": "gelu"}, "gelu where relu2"), ("gpt_bigcode", {"activation_function": "relu"}, "relu where gelu_tanh"),
     ("dbrx", {"attn_config": {"kv_n_heads": 2, "rope_theta": 1e4}}, "does not cut"),
     ("deepseek_v32", {"index_head_dim": 32}, "index keys of 32"), ("glm_moe_dsa", SAME_SCALES, "sharpens its scores otherwise"),
+    ("hy_v4", {"rope_interleave": False}, "turns the halves of its heads"),
     ("glm5_next_text", {"hc_mult": 2}, "2 streams"), ("glm5_next_text", {"linear_num_heads": 2}, "2 heads of linear attention beside 4"),
     ("kimi_linear", {"norm_topk_prob": False}, "does not add"), ("bailing_hybrid", {"n_shared_experts": 0}, "every token visits"),
     ("bailing_hybrid", {"kda_safe_gate": False}, "without a bound"),

@@ -101,9 +101,9 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
 
 def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> None:
     config = parse_config(PUBLISHED, strict=True)
-    assert config.warnings == () and config.indexed.sources == (0, 1, 1, 1) and not config.indexed.neighbours
+    assert config.warnings == () and config.indexed.sources == (0, 1, 1, 1) and config.indexed.neighbours
     assert (config.streams, config.streams_kept, config.mixes) == (4, True, (0, 1e-6))
-    assert config.mixture.layers == {1, 2, 3} and not config.rope.neighbours and config.hidden_act == "silu"
+    assert config.mixture.layers == {1, 2, 3} and config.rope.neighbours and config.hidden_act == "silu"
     silent, said = parse_config({"model_type": "hy_v4"}), parse_config(json.loads(CONFIG_MAPPING["hy_v4"]().to_json_string()), strict=True)
     assert replace(silent, dtype=said.dtype) == said and said.num_hidden_layers == 34 and said.context_length == 262_144
     assert [each for each, source in enumerate(said.indexed.sources) if source == each] == [0, *range(1, 34, 4)]
@@ -114,10 +114,18 @@ def test_published_keys_are_known_and_defaults_are_those_of_transformers() -> No
 
 @pytest.mark.parametrize(("key", "value"), [
     ("swiglu_limit", 7.0), ("swiglu_limit", 0), ("hc_magnitude", 1.0), ("hc_mult", 1), ("attention_bias", True), ("hidden_act", "gelu"),
-    ("rope_interleave", True), ("indexer_types", ["shared", "full", "full", "full"]), ("n_group", 3),
+    ("gated_mla", False), ("gating_type", "headwise"), ("learnable_sink", False), ("enable_ihc", False),
+    ("indexer_types", ["shared", "full", "full", "full"]), ("n_group", 3),
     ("layer_types", ["full_attention"] * 4), ("mlp_layer_types", ["dense", "sparse", "moe", "sparse"]), ("q_lora_rank", None)])
 def test_what_it_cannot_be_is_named(key: str, value: object) -> None:
     refused({**PUBLISHED, key: value}, key)
+
+
+def test_what_the_makers_config_says_beside_that() -> None:
+    switched = {"enable_ihc": True, "enable_lm_head_fp32": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
+    assert parse_config({**PUBLISHED, **switched}, strict=True) == parse_config(PUBLISHED)
+    halves = parse_config({**PUBLISHED, "rope_interleave": False}, strict=True)  # as transformers
+    assert not halves.rope.neighbours and not halves.indexed.neighbours
 
 
 def test_each_of_its_names_is_the_same_model(folder: Path, tmp_path: Path) -> None:

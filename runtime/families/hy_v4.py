@@ -4,6 +4,9 @@ both a token has several streams, which it reads and writes by numbers of its ow
 Layers share the choice of the last one that has an indexer. Gates of routed experts are bounded, those of the expert that all visit are
 not. Of a head of an indexer the last channels turn, which are read as the first (`parted_rows.py`). Checkpoints call what is about
 streams and gates by names of their own (`native_names.py`).
+
+Neighbouring channels turn together, of heads and of indexers, as vLLM and llama.cpp run what its maker published; transformers turns halves
+of the same weights, which a config means here that says so by `rope_interleave`, a key that transformers does not read.
 """
 
 from __future__ import annotations
@@ -24,10 +27,10 @@ from .glm4_moe import corrected
 from .glm_moe_dsa import choosing
 
 LIKE = deepseek_v32
-KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init"}  # of training
+KEYS_HARMLESS = deepseek_v32.KEYS_HARMLESS - {"indexer_types"} | {"learnable_sink_init", "enable_lm_head_fp32"}  # of training
 REFUSED_UNLESS = {
-    **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if key != "rope_interleave"}, "hc_magnitude": 2.0,
-    "rope_interleave": False}
+    **{key: value for key, value in deepseek_v32.REFUSED_UNLESS.items() if "rope_interleave" not in key}, "hc_magnitude": 2.0,
+    "enable_ihc": True, "gated_mla": True, "gating_type": "elementwise", "learnable_sink": True}
 SIZES = {"vocab_size": 120_832, "hidden_size": 2816, "intermediate_size": 6912, "num_hidden_layers": 34, "num_attention_heads": 32}
 WIDTHS = {"kv_lora_rank": 512, "qk_nope_head_dim": 192, "qk_rope_head_dim": 64, "v_head_dim": 256}
 QUERY_RANK, EVERY = 1536, 4  # layers behind the first of which one chooses
@@ -48,8 +51,8 @@ def config(keys: Keys) -> ModelConfig:
     keys.knows("swiglu_limit")
     usual = [layer % EVERY == 1 or not layer for layer in range(layers)]
     chooses = choosing(keys, layers) if keys.holds("indexer_types") else usual
-    own = corrected(keys, layers, 256, 8, 1, True, 2.827, 768)
-    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, False, chooses, replace(own, apart=True), False)
+    own, neighbours = corrected(keys, layers, 256, 8, 1, True, 2.827, 768), keys.flag("rope_interleave", True)
+    made = indexed_config(keys, base, WIDTHS, QUERY_RANK, (1, 1), 16, neighbours, chooses, replace(own, apart=True), neighbours)
     if made.o_bias or made.hidden_act != "silu":
         raise ConfigError(f"config.json: attention_bias = {show(made.o_bias)} with hidden_act = {made.hidden_act} is not supported for "
                           "hy_v4 models", "no biases, and silu")

@@ -26,6 +26,7 @@ from . import (
     glm5_next,
     gpt_oss,
     half_layers,
+    hy_v4,
     jamba,
     kolibri1,
     laguna,
@@ -170,7 +171,11 @@ ARCHITECTURES = {
                                          read=latent_attention.READ, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
     **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *chosen.KEYS), keys={
         **_GLM_COUNTS, **latent_attention.KEYS, **chosen.KEYS}, read=latent_attention.READ | {chosen.TYPES}, roles=chosen.ROLES,
-        layer_names={**_GLM_NAMES, **latent_attention.NAMES, **chosen.NAMES}) for name, family in chosen.FAMILIES.items()},
+        layer_names={**_GLM_NAMES, **latent_attention.NAMES, **chosen.NAMES})
+       for name, family in chosen.FAMILIES.items() if name != hy_v4.NAME},
+    hy_v4.NAME: Architecture(hy_v4.FAMILY, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *hy_v4.KEYS), keys={
+        **_GLM_COUNTS, **latent_attention.KEYS, **hy_v4.KEYS}, read=latent_attention.READ | {chosen.TYPES, hy_v4.CLAMP},
+        layer_names={**_GLM_NAMES, **hy_v4.NAMES}, whole=hy_v4.WHOLE, outer=hy_v4.OUTER, roles=hy_v4.ROLES),
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, read=frozenset({bitnet.ACT})),
     "arcee": Architecture("arcee", config={"hidden_act": "relu2"}, interleaved=True),

@@ -11,7 +11,7 @@ from ...offload.gguf import GgufHeader, Value, shown_value
 from ...offload.header import damaged
 from ..config import ModelConfig
 
-FAMILIES: Mapping[str, str] = {"deepseek32": "deepseek_v32", "glm-dsa": "glm_moe_dsa"}  # architecture -> family
+FAMILIES: Mapping[str, str] = {"deepseek32": "deepseek_v32", "glm-dsa": "glm_moe_dsa", "hy_v4": "hy_v4"}  # architecture -> family
 TYPES = "attention.indexer.types"
 KEYS = {"attention.indexer.head_count": "index_n_heads", "attention.indexer.key_length": "index_head_dim",
         "attention.indexer.top_k": "index_topk"}

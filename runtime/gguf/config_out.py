@@ -28,6 +28,7 @@ from . import (
     glm5_next,
     gpt_oss,
     half_layers,
+    hy_v4,
     jamba,
     kolibri1,
     laguna,
@@ -64,7 +65,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_
                "ministral": ": llama.cpp runs them as if no layer had a window",
                "phimoe": ": llama.cpp weighs their experts otherwise",
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
-               "axk2": INDEXED, "deepseek_v4": INDEXED, "hy_v4": INDEXED,
+               "axk2": INDEXED, "deepseek_v4": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
                "mllama_text_model": ": llama.cpp does not run them",
                "opt": ": llama.cpp does not run them"}
@@ -75,7 +76,7 @@ WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EX
 # Families whose rotary frequencies llama.cpp divides by no tensor.
 UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
              "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
-             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3",
+             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
              "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
              "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
              "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
@@ -96,13 +97,13 @@ LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary freque
 UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
 # Families whose files say how experts are scored and weighed.
 STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
-              "glm_moe_dsa", "hy_v3", "laguna", "mistral4", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY,
+              "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", channel_decays.KIMI_FAMILY, channel_decays.LING_FAMILY,
               glm5_next.FAMILY)
 LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
 CONVOLVED = ("lfm2", "lfm2_moe")
 # Whose modules say what files state of them.
-STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, kolibri1, laguna, llama4, mellum, mimo2, minimax3, muse_glimmer,
-                                      qwen4, step35)} | dict.fromkeys((swash.DENSE, swash.MIXED), swash)
+STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
+                                      muse_glimmer, qwen4, step35)} | dict.fromkeys((swash.DENSE, swash.MIXED), swash)
 # Families of which files know all that they may have of windows, and more: their modules say so.
 OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
                   kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, mellum.FAMILY: mellum.departures,

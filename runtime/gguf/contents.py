@@ -24,7 +24,7 @@ from ..config import ModelConfig
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import StoredTensor
-from . import deci, half_layers
+from . import deci, half_layers, hy_v4
 from .architecture import ROUTER, Architecture
 from .config import Factors
 from .deepseek4 import BEFORE_O, groups_in
@@ -210,7 +210,8 @@ class _Reading:
             return
         first = 0
         for name, rows in zip(names, heights, strict=True):
-            if (order := turned_rows(self.file.header, config, name)) is not None:
+            order = hy_v4.rows_in_file(config, name) if config.family == hy_v4.FAMILY else turned_rows(self.file.header, config, name)
+            if order is not None:
                 yield name, Source(tensor, (rows, *tensor.shape[1:]), rows=first + order)
                 first += rows
                 continue

@@ -45,6 +45,7 @@ from . import (
     deci,
     falcon_h1,
     half_layers,
+    hy_v4,
     latent_attention,
     linear_attention,
     muse_glimmer,
@@ -66,8 +67,8 @@ BLOCK, HEADS = 32, ("embed", "layer_embed", "head")
 BLOCK_NBYTES = 16 << 20  # float32 rows at once
 VECTORS = (SHARED[3], "correction")  # roles of rows that files hold as vectors
 # Their files hold a head, also where it is the embedding.
-HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2", "olmoe", "phi2",
-          "stablelm", "step35")
+HEADED = ("apertus", "bailingmoe2", "glm5-next", "gptneox", hy_v4.NAME, "kimi-linear", "mellum", "muse-glimmer", "nemotron", "olmo2",
+          "olmoe", "phi2", "stablelm", "step35")
 
 SHARED_AS_MLP = ("afmoe", "kolibri1")  # families whose layers have what all tokens visit as an MLP
 
@@ -136,7 +137,8 @@ def export_gguf(source: Path, out: Path, kind: str, name: str, replace: bool = F
         ahead = nextn.stated(file_architecture(config), config) if nextn.parted(tensors["outer"])[1] else {}
         metadata = as_seeing(source, config, config_metadata(config, name, kind) | ahead) | licence_metadata(source, licence)
         metadata |= sampling_metadata(settings) | dict(keys)
-        jobs = [job if (rows := rows_of(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
+        orders = {hy_v4.FAMILY: hy_v4.rows_of}.get(config.family, rows_of)
+        jobs = [job if (rows := orders(job.planned.name, config, metadata)) is None else replace_fields(job, rows=rows) for job in jobs]
         beside = {muse_glimmer.FAMILY: muse_glimmer.head_norms, rwkv7.FAMILY: rwkv7.unread}.get(config.family)
         factors = rotary_tensors(config) | (beside(config) if beside else {})
         planned = [PlannedTensor(each, "F32", values.shape) for each, values in factors.items()] + [job.planned for job in jobs]

@@ -1,0 +1,57 @@
+"""What GGUF files say otherwise of Hy 4: that tokens have several streams, and how long what goes back into them is, bounds of gates as a
+list; and rows of what makes index queries and keys as checkpoints have them, where the channels of a head that turn are the last."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from ...kernels.layout import SILU_LIMIT
+from ...offload.gguf import Value
+from ..config import ModelConfig
+from ..families.hy_v4 import REFUSED_UNLESS, stored_rows
+from . import chosen, latent_attention
+from .windows import Given
+
+FAMILY = NAME = "hy_v4"
+CLAMP, MAGNITUDE = "swiglu_clamp_exp", "hc_magnitude"
+KEYS = {**chosen.KEYS, "hyper_connection.count": "hc_mult", "hyper_connection.epsilon": "hc_eps", "hyper_connection.magnitude": MAGNITUDE}
+_INDEXER, _PARTS = "self_attn.indexer.", ("fn", "base", "scale")
+NAMES = {**latent_attention.NAMES, **chosen.NAMES, "attn_gate": "self_attn.gate_proj", "indexer.attn_q_b": f"{_INDEXER}turned_q",
+         "indexer.attn_k": f"{_INDEXER}turned_k", "indexer.k_norm": f"{_INDEXER}turned_k_norm"}
+WHOLE = {"attn_sinks.weight": "self_attn.sinks",
+         **{f"hc_{branch}_{part}.weight": f"{branch}_hc.{part}" for branch in ("attn", "ffn") for part in _PARTS}}
+OUTER = {f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in _PARTS}
+ROLES = {**chosen.ROLES, "sinks": "attn_sinks", **{
+    f"{role}{end}": f"{own}_{part}" for role, own in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn"), ("leave_mix", "output_hc"))
+    for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
+
+
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    latent_attention.add(of, raw)
+    bounds = np.atleast_1d(of.header.metadata.get(f"{NAME}.{CLAMP}", SILU_LIMIT))
+    raw["rope_interleave"] = True  # as llama.cpp turns them
+    raw["swiglu_limit"] = next((float(each) for each in bounds if each != SILU_LIMIT), SILU_LIMIT)  # another is refused by its name
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of streams, below the architecture's name."""
+    return {"hyper_connection.count": config.streams, "hyper_connection.epsilon": float(config.mix_least), "hyper_connection.magnitude":
+            float(REFUSED_UNLESS[MAGNITUDE]), CLAMP: np.full(config.num_hidden_layers, SILU_LIMIT, np.float32)}
+
+
+def rows_in_file(config: ModelConfig, name: str) -> np.ndarray | None:
+    """Where in a file the rows of a checkpoint's tensor lie, if that is of an indexer whose channels this version turns in front."""
+    if config.family != FAMILY or not name.startswith("model.layers."):
+        return None
+    return stored_rows(config, int(name.split(".")[2])).get(name, (name, None))[1]
+
+
+def rows_of(name: str, config: ModelConfig, _metadata: Mapping[str, Value]) -> np.ndarray | None:
+    """Which of a model's rows those of a file's tensor are, where they lie in another order."""
+    _, layer, part = name.split(".", 2) if name.startswith("blk.") else ("", "", "")
+    part, _, kind = part.rpartition(".")
+    order = rows_in_file(config, f"model.layers.{layer}.{NAMES[part]}.{kind}") if part in NAMES else None
+    return None if order is None else np.argsort(order)
