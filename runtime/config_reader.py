@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 from .. import EffllmError, ModelNotFound, ls, typed
 from .files.small_file import OddFile, read_whole
@@ -20,6 +21,7 @@ REQUIRED = object()
 # What published configs call kinds of layers -> what transformers calls them now, and takes those for.
 RENAMED_KINDS = {"attention": "full_attention", "mamba": "linear_attention", **dict.fromkeys(
     ("deepseek_sparse_attention", "qwen_sparse_attention", "sparse_attention"), "indexed_attention")}
+T = TypeVar("T")  # what a word in a config stands for
 
 
 AGAIN = "correct it there, or fetch the file again"
@@ -137,7 +139,7 @@ class Keys:
             raise self.fail(name, "a string")
         return value
 
-    def choice(self, name: str, table: Mapping[str, str], default: str) -> str:
+    def choice(self, name: str, table: Mapping[str, T], default: str) -> T:
         value = self.text(name, default)
         if value not in table:
             raise ConfigError(f"{self.where}: {name} {show(value)} is not supported", f"known: {', '.join(table)}")

@@ -129,7 +129,7 @@ def test_pictures_are_sized_as_by_transformers(made, height: int, width: int) ->
 
 @pytest.mark.parametrize(("changes", "file", "says"), [
     ({"size": {"height": 64, "width": 64}}, "preprocessor_config.json", "the 32 × 32"),
-    ({"max_image_tiles": 2}, "preprocessor_config.json", "the 4"), ({"do_pad": False}, "preprocessor_config.json", "size")])
+    ({"max_image_tiles": 2}, "preprocessor_config.json", "the 4"), ({"do_pad": False}, "preprocessor_config.json", "do_pad is False")])
 def test_a_preprocessor_of_another_tower_is_refused(made, tmp_path: Path, changes: dict, file: str, says: str) -> None:
     for each in made[0].iterdir():
         (tmp_path / each.name).symlink_to(each)

@@ -55,7 +55,7 @@ def test_words_around_pictures_are_those_of_its_processor(idefics, said):
 
 @pytest.mark.parametrize(("where", "changes", "said"), [
     ("preprocessor_config.json", {"size": {"shortest_edge": 4, "longest_edge": 60}}, "a shortest_edge of 8 or more"),
-    ("preprocessor_config.json", {"do_resize": False}, "size is"),
+    ("preprocessor_config.json", {"do_resize": False}, "do_resize is False, expected true"),
     ("perceiver_config", {"num_key_value_heads": 3}, "num_key_value_heads is 3, expected a number that divides 4"),
     ("processor_config.json", {"image_seq_len": 64}, "image_seq_len is 64, expected 5")])
 def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, changes, said):

@@ -67,7 +67,7 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
 
 @pytest.mark.parametrize(("where", "changes", "said"), [
     ("preprocessor_config.json", {"merge_size": 3}, "patch_size and merge_size"),
-    ("preprocessor_config.json", {"size": {"max_height": 20, "max_width": 21}}, "size and do_resize"),
+    ("preprocessor_config.json", {"size": {"max_height": 20, "max_width": 21}}, "size is .*, expected as many patches down as across"),
     ("preprocessor_config.json", {"fixed_output_tokens": 64}, "fixed_output_tokens is 64, expected null"),
     ("vision_config", {"pos_emb_width": 6}, "pos_emb_width is 6, expected as many places"),
     ("vision_config", {"num_attention_heads": 8}, "num_attention_heads is 8, expected a part of 48")])

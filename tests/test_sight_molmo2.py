@@ -127,10 +127,10 @@ def test_a_folder_by_the_first_names_is_the_same(molmo, tmp_path):
 
 
 @pytest.mark.parametrize(("where", "changes", "said"), [
-    ("preprocessor_config.json", {"resample": 3}, "resample and do_resize"),
+    ("preprocessor_config.json", {"resample": 3}, "resample is 3, expected 2"),
     ("preprocessor_config.json", {"overlap_margins": [2, 2]}, "overlap_margins and pooling_size"),
     ("preprocessor_config.json", {"pooling_size": [2]}, "pooling_size is .2., expected two whole numbers"),
-    ("preprocessor_config.json", {"size": {"height": 64, "width": 64}}, "size and patch_size"),
+    ("preprocessor_config.json", {"size": {"height": 64, "width": 64}}, "size is .*, expected the 32 × 32 that the tower takes"),
     ("adapter_config", {"pooling_attention_mask": False}, "pooling_attention_mask is False, expected true"),
     ("adapter_config", {"num_key_value_heads": 1}, "num_key_value_heads is 1, expected 3"),
     ("adapter_config", {"vision_feature_layer": [3]}, "a list of layers, each less than 3")])

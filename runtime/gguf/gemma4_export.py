@@ -15,6 +15,7 @@ from ..config_reader import Keys
 from ..images.gemma4 import THETA
 from ..images.gemma4 import Gemma4 as Eyes
 from ..images.senses import PICTURES, SOUNDS, Sense
+from ..images.tower_parts import silu
 from ..images.tower_weights import HEARING_PARTS, is_of_tower, own_name
 from ..images.vision_transformer import layer_count
 from ..sounds.causal_conformer import USUAL
@@ -39,7 +40,7 @@ def metadata(sights: Sights, name: str) -> dict[str, Value]:
         _demand_usual_eyes(eyes)
         stated |= {f"vision.{key}": value for key, value in {
             "image_size": SIDE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
-            eyes.vision.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
+            eyes.said.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
             "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
     if (ears := sights.get(SOUNDS)) is not None:
@@ -57,9 +58,8 @@ def metadata(sights: Sights, name: str) -> dict[str, Value]:
 
 
 def _demand_usual_eyes(eyes: Eyes) -> None:
-    keys = eyes.vision
-    rope = Keys(keys.section("rope_parameters") or {}, keys.where)
-    usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), rope.number("rope_theta", THETA), keys.raw.get("hidden_activation"),
+    keys = eyes.said
+    usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
              eyes.both_ways) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
     if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
         raise UsageError("what it sees with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
@@ -69,7 +69,7 @@ def _demand_usual_ears(ears: Ears) -> None:
     sizes, usual = ears.sizes, Keys(USUAL)
     back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
     alike = (sizes.block, sizes.back, sizes.ahead, sizes.share, sizes.cap, sizes.eps, sizes.curve) == (
-        block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, "silu")
+        block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
     if not alike or ears.bands != LogMagnitudes.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
         raise UsageError("what it hears with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
 

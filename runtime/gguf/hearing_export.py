@@ -10,6 +10,7 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf import Value
 from ...offload.header import AGAIN, TensorInfo
 from ..images.senses import SOUNDS, Sense
+from ..images.tower_parts import gelu
 from ..images.tower_weights import is_of_tower, own_name
 from ..sounds.log_mel import LogMel
 from ..sounds.qwen2_5_omni import waves
@@ -50,7 +51,7 @@ def _demand_usual(sight: TowerHearing | Qwen3Asr) -> None:
     samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
         raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
-    if sight.sizes.curve != "gelu" or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
+    if sight.sizes.curve is not gelu or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
         raise UsageError(f"what it hears with has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES

@@ -79,7 +79,7 @@ def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Heari
 
 def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
     """The keys of the file of a model of this type."""
-    projector, keys = TYPES[kind], sight.vision
+    projector, keys = TYPES[kind], sight.said
     activation = str(keys.raw.get("hidden_act"))
     eps = {"pixtral": 1e-5, "lightonocr": 1e-5}.get(projector, 1e-6)
     of_tower: Keys = {
@@ -102,8 +102,8 @@ def _side(sight: TowerSight, projector: str) -> int:
     if projector == "lfm2":
         return LFM2_SIDE
     if projector.startswith(("exaone", "qwen")):
-        return round(sight.vision.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
-    return sight.vision.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
+        return round(sight.said.integer("num_position_embeddings", 1600) ** 0.5) * sight.patch
+    return sight.said.integer("pos_emb_height") * sight.patch if projector == "kimik25" else sight.side
 
 
 def _mlp(sight: Llava) -> Keys:
@@ -112,7 +112,7 @@ def _mlp(sight: Llava) -> Keys:
         raise UsageError("what it sees with is read with another strategy than its tower's usual one, which such a file does not say",
                          "leave out --mmproj")
     keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
-                  "projection_dim": sight.vision.integer("projection_dim", 768)}
+                  "projection_dim": sight.said.integer("projection_dim", 768)}
     if isinstance(sight, LlavaNext):
         sides = [side for high, wide in sight.pinpoints for side in (wide, high)]
         keys |= {"image_grid_pinpoints": np.array(sides, np.int32), "mm_patch_merge_type": "spatial_unpad"}
@@ -143,16 +143,16 @@ def _qwen(sight: TowerSight) -> Keys:
 
 
 def _glm(sight: Glm4v) -> Keys:
-    return {"attention.layer_norm_epsilon": sight.vision.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
+    return {"attention.layer_norm_epsilon": sight.said.number("rms_norm_eps"), "spatial_merge_size": sight.joined}
 
 
 def _glm5(sight: Glm5Next) -> Keys:
-    return {**_glm(sight), "swiglu_clamp": sight.vision.number("swiglu_limit"), "image_min_pixels": int(sight.least), "image_max_pixels":
+    return {**_glm(sight), "swiglu_clamp": sight.said.number("swiglu_limit"), "image_min_pixels": int(sight.least), "image_max_pixels":
             int(sight.most)}
 
 
 def _groups(sight: TowerSight) -> Keys:
-    return {**_windows(sight), "attention.head_count_kv": sight.vision.integer("num_key_value_heads")}
+    return {**_windows(sight), "attention.head_count_kv": sight.said.integer("num_key_value_heads")}
 
 
 def _lfm2(sight: TowerSight) -> Keys:
@@ -175,16 +175,16 @@ def _minicpm(sight: MiniCpmV) -> Keys:
 
 def _windows(sight: TowerSight) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
-    depth = sight.vision.integer("depth")
-    whole = sorted(sight.vision.layers("fullatt_block_indexes", depth))
+    depth = sight.said.integer("depth")
+    whole = sorted(sight.said.layers("fullatt_block_indexes", depth))
     if not whole or whole != list(range(whole[0], depth, whole[0] + 1)):
         raise UsageError(f"all its patches see each other in layers {whole}, which such a file does not say", "leave out --mmproj")
-    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.vision.integer("window_size")}
+    return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.said.integer("window_size")}
 
 
 def _deep(sight: TowerSight) -> Keys:
-    depth = sight.vision.integer("depth")
-    deep = sight.vision.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.vision.raw else ()
+    depth = sight.said.integer("depth")
+    deep = sight.said.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.said.raw else ()
     return {**_qwen(sight), "spatial_merge_size": sight.joined,
             "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
 
@@ -250,7 +250,7 @@ def _file_name(own: str, projector: Projector, sight: TowerSight) -> str:
         if stem in inside and kind in KINDS:
             return f"v.blk.{found[1]}.{inside[stem]}.{kind}"
     if found := re.fullmatch(r"visual\.deepstack_merger_list\.(\d+)\.(\w+)\.(\w+)", own):
-        numbers = sorted(sight.vision.layers("deepstack_visual_indexes", sight.vision.integer("depth")))
+        numbers = sorted(sight.said.layers("deepstack_visual_indexes", sight.said.integer("depth")))
         part = {ours: theirs for theirs, ours in DEEP_PARTS.items()}[found[2]]
         return f"v.deepstack.{numbers[int(found[1])]}.{part}.{found[3]}"
     raise CheckpointError(f"{sight.source.model} holds tensor {own} of the part that sees, which no mmproj file of its type has", AGAIN)

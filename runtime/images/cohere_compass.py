@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .qwen3_vl import DEEP, Qwen3Vl
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 
 class CohereCompass(Qwen3Vl):
-    VISION = {"cohere_compass_vision": DEEP, "cohere_compass": DEEP}
+    KINDS = {"cohere_compass_vision": DEEP, "cohere_compass": DEEP}
     PROCESSORS = ("CohereCompassImageProcessor", *Qwen3Vl.PROCESSORS)
     placeholder, written = "<|IMAGE_PAD|>", "<|VISION_START|><|IMAGE_PAD|><|VISION_END|>"
 
 
-def sight(source: TowerSource, config: ModelConfig) -> CohereCompass:
-    return CohereCompass(source, config)
+sight = CohereCompass

@@ -6,23 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .internvl import fitted
-from .preprocessor import BICUBIC, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, Scale, filter_of, resized, square, squared
+from .preprocessor import BICUBIC, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, resized, square, squared, tiles_of
 from .sam import USUAL, convolved, load_sam
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product
+from .tower_layers import Shape, Stored, apart, load_blocks
+from .tower_parts import CURVES, TOGETHER, Block, Crew, Matrix, Norm, Rope, product, turns
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER, layer_count
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
+from .vision_transformer import layer_count
 
 TWICE = 2  # that a convolution makes one of two in a row and in a column
 READERS = {144: "query_768_resolution", 256: "query_1024_resolution"}  # patches -> rows behind them, of which there are as many
@@ -30,6 +26,7 @@ ENCODER = {"hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers"
            "rms_norm_eps": 1e-6}
 THETA = 10_000.0
 FULL = "full_attention"
+LAYER = Stored(("input_layernorm", "post_attention_layernorm"), (), "self_attn.o_proj", apart("mlp.{}_proj", ("up", "down", "gate")))
 
 
 class TiledPages(TowerSight):
@@ -37,19 +34,17 @@ class TiledPages(TowerSight):
     separates views stands behind. `grid` says how many rows and columns of tiles, (0, 0) where there are none."""
 
     TILE, MOST, WIDTHS, ENCODER = 768, 6, [512, 896], ENCODER  # of files that do not say
+    LOOK = IMAGENET_MEAN, IMAGENET_STD, BICUBIC
     crops_always = True  # None but such preprocessors are known
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        given = self.vision.section("sam_config") or {}
+    def settle(self, keys: Keys) -> None:
+        given = self.said.section("sam_config") or {}
         ratio = Keys(given, "config.json: vision_config: sam_config").number("mlp_ratio", 4.0)
         width = given.get("hidden_size", USUAL["hidden_size"])
         own = {key: value for key, value in given.items() if value is not None}
-        self.encoder = Keys(self.vision.section("encoder_config") or {}, "config.json: vision_config: encoder_config")
-        self.vision = Keys({**USUAL, "mlp_dim": int(width * ratio) if type(width) is int else 0, **own},
-                           "config.json: vision_config: sam_config")
-        self.scale, self.resample = Scale(keys, IMAGENET_MEAN, IMAGENET_STD), filter_of(keys, BICUBIC)
+        self.encoder = Keys(self.said.section("encoder_config") or {}, "config.json: vision_config: encoder_config")
+        self.said = Keys({**USUAL, "mlp_dim": int(width * ratio) if type(width) is int else 0, **own},
+                         "config.json: vision_config: sam_config")
         high, wide = square(keys, "size", {"height": 1024, "width": 1024})
         if high != wide:
             raise keys.fail("size", "as high as it is wide")
@@ -65,13 +60,15 @@ class TiledPages(TowerSight):
         for name, side in (("tile_size", self.tile), ("size", self.whole)):
             if side % self.patch:
                 raise keys.fail(name, f"a multiple of {self.patch}, the side of a patch")
+        self.most_patches = (max(self.whole, self.tile) // self.patch) ** 2
+        self.whole_patches = (self.whole // self.patch) ** 2 + self.most * (self.tile // self.patch) ** 2
 
     @cached_property
     def widths(self) -> list[int]:
         """Of what the two convolutions behind SAM make."""
-        found = self.vision.raw.get("downsample_channels", self.WIDTHS)
+        found = self.said.raw.get("downsample_channels", self.WIDTHS)
         if not isinstance(found, list) or len(found) != TWICE or not all(type(each) is int and 0 < each <= MOST_WIDTH for each in found):
-            raise self.vision.fail("downsample_channels", "two widths")
+            raise self.said.fail("downsample_channels", "two widths")
         return found
 
     def across(self, side: int) -> int:
@@ -81,19 +78,11 @@ class TiledPages(TowerSight):
             patches = -(-patches // 2)
         return patches
 
-    @property
-    def most_patches(self) -> int:
-        return (max(self.whole, self.tile) // self.patch) ** 2
-
-    @property
-    def whole_patches(self) -> int:
-        return (self.whole // self.patch) ** 2 + self.most * (self.tile // self.patch) ** 2
-
-    def bytes_needed(self) -> int:
-        """Of what comes behind SAM too: its largest matrices in float32, and six rows for each of so many that go through it at once."""
+    def numbers_needed(self) -> int:
+        """Of what comes behind SAM too: its largest matrices, and six rows for each of so many that go through it at once."""
         keys = Keys({**self.ENCODER, **self.encoder.raw}, self.encoder.where)
         width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
-        return super().bytes_needed() + 4 * (4 * width**2 + 3 * width * inner + 6 * max(TOGETHER, 2 * self.across(self.whole) ** 2) * width)
+        return super().numbers_needed() + 4 * width**2 + 3 * width * inner + 6 * max(TOGETHER, 2 * self.across(self.whole) ** 2) * width
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         demand_shape(height, width)
@@ -106,9 +95,7 @@ class TiledPages(TowerSight):
         (rows, columns), side = self.grid(*picture.shape[:2]), self.tile
         parts = []
         if rows:
-            cut = resized(picture, rows * side, columns * side, self.resample)
-            parts = [cut[row * side : (row + 1) * side, column * side : (column + 1) * side] for row in range(rows) for column in
-                     range(columns)]
+            parts = tiles_of(resized(picture, rows * side, columns * side, self.resample), side, side)
         return [self.scale(each) for each in (*parts, self.made_small(picture))]
 
     def made_small(self, picture: np.ndarray) -> np.ndarray:
@@ -118,11 +105,11 @@ class TiledPages(TowerSight):
 
 
 class DeepseekOcr2(TiledPages):
-    VISION = {"deepseek_ocr2_vision": {}}
+    KINDS = {"deepseek_ocr2_vision": {}}
     PROCESSORS = ("DeepseekOcr2ImageProcessor",)
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         for name, side in (("tile_size", self.tile), ("size", self.whole)):
             if self.across(side) ** 2 not in READERS:
                 raise self.processor.fail(name, " or ".join(f"{4 * self.patch * round(count**0.5)}" for count in READERS))
@@ -182,22 +169,15 @@ class Reading:
             raise keys.fail("num_attention_heads", f"an even part of {width}, and a multiple of num_key_value_heads")
         if set(keys.words("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
             raise ConfigError(f"{keys.where}: a layer has a window, which is not known of this model")
-        curve, depth = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")], width // heads
+        curve, depth = keys.choice("hidden_act", CURVES, "silu"), width // heads
 
-        def block(number: int) -> Block:
-            own = f"{name}layers.{number}."
-            pair = [weights.matrix(f"{own}self_attn.{which}_proj", groups * depth, width, bias=True).shared(groups, heads)
-                    for which in "kv"]
-            return Block((weights.rms_norm(f"{own}input_layernorm", width, eps),
-                          weights.rms_norm(f"{own}post_attention_layernorm", width, eps)),
-                         weights.matrix(f"{own}self_attn.q_proj", width, width, bias=True), *pair,
-                         weights.matrix(f"{own}self_attn.o_proj", width, width, bias=False),
-                         weights.matrix(f"{own}mlp.up_proj", inner, width, bias=False),
-                         weights.matrix(f"{own}mlp.down_proj", width, inner, bias=False), curve, heads,
-                         gate=weights.matrix(f"{own}mlp.gate_proj", inner, width, bias=False))
+        def looked(own: str) -> list[Matrix]:
+            return [weights.matrix(f"{own}self_attn.q_proj", width, width, bias=True), *(weights.matrix(
+                f"{own}self_attn.{which}_proj", groups * depth, width, bias=True).shared(groups, heads) for which in "kv")]
 
-        return cls([block(number) for number in range(count)],
-                   {own: weights.numbers(f"vision_tower.{stored}.weight", own, width) for own, stored in READERS.items()},
+        blocks = load_blocks(weights, f"{name}layers.", count, LAYER,
+                             Shape(width, inner, heads, curve, eps, centered=False, bias=(False, False)), looked)
+        return cls(blocks, {own: weights.numbers(f"vision_tower.{stored}.weight", own, width) for own, stored in READERS.items()},
                    weights.rms_norm(f"{name}norm", width, eps), sight.theta)
 
     def read(self, parts: Sequence[np.ndarray], crew: Crew) -> np.ndarray:
@@ -215,14 +195,12 @@ class Reading:
 
 def turning(count: int, times: int, theta: float, depth: int) -> Rope:
     """By the places of so many tokens in order, several times."""
-    angles = np.outer(np.arange(count, dtype=np.float32), 1 / theta ** (np.arange(0, depth, 2, dtype=np.float32) / np.float32(depth)))
-    angles = np.tile(angles, (times, 2))
-    return Rope(np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32))
+    return Rope.of(np.outer(np.arange(count, dtype=np.float32), turns(theta, depth // 2))).times(times)
 
 
 def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, Crew], np.ndarray]:
     """SAM's tower and the two convolutions behind it, of a square [side, side, 3] -> [rows, rows, channels]."""
-    name, widths = "vision_tower.sam_encoder.", [sight.vision.integer("output_channels"), *sight.widths]
+    name, widths = "vision_tower.sam_encoder.", [sight.said.integer("output_channels"), *sight.widths]
     tower = load_sam(weights, sight, name)
     steps: list[Matrix] = [weights.matrix(f"{name}proj.conv{number + 1}", widths[number + 1], 9 * widths[number], bias=False)
                            for number in range(TWICE)]
@@ -236,5 +214,4 @@ def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, Cre
     return seen
 
 
-def sight(source: TowerSource, config: ModelConfig) -> DeepseekOcr2:
-    return DeepseekOcr2(source, config)
+sight = DeepseekOcr2

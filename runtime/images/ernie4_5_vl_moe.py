@@ -3,18 +3,13 @@ A picture is both frames of its pair."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from .qwen_patches import THETA, QwenPatches
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product, two_layers
+from .tower_layers import JOINED, Shape, load_blocks, through
+from .tower_parts import CURVES, Crew, Matrix, Norm, gelu, product, two_layers
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
 from .tower_weights import Weights
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 PUBLISHED = "DFNRope_vision_transformer"  # what the tower was called first, which states its FFN as so many times its width
 NAME, RESAMPLER = "vision_model.", "resampler_model."
@@ -23,35 +18,28 @@ USUAL = {"depth": 32, "hidden_act": "quick_gelu", "hidden_size": 1280, "intermed
 
 
 class Ernie45Vl(QwenPatches):
-    VISION = {"ernie4_5_vl_moe_vision": USUAL, PUBLISHED: USUAL}
+    KINDS = {"ernie4_5_vl_moe_vision": USUAL, PUBLISHED: USUAL}
     PROCESSORS = ("Ernie4_5_VLMoeImageProcessor", "Ernie4_5_VL_MoeImageProcessor", "Ernie4_5_VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 6177)
     placeholder = "<|IMAGE_PLACEHOLDER|>"
     written = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.vision, self.width, self.config.hidden_size
+        keys, width, hidden = self.said, self.width, self.config.hidden_size
         together = width * self.joined**2
         stated = keys.integer("intermediate_size", high=MOST_WIDTH)
         inner = keys.integer("mlp_ratio", 4, high=64) * width if self.tower == PUBLISHED else stated
         frames, eps = keys.integer("temporal_merge_size", high=16), keys.number("rms_norm_eps")
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "quick_gelu")]
-        theta = float((keys.section("rope_parameters") or {}).get("rope_theta", THETA))
+        curve = keys.choice("hidden_act", CURVES, "quick_gelu")
         embedding = weights.matrix(f"{NAME}patch_embed.proj", width, 3 * self.patch**2, bias=False)
-
-        def block(number: int) -> Block:
-            own = f"{NAME}blocks.{number}."
-            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width).parts(3)
-            return Block((weights.layer_norm(f"{own}norm1", width, eps), weights.layer_norm(f"{own}norm2", width, eps)),
-                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width),
-                         weights.matrix(f"{own}mlp.fc1", inner, width), weights.matrix(f"{own}mlp.fc2", width, inner), curve, self.heads)
 
         def joining(name: str, depth: int) -> tuple[Matrix, Matrix, Norm]:
             own = f"{RESAMPLER}{name}."
             return (weights.matrix(f"{own}0", together, depth), weights.matrix(f"{own}2", together, together),
                     weights.layer_norm(f"{own}3", together, eps))
 
-        blocks = [block(number) for number in range(keys.integer("depth", high=MOST_LAYERS))]
+        blocks = load_blocks(weights, f"{NAME}blocks.", keys.integer("depth", high=MOST_LAYERS), JOINED,
+                             Shape(width, inner, self.heads, curve, eps))
         norm = weights.layer_norm(f"{NAME}ln", width, eps)
         spatial, (first, *behind) = joining("spatial_linear", together), joining("temporal_linear", frames * together)
         # Of frames that are alike, weights add.
@@ -61,11 +49,8 @@ class Ernie45Vl(QwenPatches):
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x, rope = product(patches, embedding, crew), self.rope(places, theta)
             crew.work.total += len(blocks)
-            for block in blocks:
-                block.run(x, [(0, len(x))], crew, rope)
-            x = norm(x).reshape(-1, together)
+            x = norm(through(blocks, product(patches, embedding, crew), crew, self.rope(places, self.theta(THETA)))).reshape(-1, together)
             for into, out, normed in (spatial, (once, *behind)):
                 x = normed(two_layers(x, into, out, gelu, crew))
             return after(product(x, last, crew))
@@ -73,5 +58,4 @@ class Ernie45Vl(QwenPatches):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Ernie45Vl:
-    return Ernie45Vl(source, config)
+sight = Ernie45Vl

@@ -3,23 +3,17 @@ picture."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from .qwen2_5_vl import USUAL, Qwen25Vl
 from .tower_parts import Matrix
 from .tower_weights import Weights
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 GROUPED = {**USUAL, "num_key_value_heads": 8}
 
 
 class Exaone45(Qwen25Vl):
-    VISION = {"exaone4_5_vision": GROUPED, "exaone4_5": GROUPED}
+    KINDS = {"exaone4_5_vision": GROUPED, "exaone4_5": GROUPED}
     BY_PLACE = False
     placeholder, written = "<|image_pad|>", "<vision><|image_pad|></vision>"
 
@@ -28,9 +22,9 @@ class Exaone45(Qwen25Vl):
         return None
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
-        groups = self.vision.integer("num_key_value_heads", high=1024)
+        groups = self.said.integer("num_key_value_heads", high=1024)
         if self.heads % groups:
-            raise self.vision.fail("num_key_value_heads", f"a part of {self.heads} heads")
+            raise self.said.fail("num_key_value_heads", f"a part of {self.heads} heads")
         apart = groups * (self.width // self.heads)
         joined = weights.matrix(f"{name}.qkv", self.width + 2 * apart, self.width, bias=True)
         ends = [self.width, self.width + apart]
@@ -38,5 +32,4 @@ class Exaone45(Qwen25Vl):
         return [queries, *(each.shared(groups, self.heads) for each in others)]
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Exaone45:
-    return Exaone45(source, config)
+sight = Exaone45

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
 from ... import UsageError
-from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, show
 from . import PLACE
 from .fastvit import ATTENDING, HEAD, PIECE, SCALE, WIDER, load_fastvit
 from .llava import OfOneSize
-from .tower_parts import CURVES, ROWS, Crew, two_layers
+from .senses import PICTURES
+from .tower_parts import ROWS
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight
+from .tower_source import FolderSource
 from .tower_weights import Weights
 
 if TYPE_CHECKING:
@@ -33,15 +30,15 @@ ARGUMENTS = ("inference_mode", "layers", "embed_dims")  # what else is said of o
 
 
 class FastVlm(OfOneSize):
-    VISION = {"timm_wrapper": {"architecture": "fastvit_mci3", "hidden_size": 3072}}
+    KINDS = {"timm_wrapper": {"architecture": "fastvit_mci3", "hidden_size": 3072}}
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        named = self.vision.text("architecture")
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
+        named = self.said.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
-        said = Keys(self.vision.section("model_args") or {}, "config.json: vision_config: model_args")
+        said = Keys(self.said.section("model_args") or {}, "config.json: vision_config: model_args")
         unknown = sorted(said.raw.keys() - set(ARGUMENTS))
         if unknown:
             raise ConfigError(f"{said.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
@@ -63,35 +60,23 @@ class FastVlm(OfOneSize):
         self.outer.choice("vision_feature_select_strategy", {"full": "full"}, "full")
         if self.outer.raw.get("vision_feature_layer", -1) != -1:
             raise self.outer.fail("vision_feature_layer", "-1")
-
-    @property
-    def most_patches(self) -> int:
-        return (self.final[0] // SCALE) ** 2
+        self.most_patches = (self.final[0] // SCALE) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return (PLACE,) * self.most_patches
 
-    def bytes_needed(self) -> int:
-        """Weights, a layer's matrices in float32, what the first convolution reads and makes, which is more than any other map, and the
+    def numbers_needed(self) -> int:
+        """A layer's matrices, what the first convolution reads and makes, which is more than any other map, and the
         pieces that threads have in hand."""
-        with self.source.saying(), self.source.weights() as weights:
-            matrices, points = 2 * WIDER * self.widths[-1] ** 2, self.final[0] ** 2
-            maps = 3 * points + (27 + self.widths[0]) * points // 4
-            pieces = (6 * PIECE + points + 8 * self.widths[-1] * ROWS) * (self.threads or cpu_threads())
-            return weights.nbytes + 4 * (matrices + maps + pieces)
+        matrices, points = 2 * WIDER * self.widths[-1] ** 2, self.final[0] ** 2
+        maps = 3 * points + (27 + self.widths[0]) * points // 4
+        pieces = (6 * PIECE + points + 8 * self.widths[-1] * ROWS) * self.workers
+        return matrices + maps + pieces
 
     def load(self, weights: Weights) -> Rows:
         tower = load_fastvit(weights, "vision_tower.timm_model.", self.layers, self.widths)
-        width = self.config.hidden_size
-        bias = self.outer.flag("multimodal_projector_bias", True)
-        first = weights.matrix("multi_modal_projector.linear_1", width, self.width, bias)
-        second = weights.matrix("multi_modal_projector.linear_2", width, width, bias)
-        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
-
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            return two_layers(tower.seen(tiles[0], crew), first, second, curve, crew)
-
-        return rows
+        project = self.to_text(weights, self.width, bias=self.outer.flag("multimodal_projector_bias", True))
+        return lambda tiles, crew: project(tower.seen(tiles[0], crew), crew)
 
 
 class FirstFastVlm(FastVlm):
@@ -110,50 +95,30 @@ def _stages(said: Keys, name: str, usual: tuple[int, ...], high: int) -> tuple[i
     return tuple(value)
 
 
-@dataclass(frozen=True)
-class Published:
+class Published(FolderSource):
     """A folder of FastVLM as Apple published it, which says of its tower a name and nothing of how pictures are made ready: what that name
     stands for, as a folder of transformers says it."""
 
-    folder: TowerSource
-
-    @property
-    def model(self) -> Path:
-        return self.folder.model
-
-    @property
-    def without_word(self) -> str:
-        return self.folder.without_word
-
-    @property
-    def config(self) -> Mapping[str, object]:
-        keys = Keys(self.folder.config)
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, PICTURES)
+        self.published = keys = Keys(self.config)
         keys.choice("mm_projector_type", {MLP: MLP}, MLP)
-        return {"model_type": "fast_vlm", "vision_config": {
+        self.config = {"model_type": "fast_vlm", "vision_config": {
             "hidden_size": keys.integer("mm_hidden_size", 3072, high=MOST_WIDTH), "model_args": {"inference_mode": True}}}
 
-    def side(self) -> int:
-        """Of its pictures, which the tower's name says."""
-        named = Keys(self.folder.config).text("mm_vision_tower", "")
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        """The side of pictures is what the tower's name says."""
+        framed = self.published.choice("image_aspect_ratio", {"pad": True, "square": False}, "square")
+        named = self.published.text("mm_vision_tower", "")
         if not (found := re.fullmatch(r"mobileclip_l_(\d{2,5})", named)):
             raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
                              "known: mobileclip_l_1024 (FastVLM); text alone works")
-        return int(found[1])
-
-    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
-        framed = Keys(self.folder.config).choice("image_aspect_ratio", {"pad": "pad", "square": "square"}, "square") == "pad"
-        side = self.side()
+        side = int(found[1])
         return Keys({"do_pad": framed, "image_mean": [0.0] * 3, "image_std": [1.0] * 3, "size": {"shortest_edge": side},
                      "crop_size": {"height": side, "width": side}}, "config.json: mm_vision_tower"), Keys({})
-
-    def weights(self) -> Weights:
-        return self.folder.weights()
-
-    def saying(self) -> AbstractContextManager[None]:
-        return self.folder.saying()
 
 
 def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
     if source.config["model_type"] == "fast_vlm":
         return FastVlm(source, config)
-    return FirstFastVlm(Published(source), config)
+    return FirstFastVlm(Published(source.model), config)

@@ -5,21 +5,16 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
+from .preprocessor import BILINEAR, HALF, resized
 from .tower_parts import Crew, Matrix, Norm
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
 from .vision_transformer import SIGLIP, layer_count, load_transformer
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
@@ -27,24 +22,18 @@ BEGIN, END = "<start_of_image>", "<end_of_image>"
 class Gemma3(TowerSight):
     """A picture that is far from square is not looked at in parts too ("pan and scan"): its processors do that only when told to."""
 
-    VISION = {"siglip_vision_model": SIGLIP}
+    KINDS = {"siglip_vision_model": SIGLIP}
     PROCESSORS = ("Gemma3ImageProcessor",)
+    LOOK = HALF, HALF, BILINEAR
     placeholder, both_ways = BEGIN, True
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
-        if not keys.flag("do_resize", True) or square(keys, "size", {"height": 224, "width": 224}) != (self.side, self.side):
-            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
+    def settle(self, keys: Keys) -> None:
+        self.demand_side(keys, 224)
         self.count = self.outer.integer("mm_tokens_per_image", 256, high=1 << 16)
         self.across, self.kept = self.side // self.patch, math.isqrt(self.count)
         if self.kept**2 != self.count or self.across % self.kept:
             raise ConfigError(f"config.json: mm_tokens_per_image {self.count} is not a square that divides {self.across} × {self.across}")
-
-    @property
-    def most_patches(self) -> int:
-        return self.across**2
+        self.most_patches = self.across**2
 
     @cached_property
     def _tokens(self) -> tuple[int, ...]:
@@ -65,7 +54,7 @@ class Gemma3(TowerSight):
         turned = weights.stored("multi_modal_projector.mm_input_projection_weight", width, hidden)
         project = Matrix(np.ascontiguousarray(turned.T))
         norm = Norm(weights.numbers("multi_modal_projector.mm_soft_emb_norm.weight", width) + 1, None,
-                    self.vision.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
+                    self.said.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
         last = layer_count(self)
 
         def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
@@ -76,5 +65,4 @@ class Gemma3(TowerSight):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Gemma3:
-    return Gemma3(source, config)
+sight = Gemma3

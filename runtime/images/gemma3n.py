@@ -4,21 +4,16 @@ from __future__ import annotations
 
 import math
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .mobilenet import load_mobilenet
-from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
+from .preprocessor import BILINEAR, HALF, resized, square
 from .tower_parts import Crew, Norm, product
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 BEGIN, PICTURE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 USUAL = {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 128, "vocab_offset": 262_144, "rms_norm_eps": 1e-6}
@@ -26,27 +21,23 @@ FIRST_MAP, WIDEST = 4, 1024  # points of a picture a place of the first maps sta
 
 
 class Gemma3n(TowerSight):
-    VISION = {"gemma3n_vision": USUAL}
+    KINDS = {"gemma3n_vision": USUAL}
     PROCESSORS = ("SiglipImageProcessor",)
+    LOOK = HALF, HALF, BILINEAR
     placeholder = PICTURE
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys, said = self.processor, self.vision
+    def settle(self, keys: Keys) -> None:
+        said = self.said
         said.choice("architecture", {USUAL["architecture"]: 1}, USUAL["architecture"])
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
         self.high, self.wide = square(keys, "size", {"height": 768, "width": 768})
-        if not keys.flag("do_resize", True):
-            raise keys.fail("do_resize", "true")
         self.count = self.outer.integer("vision_soft_tokens_per_image", 256, high=1 << 14)
         if math.isqrt(self.count) ** 2 != self.count:
             raise ConfigError(f"config.json: vision_soft_tokens_per_image {self.count} is not a square")
         self.first, self.vocabulary = (said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
 
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, and maps of one place in four points of the picture."""
-        with self.source.saying(), self.source.weights() as weights:
-            return weights.nbytes + 4 * (12 * self.width**2 + self.high * self.wide // FIRST_MAP**2 * WIDEST)
+    def numbers_needed(self) -> int:
+        """The largest matrices, and maps of one place in four points of the picture."""
+        return 12 * self.width**2 + self.high * self.wide // FIRST_MAP**2 * WIDEST
 
     @cached_property
     def _tokens(self) -> tuple[int, ...]:
@@ -64,13 +55,13 @@ class Gemma3n(TowerSight):
 
     def load(self, weights: Weights) -> Rows:
         tower, width, hidden, eps = load_mobilenet(weights, "vision_tower.timm_model."), self.width, self.config.hidden_size, \
-            self.vision.number("rms_norm_eps")
+            self.said.number("rms_norm_eps")
         plain = Norm(np.ones(hidden, np.float32), None, eps, centered=False)
         hard, soft = (weights.rms_norm(f"embed_vision.{each}_embedding_norm", width, eps) for each in ("hard", "soft"))
         project = weights.matrix("embed_vision.embedding_projection", hidden, width, bias=False)
         words, end = weights.numbers("embed_vision.embedding.weight", self.vocabulary, width), self.word(END) - self.first
         if end >= self.vocabulary:
-            raise self.vision.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
+            raise self.said.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
 
         def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
             crew.work.total += tower.layers
@@ -81,5 +72,4 @@ class Gemma3n(TowerSight):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Gemma3n:
-    return Gemma3n(source, config)
+sight = Gemma3n

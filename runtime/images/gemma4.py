@@ -12,15 +12,15 @@ import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .preprocessor import BICUBIC, Scale, filter_of, resized
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product
+from .preprocessor import BICUBIC, resized
+from .tower_layers import through
+from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product, turns
 from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
 from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 THETA = 100.0
 BEGIN, IMAGE, END = "<|image>", "<|image|>", "<image|>"
@@ -31,44 +31,38 @@ LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 
 class Gemma4(TowerSight):
-    VISION = {"gemma4_vision": USUAL}
+    KINDS = {"gemma4_vision": USUAL}
     PROCESSORS = ("Gemma4ImageProcessor",)
+    LOOK = [0.0] * 3, [1.0] * 3, BICUBIC
     SEES: str | None = None  # which tokens see what comes behind them, where nothing is stated
     placeholder, in_windows = IMAGE, True
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale = Scale(keys.saying(do_normalize=keys.flag("do_normalize", False)), [0.0] * 3, [1.0] * 3)
-        self.resample = filter_of(keys, BICUBIC)
-        self.joined = self.vision.integer("pooling_kernel_size", high=64)
+    def renamed(self, keys: Keys) -> Keys:
+        """Values are not normalized where nothing is said of that."""
+        return keys.saying(do_normalize=keys.flag("do_normalize", False))
+
+    def settle(self, keys: Keys) -> None:
+        self.joined = self.said.integer("pooling_kernel_size", high=64)
         self.count = keys.integer("max_soft_tokens", 280, high=1 << 14)
-        for name, value in (("patch_size", self.patch), ("pooling_kernel_size", self.joined)):
-            if keys.integer(name, value) != value:
-                raise keys.fail(name, f"{value}, as config.json says of the tower")
-        if not keys.flag("do_resize", True):
-            raise keys.fail("do_resize", "true: pictures are made to fit")
+        self.demand_same(keys, patch_size=self.patch, pooling_kernel_size=self.joined)
         text = self.outer.section("text_config")
         # A GGUF file does not say it: so it is in all models but those whose layers have inputs of their own.
-        usual = self.SEES if text is not None else None if config.input_width else "vision"
+        usual = self.SEES if text is not None else None if self.config.input_width else "vision"
         self.both_ways = (text or {}).get("use_bidirectional_attention", usual) == "vision"
-        demand_padding(self.outer, config)
+        demand_padding(self.outer, self.config)
+        self.most_patches = self.count * self.joined**2
 
     @cached_property
     def head(self) -> int:
         """Channels of a head, which need not make up the width."""
-        head = self.vision.integer("head_dim", high=1024)
-        if head % 4 or self.vision.integer("num_key_value_heads", self.heads) != self.heads:
-            raise self.vision.fail("head_dim", "a multiple of 4, of as many heads of keys as of queries")
+        head = self.said.integer("head_dim", high=1024)
+        if head % 4 or self.said.integer("num_key_value_heads", self.heads) != self.heads:
+            raise self.said.fail("head_dim", "a multiple of 4, of as many heads of keys as of queries")
         return head
 
     @cached_property
     def heads(self) -> int:
-        return self.vision.integer("num_attention_heads", high=1024)
-
-    @property
-    def most_patches(self) -> int:
-        return self.count * self.joined**2
+        return self.said.integer("num_attention_heads", high=1024)
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given: the largest of whole squares of patches that has no more of them than are allowed."""
@@ -90,14 +84,14 @@ class Gemma4(TowerSight):
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch = self.vision, self.width, self.patch
-        eps, inner, through = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
-        curve = CURVES[keys.choice("hidden_activation", {key: key for key in CURVES}, "gelu_pytorch_tanh")]
+        keys, width, patch = self.said, self.width, self.patch
+        eps, inner, channels = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
+        curve = keys.choice("hidden_activation", CURVES, "gelu_pytorch_tanh")
         clipped = keys.flag("use_clipped_linears", False)
         places = keys.integer("position_embedding_size", high=1 << 20)
         embedding = weights.matrix("vision_tower.patch_embedder.input_proj", width, 3 * patch * patch, bias=False)
         table = weights.numbers("vision_tower.patch_embedder.position_embedding_table", 2, places, width)
-        quarter, order = self.head // 4, halves(self.head)
+        order = halves(self.head)
 
         def matrix(name: str, rows: int, depth: int) -> Matrix:
             stored = weights.stored(f"{name}.linear.weight", rows, depth)
@@ -105,9 +99,9 @@ class Gemma4(TowerSight):
 
         def turned(name: str) -> Matrix:
             """Of queries or keys, whose heads have a half for columns and one for rows, each turned by its own halves."""
-            own = matrix(name, through, width)
+            own = matrix(name, channels, width)
             cut = own.stored.reshape(self.heads, self.head, width)[:, order]
-            return Matrix(np.ascontiguousarray(cut).reshape(through, width), None, own.limits)
+            return Matrix(np.ascontiguousarray(cut).reshape(channels, width), None, own.limits)
 
         def norm(name: str, size: int = width) -> Norm:
             return weights.rms_norm(name, size, eps)
@@ -118,8 +112,8 @@ class Gemma4(TowerSight):
             # scores are not scaled here: the norm of queries makes up for what attention does
             return Block((norm(f"{own}input_layernorm"), norm(f"{own}pre_feedforward_layernorm")),
                          turned(f"{own}self_attn.q_proj"), turned(f"{own}self_attn.k_proj"),
-                         matrix(f"{own}self_attn.v_proj", through, width),
-                         matrix(f"{own}self_attn.o_proj", width, through), matrix(f"{own}mlp.up_proj", inner, width),
+                         matrix(f"{own}self_attn.v_proj", channels, width),
+                         matrix(f"{own}self_attn.o_proj", width, channels), matrix(f"{own}mlp.up_proj", inner, width),
                          matrix(f"{own}mlp.down_proj", width, inner), curve, self.heads, gate=matrix(f"{own}mlp.gate_proj", inner, width),
                          own_norms=(Norm(queries * np.float32(self.head**0.5), None, eps, centered=False),
                                     Norm(keys_, None, eps, centered=False),
@@ -131,8 +125,7 @@ class Gemma4(TowerSight):
             if keys.flag("standardize", False) else None
         plain = Norm(np.ones(width, np.float32), None, eps, centered=False)
         project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
-        stated = Keys(keys.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
-        steps = (1 / stated.number("rope_theta", THETA) ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
+        steps = turns(self.theta(THETA), self.head // 4)
 
         def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
@@ -142,11 +135,9 @@ class Gemma4(TowerSight):
             cut = values.reshape(lines, patch, columns, patch, 3).swapaxes(1, 2).reshape(lines * columns, -1)
             x = product(2 * (cut - np.float32(0.5)), embedding, crew)
             x += table[0, column] + table[1, row]
-            angles = np.concatenate([column[:, None] * steps, row[:, None] * steps] * 2, axis=1).astype(np.float32)
-            rope = Rope(np.cos(angles), np.sin(angles))
+            rope = Rope.of(np.concatenate([column[:, None] * steps, row[:, None] * steps], axis=1).astype(np.float32))
             crew.work.total += len(blocks)
-            for block in blocks:
-                block.run(x, [(0, len(x))], crew, rope)
+            x = through(blocks, x, crew, rope)
             side = self.joined
             x = x.reshape(lines // side, side, columns // side, side, width).mean((1, 3), dtype=np.float32).reshape(-1, width)
             x *= np.float32(width**0.5)
@@ -169,5 +160,4 @@ def halves(head: int) -> np.ndarray:
     return np.arange(head).reshape(2, 2, head // 4).swapaxes(0, 1).reshape(-1)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Gemma4:
-    return Gemma4(source, config)
+sight = Gemma4

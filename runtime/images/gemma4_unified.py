@@ -3,19 +3,14 @@
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from .gemma4 import Gemma4
 from .tower_parts import Crew, Norm, product
 from .tower_sight import MOST_WIDTH, Rows
 from .tower_weights import Weights
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 NORM_EPS = 1e-5
 USUAL = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120, "output_proj_dims": 3840,
@@ -23,24 +18,21 @@ USUAL = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_p
 
 
 class Gemma4Unified(Gemma4):
-    VISION = {"gemma4_unified_vision": USUAL}
+    KINDS = {"gemma4_unified_vision": USUAL}
     PROCESSORS = ("Gemma4UnifiedImageProcessor",)
     SEES = "vision"
 
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
+        self.most_patches = self.count
+        self.whole_patches = self.count * self.joined**2
+
     @cached_property
     def width(self) -> int:
-        return self.vision.integer("mm_embed_dim", high=MOST_WIDTH)
-
-    @property
-    def most_patches(self) -> int:
-        return self.count
-
-    @property
-    def whole_patches(self) -> int:
-        return self.count * self.joined**2
+        return self.said.integer("mm_embed_dim", high=MOST_WIDTH)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, unit, name = self.vision, self.width, self.patch * self.joined, "vision_embedder."
+        keys, width, unit, name = self.said, self.width, self.patch * self.joined, "vision_embedder."
         points, places, through = 3 * unit * unit, keys.integer("mm_posemb_size", high=1 << 20), keys.integer("output_proj_dims")
         if through != width:
             raise keys.fail("output_proj_dims", f"the {width} of mm_embed_dim")
@@ -63,5 +55,4 @@ class Gemma4Unified(Gemma4):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Gemma4Unified:
-    return Gemma4Unified(source, config)
+sight = Gemma4Unified

@@ -8,7 +8,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ..config_reader import Keys
+from .places import by_cubic
 from .qwen_patches import QwenPatches
+from .tower_layers import through
 from .tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product
 from .tower_sight import MOST_LAYERS, Rows, demand_shape
 from .tower_weights import Weights
@@ -18,7 +21,7 @@ if TYPE_CHECKING:
     from .tower_source import TowerSource
 
 Placing = Callable[[np.ndarray, np.ndarray], np.ndarray]
-NORM_EPS, SHARPNESS = 1e-5, -0.75  # of the cubic that weighs places
+NORM_EPS = 1e-5
 USUAL = {"depth": 24, "hidden_size": 1536, "hidden_act": "silu", "num_heads": 12, "image_size": 336, "patch_size": 14,
          "rms_norm_eps": 1e-5, "out_hidden_size": 4096, "intermediate_size": 13_696, "attention_bias": False}
 OCR = {**USUAL, "hidden_size": 1024, "num_heads": 16, "out_hidden_size": 1536, "intermediate_size": 4096, "attention_bias": True}
@@ -29,14 +32,14 @@ class Glm4v(QwenPatches):
     """A picture's points are counted as often as it has frames. `biased_ffn`: attention_bias is of all matrices of a layer, not of those
     of queries, keys and values alone."""
 
-    VISION = {kind + end: USUAL for kind in ("glm4v", "glm4v_moe", "glm46v") for end in ("_vision", "")}
+    KINDS = {kind + end: USUAL for kind in ("glm4v", "glm4v_moe", "glm46v") for end in ("_vision", "")}
     PROCESSORS = ("Glm4vImageProcessor", "Glm46VImageProcessor")
     SIZE = (112 * 112, 28 * 28 * 15_000)
     placeholder = "<|image|>"
     biased_ffn = False
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
@@ -48,12 +51,12 @@ class Glm4v(QwenPatches):
         return super().sized(height, width)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, unit = self.vision, self.width, self.config.hidden_size, self.joined**2
+        keys, width, hidden, unit = self.said, self.width, self.config.hidden_size, self.joined**2
         eps = keys.number("rms_norm_eps")
         if keys.integer("out_hidden_size") != hidden:
             raise keys.fail("out_hidden_size", f"the {hidden} of the text part")
-        inner, through = self.inner_widths()
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
+        inner, last = self.inner_widths()
+        curve = keys.choice("hidden_act", CURVES, "silu")
         embedding, placed = self.embedding(weights, bias=True), self.placing(weights, eps)
         biased = keys.flag("attention_bias")
 
@@ -70,16 +73,13 @@ class Glm4v(QwenPatches):
         after = weights.rms_norm("visual.post_layernorm", width, eps)
         joining, project = weights.matrix("visual.downsample", hidden, width * unit), weights.matrix("visual.merger.proj", hidden, hidden)
         norm = weights.layer_norm("visual.merger.post_projection_norm", hidden, NORM_EPS)
-        gate, up = self.gated(weights, "visual.merger.", through, hidden, False)
-        down = weights.matrix("visual.merger.down_proj", hidden, through, bias=False)
+        gate, up = self.gated(weights, "visual.merger.", last, hidden, False)
+        down = weights.matrix("visual.merger.down_proj", hidden, last, bias=False)
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x = placed(product(patches, embedding, crew), places)
-            rope = self.rope(places)
             crew.work.total += len(blocks)
-            for block in blocks:
-                block.run(x, [(0, len(x))], crew, rope)
+            x = through(blocks, placed(product(patches, embedding, crew), places), crew, self.rope(places))
             squares = after(x).reshape(-1, unit, width).swapaxes(1, 2).reshape(-1, width * unit)
             y = gelu(norm(product(product(squares, joining, crew), project, crew)))
             return product(curve(product(y, gate, crew)) * product(y, up, crew), down, crew)
@@ -92,14 +92,14 @@ class Glm4v(QwenPatches):
 
     def inner_widths(self) -> tuple[int, int]:
         """Of the FFN in a layer, and of the one behind all."""
-        return self.vision.integer("out_hidden_size"), self.vision.integer("intermediate_size")
+        return self.said.integer("out_hidden_size"), self.said.integer("intermediate_size")
 
     def placing(self, weights: Weights, eps: float) -> Placing:
         """What is done to embedded patches at their rows and columns."""
         side = self.side // self.patch
         norm = weights.rms_norm("visual.post_conv_layernorm", self.width, eps)
         table = weights.numbers("visual.embeddings.position_embedding.weight", side * side, self.width).reshape(side, side, self.width)
-        return lambda x, places: norm(x) + weighed(table, places)
+        return lambda x, places: norm(x) + by_cubic(table, places)
 
     def head_norms(self, weights: Weights, own: str, eps: float) -> tuple[Norm, ...]:
         """`Block.own_norms` of the layer whose tensors begin so."""
@@ -107,33 +107,17 @@ class Glm4v(QwenPatches):
 
 
 class GlmOcr(Glm4v):
-    VISION = {"glm_ocr_vision": OCR, "glm_ocr": OCR}
+    KINDS = {"glm_ocr_vision": OCR, "glm_ocr": OCR}
     biased_ffn = True
 
     def inner_widths(self) -> tuple[int, int]:
-        return self.vision.integer("intermediate_size"), CHANNELS * self.vision.integer("out_hidden_size")
+        return self.said.integer("intermediate_size"), CHANNELS * self.said.integer("out_hidden_size")
 
     def placing(self, weights: Weights, eps: float) -> Placing:
         return lambda x, places: x
 
     def head_norms(self, weights: Weights, own: str, eps: float) -> tuple[Norm, ...]:
         return tuple(weights.rms_norm(f"{own}attn.{which}_norm", self.width // self.heads, eps) for which in "qk")
-
-
-def weighed(table: np.ndarray, places: np.ndarray) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
-    those of the square: by cubic convolution (Keys 1981), beyond a border by what lies on it."""
-    side, taps = len(table), []
-    for axis in (0, 1):
-        count = np.float32(places[:, axis].max() + 1)
-        at = ((places[:, axis].astype(np.float32) + np.float32(0.5)) / count) * np.float32(side) - np.float32(0.5)
-        low = np.floor(at)
-        off = (at - low)[:, None]
-        far = [SHARPNESS * (d**3 - 5 * d**2 + 8 * d - 4) for d in (off + 1, 2 - off)]
-        near = [(SHARPNESS + 2) * d**3 - (SHARPNESS + 3) * d**2 + 1 for d in (off, 1 - off)]
-        taps.append([(np.clip(low.astype(np.int64) + step, 0, side - 1), weight)
-                     for step, weight in ((-1, far[0]), (0, near[0]), (1, near[1]), (2, far[1]))])
-    return sum(down * sum(across * table[row, column] for column, across in taps[1]) for row, down in taps[0]).astype(np.float32)
 
 
 def sight(source: TowerSource, config: ModelConfig) -> Glm4v:

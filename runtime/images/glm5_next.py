@@ -4,7 +4,6 @@ it has too many points, and filled up with black to whole squares. Its text has 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,20 +14,16 @@ from .tower_parts import Matrix
 from .tower_sight import demand_shape
 from .tower_weights import Weights
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 BOUNDED = {**OCR, "projection_intermediate_size": 10_240, "swiglu_limit": 10.0}
 
 
 class Glm5Next(GlmOcr):
-    VISION = {"glm5_next_vision": BOUNDED, "glm5_next": BOUNDED}
+    KINDS = {"glm5_next_vision": BOUNDED, "glm5_next": BOUNDED}
     PROCESSORS = ("Glm5NextImageProcessor",)
     BY_PLACE = False
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         if self.processor.integer("patch_expand_factor", 1) != 1:
             raise self.processor.fail("patch_expand_factor", "1")
 
@@ -70,13 +65,12 @@ class Glm5Next(GlmOcr):
         return canvas
 
     def inner_widths(self) -> tuple[int, int]:
-        return self.vision.integer("intermediate_size"), self.vision.integer("projection_intermediate_size")
+        return self.said.integer("intermediate_size"), self.said.integer("projection_intermediate_size")
 
     def gated(self, weights: Weights, name: str, inner: int, width: int, bias: bool) -> tuple[Matrix, Matrix]:
-        most, gate_up = self.vision.number("swiglu_limit"), super().gated(weights, name, inner, width, bias)
+        most, gate_up = self.said.number("swiglu_limit"), super().gated(weights, name, inner, width, bias)
         return tuple(Matrix(each.stored, each.bias, (-math.inf, math.inf, least, most))
                      for each, least in zip(gate_up, (-math.inf, -most), strict=True))
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Glm5Next:
-    return Glm5Next(source, config)
+sight = Glm5Next

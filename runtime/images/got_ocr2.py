@@ -3,10 +3,9 @@ every sixteen patches."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..config_reader import Keys
 from . import PLACE
 from .internvl import FittedTiles
 from .sam import USUAL, convolved, load_sam
@@ -15,26 +14,18 @@ from .tower_sight import Rows
 from .tower_weights import Weights
 from .vision_transformer import layer_count
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 TWICE = 2  # that a convolution makes one of two in a row and in a column
 
 
 class GotOcr2(FittedTiles):
-    VISION = {"got_ocr2_vision": USUAL}
+    KINDS = {"got_ocr2_vision": USUAL}
     PROCESSORS = ("GotOcr2ImageProcessor",)
+    CROPS = False
     placeholder = "<imgpad>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        if not self.processor.flag("crop_to_patches", False):
-            self.most = 1
-
-    @property
-    def most_patches(self) -> int:
-        return self.across**2
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
+        self.most_patches = self.across**2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
@@ -45,7 +36,7 @@ class GotOcr2(FittedTiles):
 
     def load(self, weights: Weights) -> Rows:
         tower, hidden, own = load_sam(weights, self, "vision_tower."), self.config.hidden_size, "multi_modal_projector."
-        channels = self.vision.integer("output_channels")
+        channels = self.said.integer("output_channels")
         first = weights.matrix(f"{own}conv_upsampler1", 2 * channels, 9 * channels, bias=False)
         second = weights.matrix(f"{own}conv_upsampler2", hidden, 9 * 2 * channels, bias=False)
         project = weights.matrix(f"{own}multimodal_projector", hidden, hidden, bias=True)
@@ -58,5 +49,4 @@ class GotOcr2(FittedTiles):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> GotOcr2:
-    return GotOcr2(source, config)
+sight = GotOcr2

@@ -4,7 +4,7 @@ the tower made, and four readings of one, are added before layers of the text pa
 from __future__ import annotations
 
 from itertools import product as pairs
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -17,10 +17,6 @@ from .tower_sight import Rows
 from .tower_weights import Weights
 from .vision_transformer import layer_count, load_transformer
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 HEAD = 64  # numbers of a head of those that ask
 ASKING = {"num_hidden_layers": 1, "intermediate_size": 3072, "cross_attention_frequency": 1}
 NORM_EPS = 1e-6
@@ -31,8 +27,8 @@ CORNERS = tuple(pairs((0, 1), repeat=2))  # of each square of four patches, the 
 class Granite4Vision(LlavaNext):
     multiplied = False  # rows come behind the embedding's multiplier here
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.layers = layer_count(self)
         rate = self.outer.text("downsample_rate", "").split("/")
         if len(rate) != 2 or not all(each.isdecimal() and 0 < int(each) <= 64 for each in rate):
@@ -48,7 +44,7 @@ class Granite4Vision(LlavaNext):
         spatial = self.outer.raw.get("spatial_vision_layer", -1)
         self.pairs = [*map(tuple, stated), *((spatial, target) for target in targets)] if good else []
         if not self.pairs or not all(type(layer) is int and -self.layers <= layer + 1 <= self.layers + 1 and type(target) is int
-                                     and 0 <= target < config.num_hidden_layers for layer, target in self.pairs):
+                                     and 0 <= target < self.config.num_hidden_layers for layer, target in self.pairs):
             raise ConfigError("config.json: deepstack_layer_map and spatial_target_layers name no layers of the tower and of the text part")
         self.mapped = len(stated)
 
@@ -127,5 +123,4 @@ def _windows(grid: np.ndarray, side: int) -> np.ndarray:
     return np.ascontiguousarray(cut).reshape(-1, side * side, width)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Granite4Vision:
-    return Granite4Vision(source, config)
+sight = Granite4Vision

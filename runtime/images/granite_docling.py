@@ -4,22 +4,15 @@ part."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..config_reader import ConfigError
-from . import PLACE
-from .idefics3 import AROUND, WHOLE, joined
+from ..config_reader import ConfigError, Keys
+from .idefics3 import AROUND, WHOLE, lines_of
 from .internvl import FittedTiles
-from .tower_parts import Crew, gelu, product, two_layers
+from .tower_parts import Crew, gelu, joined, product
 from .tower_sight import Rows
 from .tower_weights import Weights
 from .vision_transformer import IDEFICS, layer_count, load_transformer
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 CONNECTOR = "vision_model.connector."
 CONNECTOR_EPS = 1e-5
@@ -30,31 +23,25 @@ class GraniteDocling(FittedTiles):
     """A preprocessor that says `fine_route` has four times as many rows of a tile. Which pages would profit a model's router may say to
     whoever asks; a page is not looked at twice here."""
 
-    VISION = {"granite_docling_vision": {**IDEFICS, "hidden_size": 768, "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
+    KINDS = {"granite_docling_vision": {**IDEFICS, "hidden_size": 768, "num_attention_heads": 12, "image_size": 512, "patch_size": 16,
                                          "scale_factor": 4, "deepstack_visual_indexes": [3, 7, 10], "use_fine_route": True}}
     PROCESSORS = ("GraniteDoclingImageProcessor",)
+    CROPS = True
     SIDE, MOST, LONGEST = 512, 32, 16
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.is_fine = keys.flag("fine_route", False)
-        if self.is_fine and not self.vision.flag("use_fine_route", True):
+        if self.is_fine and not self.said.flag("use_fine_route", True):
             raise keys.fail("fine_route", "false, as the model has no weights for finer rows")
-        self.joined = self.vision.integer("scale_factor", high=16) // (2 if self.is_fine else 1)
+        self.joined = self.said.integer("scale_factor", high=16) // (2 if self.is_fine else 1)
         self.demand_squares()
-        if not keys.flag("crop_to_patches", True):
-            self.most = 1
         self.dense = keys.integer("dense_max_patches", 0, low=0, high=256)
         self.scale_bound, self.least_aspect, self.most_aspect = (
             keys.number(name) if keys.raw.get(name) else 0.0 for name in ("dense_max_scale", "dense_min_aspect", "dense_max_aspect"))
-        if config.hidden_size % 4:
-            raise ConfigError(f"config.json: hidden_size {config.hidden_size} is not a multiple of 4, as places in a tile ask for")
-        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
-
-    @property
-    def whole_patches(self) -> int:
-        return (max(self.most, self.dense) + 1) * self.across**2
+        if self.config.hidden_size % 4:
+            raise ConfigError(f"config.json: hidden_size {self.config.hidden_size} is not a multiple of 4, as places in a tile ask for")
+        self.whole_patches = (max(self.most, self.dense) + 1) * self.across**2
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         return self.nearest(height, width, self.dense if self.is_dense(height, width) else self.most)
@@ -69,24 +56,16 @@ class GraniteDocling(FittedTiles):
         return not self.scale_bound or self.nearest(height, width, self.most)[1] * self.side / width < self.scale_bound
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        grid = self.grid(height, width)
-        if grid not in self._known:
-            self._known[grid] = self._tokens(*grid)
-        return self._known[grid]
-
-    def _tokens(self, rows: int, columns: int) -> tuple[int, ...]:
-        number, tile = self.word(self.placeholder), self.placeholder * (self.across // self.joined) ** 2
-        text = "".join("".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
-                       for row in range(rows))
-        text += f"\n{AROUND}{WHOLE}{tile}{AROUND}" if rows * columns > 1 else ""
-        return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
+        (rows, columns), tile = self.grid(height, width), self.placeholder * (self.across // self.joined) ** 2
+        whole = f"\n{AROUND}{WHOLE}{tile}{AROUND}" if rows * columns > 1 else ""
+        return self.spelled(lines_of(tile, rows, columns) + whole, self.placeholder)
 
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_model.", finished=False)
         width, hidden, count = self.width, self.config.hidden_size, layer_count(self)
         together, path = width * self.joined**2, f"{CONNECTOR}{'fine' if self.is_fine else 'coarse'}."
-        finish = weights.layer_norm("vision_model.post_layernorm", width, self.vision.number("layer_norm_eps"))
-        wanted = [number + 1 for number in sorted(self.vision.layers("deepstack_visual_indexes", count))] + [count]
+        finish = weights.layer_norm("vision_model.post_layernorm", width, self.said.number("layer_norm_eps"))
+        wanted = [number + 1 for number in sorted(self.said.layers("deepstack_visual_indexes", count))] + [count]
         into = weights.layer_norm(f"{CONNECTOR}ln_in", width, CONNECTOR_EPS)
         amid, out = (weights.layer_norm(f"{CONNECTOR}{name}", hidden, CONNECTOR_EPS) for name in ("ln_mid", "ln_out"))
         first = weights.matrix(f"{path}projection", hidden, together, bias=False)
@@ -95,8 +74,8 @@ class GraniteDocling(FittedTiles):
 
         def merger(name: str) -> Rows:
             norm = weights.layer_norm(f"{name}layer_norm", together, CONNECTOR_EPS)
-            one, two = weights.matrix(f"{name}linear_1", hidden, together), weights.matrix(f"{name}linear_2", hidden, hidden)
-            return lambda x, crew: two_layers(norm(x.reshape(-1, together)), one, two, gelu, crew)
+            layers = weights.two_layers(name, (together, hidden, hidden), gelu)
+            return lambda x, crew: layers(norm(x.reshape(-1, together)), crew)
 
         mergers = [merger(f"{path}deepstack_mergers.{index}.") for index in range(len(wanted) - 1)]
 
@@ -120,5 +99,4 @@ def waves(side: int, width: int) -> np.ndarray:
     return both.reshape(side * side, width).astype(np.float32)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> GraniteDocling:
-    return GraniteDocling(source, config)
+sight = GraniteDocling

@@ -3,46 +3,41 @@ patches that become one row. A learned row ends each line, and two more stand ar
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
+from ..config_reader import Keys
 from . import PLACE
-from .paddleocr_vl import within
+from .places import in_a_row, within
 from .preprocessor import BICUBIC, resized
 from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, patches_of, product, two_layers
-from .tower_sight import MOST_LAYERS, Rows, TowerSight
+from .tower_layers import APART, Shape, load_blocks, through
+from .tower_parts import CURVES, Crew, patches_of, product
+from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 USUAL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 16,
          "max_image_size": 2048, "spatial_merge_size": 2, "temporal_patch_size": 1, "rms_norm_eps": 1e-5, "hidden_act": "gelu",
          "interpolate_mode": "bilinear"}
+LAYER = replace(APART, out="self_attn.o_proj")
 
 
 class HunyuanVl(QwenPatches):
-    VISION = {"hunyuan_vl_vision": USUAL, "hunyuan_vl": USUAL}
+    KINDS = {"hunyuan_vl_vision": USUAL, "hunyuan_vl": USUAL}
     PROCESSORS = ("HunYuanVLImageProcessor",)
     SIZE = (512 * 512, 2048 * 2048)
     placeholder = "<｜hy_place▁holder▁no▁102｜>"
     written = "<｜hy_place▁holder▁no▁100｜><｜hy_place▁holder▁no▁102｜><｜hy_place▁holder▁no▁101｜>"
+    HEADS, TURNED = "num_attention_heads", 1
     framed = 1
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.resample = BICUBIC  # whatever the files say, which no processor heeded
-        self.vision.choice("interpolate_mode", {"bilinear": "bilinear"}, "bilinear")
+        self.said.choice("interpolate_mode", {"bilinear": "bilinear"}, "bilinear")
         if self.frames != 1:
-            raise self.vision.fail("temporal_patch_size", "1")
-
-    @cached_property
-    def heads(self) -> int:
-        return TowerSight.heads.func(self)
+            raise self.said.fail("temporal_patch_size", "1")
 
     def squares(self, height: int, width: int) -> tuple[int, int]:
         """Lines, and places of one with its end."""
@@ -59,27 +54,19 @@ class HunyuanVl(QwenPatches):
         return patches_of(ready, self.patch), (high // self.patch, wide // self.patch)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, side = self.vision, self.width, self.config.hidden_size, self.joined
+        keys, width, hidden, side = self.said, self.width, self.config.hidden_size, self.joined
         inner, eps = keys.integer("intermediate_size"), keys.number("rms_norm_eps")
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+        curve = keys.choice("hidden_act", CURVES, "gelu")
         edge, name = keys.integer("max_image_size", high=1 << 14) // self.patch, "vision_tower."
         embedding = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True)
         # the first place is that of a row that there is no longer
         table = weights.numbers(f"{name}embeddings.position_embedding.weight", edge**2 + 1, width)[1:].reshape(edge, edge, width)
 
-        def block(number: int) -> Block:
-            own = f"{name}layers.{number}."
-            return Block(
-                (weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
-                *(weights.matrix(f"{own}self_attn.{which}_proj", width, width, bias=True) for which in "qkvo"),
-                weights.matrix(f"{own}mlp.fc1", inner, width, bias=True), weights.matrix(f"{own}mlp.fc2", width, inner, bias=True), curve,
-                self.heads)
-
-        blocks = [block(number) for number in range(keys.integer("num_hidden_layers", high=MOST_LAYERS))]
+        blocks = load_blocks(weights, f"{name}layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+                             Shape(width, inner, self.heads, curve, eps, bias=(True, True)))
         own = f"{name}patch_merger."
         before, after = weights.rms_norm(f"{own}before_rms", width, eps), weights.rms_norm(f"{own}after_rms", hidden, eps)
-        first = weights.matrix(f"{own}proj_conv", 2 * width, width * side**2, bias=True)
-        second = weights.matrix(f"{own}proj_out", 4 * width, 2 * width, bias=True)
+        joining = weights.two_layers(own, (width * side**2, 2 * width, 4 * width), curve, True, ("proj_conv", "proj_out"))
         project = weights.matrix(f"{own}mlp", hidden, 4 * width, bias=True)
         line_end = weights.numbers(f"{own}image_newline", 4 * width)
         begin, end = (weights.numbers(f"{own}image_{which}", hidden)[None] for which in ("begin", "end"))
@@ -87,17 +74,14 @@ class HunyuanVl(QwenPatches):
         def rows(values: tuple[np.ndarray, tuple[int, int]], crew: Crew) -> np.ndarray:
             patches, (lines, columns) = values
             x = product(patches, embedding, crew)
-            x += within(table, np.stack(np.divmod(np.arange(lines * columns), columns), axis=1))
+            x += within(table, in_a_row(lines, columns))
             crew.work.total += len(blocks)
-            for block in blocks:
-                block.run(x, [(0, len(x))], crew)
-            squares = before(x).reshape(lines // side, side, columns // side, side, width).transpose(0, 2, 4, 1, 3)
-            made = two_layers(squares.reshape(len(x) // side**2, -1), first, second, curve, crew).reshape(lines // side, -1, 4 * width)
+            squares = before(through(blocks, x, crew)).reshape(lines // side, side, columns // side, side, width).transpose(0, 2, 4, 1, 3)
+            made = joining(squares.reshape(len(x) // side**2, -1), crew).reshape(lines // side, -1, 4 * width)
             ended = np.concatenate([made, np.broadcast_to(line_end, (len(made), 1, 4 * width))], axis=1)
             return after(np.concatenate([begin, product(ended.reshape(-1, 4 * width), project, crew), end]))
 
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> HunyuanVl:
-    return HunyuanVl(source, config)
+sight = HunyuanVl

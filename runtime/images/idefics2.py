@@ -4,22 +4,19 @@ what became of the patches of each, in some layers, and are what stands for it."
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
 from . import PLACE
-from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, sides
-from .tower_parts import CURVES, Crew, Curve, Matrix, Norm, attend, patches_of, product
+from .places import nearest, rounded_shares
+from .preprocessor import BILINEAR, HALF, resized, sides
+from .tower_layers import through
+from .tower_parts import CURVES, TOGETHER, Crew, Curve, Matrix, Norm, attend, patches_of, product
 from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import IDEFICS, TOGETHER, load_transformer
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
+from .vision_transformer import IDEFICS, load_transformer
 
 AROUND = "<fake_token_around_image>"
 PERCEIVER = {"hidden_act": "silu", "hidden_size": 4096, "rms_norm_eps": 1e-6, "resampler_n_latents": 64, "resampler_depth": 3,
@@ -70,17 +67,15 @@ class Asking:
 
 
 class Idefics2(TowerSight):
-    VISION = {"idefics2_vision": IDEFICS, "idefics2": IDEFICS}
+    KINDS = {"idefics2_vision": IDEFICS, "idefics2": IDEFICS}
     PROCESSORS = ("Idefics2ImageProcessor",)
+    LOOK = HALF, HALF, BILINEAR
     bordered = True
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
+    def settle(self, keys: Keys) -> None:
         size = sides(keys, "size", {"shortest_edge": 378, "longest_edge": 980})
         self.least, self.longest = size.get("shortest_edge", 0), size.get("longest_edge", 0)
-        if not self.patch <= self.least <= self.longest or not keys.flag("do_resize", True):
+        if not self.patch <= self.least <= self.longest:
             raise keys.fail("size", f"a shortest_edge of {self.patch} or more, and a longest_edge that is no less")
         self.splits = keys.flag("do_image_splitting", False)
         stated = {key: value for key, value in (self.outer.section("perceiver_config") or {}).items() if value is not None}
@@ -88,18 +83,9 @@ class Idefics2(TowerSight):
         self.count = self.perceiver.integer("resampler_n_latents", high=1 << 14)
         if self.around.integer("image_seq_len", self.count) != self.count:
             raise self.around.fail("image_seq_len", f"{self.count}, as config.json says")
-
-    @property
-    def part_patches(self) -> int:
-        return (self.longest // self.patch) ** 2
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.part_patches)
-
-    @property
-    def whole_patches(self) -> int:
-        return 5 * self.part_patches if self.splits else self.part_patches
+        self.part_patches = (self.longest // self.patch) ** 2
+        self.most_patches = max(TOGETHER, self.part_patches)
+        self.whole_patches = 5 * self.part_patches if self.splits else self.part_patches
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture, or a quarter of one, is given."""
@@ -129,18 +115,13 @@ class Idefics2(TowerSight):
     def load(self, weights: Weights) -> Rows:
         tower, side, hidden = load_transformer(weights, self, "vision_model.", finished=True), self.side // self.patch, \
             self.config.hidden_size
-        curves, text = {key: key for key in CURVES}, Keys(self.outer.section("text_config") or {}, "config.json: text_config")
+        text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
         spread = self.ffn(weights, "connector.modality_projection", (self.width, self.config.intermediate_size, hidden),
-                          text.choice("hidden_act", curves, "silu"))
+                          text.choice("hidden_act", CURVES, "silu"))
         layers, latents, last = self.resampler(weights)
 
         def placed(patches: np.ndarray, lines: int, columns: int) -> np.ndarray:
-            """At learned places, rounded as the model was trained: `i * (1 / n)` may be less than `i / n`."""
-            borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
-            down, across = (np.searchsorted(borders, np.minimum(
-                np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6)), side="right")
-                for count in (lines, columns))
-            return patches + tower.places[(down[:, None] * side + across).reshape(-1)]
+            return patches + tower.places[nearest(side, rounded_shares(lines), rounded_shares(columns))]
 
         def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
             crew.work.total += len(tower.blocks) * len(parts)
@@ -148,20 +129,18 @@ class Idefics2(TowerSight):
 
         def seen(part: np.ndarray, crew: Crew) -> np.ndarray:
             x = placed(product(patches_of(part, self.patch), tower.patches, crew), len(part) // self.patch, part.shape[1] // self.patch)
-            for block in tower.blocks:
-                block.run(x, [(0, len(x))], crew)
-            context, asking = spread(tower.after(x), crew), latents
+            context, asking = spread(tower.after(through(tower.blocks, x, crew)), crew), latents
             for layer in layers:
                 asking = layer(asking, context, crew)
             return last(asking)
 
         return rows
 
-    def ffn(self, weights: Weights, name: str, widths: tuple[int, int, int], curve: str) -> Ffn:
+    def ffn(self, weights: Weights, name: str, widths: tuple[int, int, int], curve: Curve) -> Ffn:
         """From one width by way of another to a third."""
         first, inner, out = widths
         return Ffn(*(weights.matrix(f"{name}.{each}_proj", inner, first, bias=False) for each in ("gate", "up")),
-                   weights.matrix(f"{name}.down_proj", out, inner, bias=False), CURVES[curve])
+                   weights.matrix(f"{name}.down_proj", out, inner, bias=False), curve)
 
     def resampler(self, weights: Weights) -> tuple[list[Asking], np.ndarray, Norm]:
         """Layers, the rows that ask, and a norm of what became of them."""
@@ -172,7 +151,7 @@ class Idefics2(TowerSight):
             raise keys.fail("num_key_value_heads", f"a number that divides {heads}")
         # where a config leaves out how wide it is, what its norms add is the text part's
         eps = keys.number("rms_norm_eps") if keys.integer("hidden_size", high=MOST_WIDTH) == hidden else self.config.norm_eps
-        curve = keys.choice("hidden_act", {key: key for key in CURVES}, "silu")
+        curve = keys.choice("hidden_act", CURVES, "silu")
 
         def layer(number: int) -> Asking:
             own = f"{name}layers.{number}."
@@ -188,5 +167,4 @@ class Idefics2(TowerSight):
                 weights.numbers(f"{name}latents", self.count, hidden), weights.rms_norm(f"{name}norm", hidden, eps))
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Idefics2:
-    return Idefics2(source, config)
+sight = Idefics2

@@ -4,54 +4,40 @@ them becomes one row), and words between say where a tile was."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
-from . import PLACE
-from .preprocessor import HALF, LANCZOS, Scale, filter_of, resized, sides
-from .tower_parts import Crew, product
+from ..config_reader import ConfigError, Keys
+from .places import nearest, rounded_shares
+from .preprocessor import HALF, LANCZOS, resized, sides, tiles_of
+from .tower_parts import TOGETHER, Crew, joined, product
 from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import IDEFICS, TOGETHER, layer_count, load_transformer
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
+from .vision_transformer import IDEFICS, layer_count, load_transformer
 
 MOST_SIDE = 4096  # of a picture that is cut into tiles
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
 class Idefics3(TowerSight):
-    VISION = {"idefics3_vision": IDEFICS, "idefics3": IDEFICS, "smolvlm_vision": IDEFICS, "smolvlm": IDEFICS}
+    KINDS = {"idefics3_vision": IDEFICS, "idefics3": IDEFICS, "smolvlm_vision": IDEFICS, "smolvlm": IDEFICS}
     PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
+    LOOK = HALF, HALF, LANCZOS
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, LANCZOS)
+    def settle(self, keys: Keys) -> None:
         self.splits = keys.flag("do_image_splitting", True)
         self.tile = sides(keys, "max_image_size", {"longest_edge": 364}).get("longest_edge", 0)
         size = sides(keys, "size", {"longest_edge": 4 * 364})
         self.longest = size.get("longest_edge", 0)
-        if not self.longest or not keys.flag("do_resize", True):
+        if not self.longest:
             raise keys.fail("size", "a longest_edge")
         if not self.patch <= self.tile <= MOST_SIDE:
             raise keys.fail("max_image_size", f"a longest_edge from {self.patch} to {MOST_SIDE}")
-        self._known: dict[tuple[int, int], tuple[int, ...]] = {}
         self.joined = self.outer.integer("scale_factor", 2, high=16)
         if (self.tile // self.patch) % self.joined:
             raise ConfigError(f"config.json: {self.tile // self.patch} patches in a row are not a multiple of scale_factor {self.joined}")
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, (self.tile // self.patch) ** 2)
-
-    @property
-    def whole_patches(self) -> int:
-        return (math.ceil(self.longest / self.tile) ** 2 + 1) * (self.tile // self.patch) ** 2
+        self.most_patches = max(TOGETHER, (self.tile // self.patch) ** 2)
+        self.whole_patches = (math.ceil(self.longest / self.tile) ** 2 + 1) * (self.tile // self.patch) ** 2
 
     def sized(self, height: int, width: int) -> list[tuple[int, int]]:
         """The sizes that a picture is given, one after the other; the last is one of whole tiles."""
@@ -81,41 +67,24 @@ class Idefics3(TowerSight):
         rows, columns = (side // self.tile for side in self.sized(height, width)[-1])
         return (rows, columns) if rows * columns > 1 else (0, 0)
 
-    def _tokens(self, rows: int, columns: int) -> tuple[int, ...]:
-        image = self.placeholder
-        tile = image * ((self.tile // self.patch // self.joined) ** 2)
-        text = "".join("".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n"
-                       for row in range(rows))
-        text += ("\n" if rows else "") + AROUND + WHOLE + tile + AROUND
-        number = self.word(image)
-        return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
-
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        grid = self.grid(height, width)
-        if grid not in self._known:
-            self._known[grid] = self._tokens(*grid)
-        return self._known[grid]
+        (rows, columns), tile = self.grid(height, width), self.placeholder * (self.tile // self.patch // self.joined) ** 2
+        text = lines_of(tile, rows, columns) + ("\n" if rows else "") + AROUND + WHOLE + tile + AROUND
+        return self.spelled(text, self.placeholder)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
-        rows, columns = self.grid(*picture.shape[:2])
+        tiled, side = any(self.grid(*picture.shape[:2])), self.tile
         for height, width in self.sized(*picture.shape[:2]):
             picture = resized(picture, height, width, self.resample)
-        side = self.tile
-        tiles = [picture[row * side : (row + 1) * side, column * side : (column + 1) * side]
-                 for row in range(rows) for column in range(columns)]
-        return [self.scale(each) for each in [*tiles, resized(picture, side, side, self.resample) if tiles else picture]]
+        parts = [*tiles_of(picture, side, side), resized(picture, side, side, self.resample)] if tiled else [picture]
+        return [self.scale(each) for each in parts]
 
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_model.", finished=True)
         together, hidden = self.width * self.joined**2, self.config.hidden_size
         project = weights.matrix("connector.modality_projection.proj", hidden, together, bias=False)
         own, made = self.tile // self.patch, self.side // self.patch
-        # Where in the table of places each row of patches lies: a tile need not have as many as the tower was made for. Rounded as the
-        # model was trained: some places are met by two rows, since i * (1 / n) may be less than i / n.
-        borders = (1 / made + np.arange(made - 1) * (1 / made)).astype(np.float32)
-        shares = np.arange(own, dtype=np.float32) * (np.float32(1) / np.float32(own))
-        at = np.searchsorted(borders, np.minimum(shares, np.float32(1 - 1e-6)), side="right")
-        places = (at[:, None] * made + at).reshape(-1)
+        places = nearest(made, *[rounded_shares(own)] * 2)  # a tile need not have as many patches as the tower was made for
         last = layer_count(self)
 
         def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
@@ -125,17 +94,13 @@ class Idefics3(TowerSight):
         return rows
 
 
-def joined(x: np.ndarray, factor: int) -> np.ndarray:
-    """Squares of patches put side by side: [tiles, n, D] -> [tiles, n / factor², D * factor²]."""
-    tiles, count, width = x.shape
-    side = math.isqrt(count)
-    cut = x.reshape(tiles, side // factor, factor, side // factor, factor, width)
-    return np.ascontiguousarray(cut.transpose(0, 1, 3, 2, 4, 5)).reshape(tiles, count // factor**2, width * factor**2)
+def lines_of(tile: str, rows: int, columns: int) -> str:
+    """Tiles behind words that tell where each was."""
+    return "".join("".join(f"{AROUND}<row_{row + 1}_col_{column + 1}>{tile}" for column in range(columns)) + "\n" for row in range(rows))
 
 
 def _even(side: int) -> int:
     return side + side % 2
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Idefics3:
-    return Idefics3(source, config)
+sight = Idefics3

@@ -3,22 +3,16 @@ row. Its tower scales what each half of a layer adds."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .idefics3 import joined
-from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, square
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, two_layers
+from .preprocessor import resized, tiles_of
+from .tower_layers import Shape, Stored, apart, load_blocks
+from .tower_parts import CURVES, TOGETHER, Crew, joined, product, silu
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER, VisionTransformer, layer_count, wanted_layers
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
+from .vision_transformer import VisionTransformer, drops_first, layer_count, wanted_layers
 
 BEGIN, IMAGE, END = "<img>", "<IMG_CONTEXT>", "</img>"
 HEAD_EPS, PROJECTOR_EPS = 1e-6, 1e-5
@@ -31,29 +25,22 @@ class FittedTiles(TowerSight):
 
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
     SIDE, MOST, LONGEST = 384, 12, 256  # of preprocessors that do not say: a tile's side, and how many there are; how many are in a row
+    CROPS: bool | None = None  # whether there are tiles where nothing is said; None of those whose folders do not say it
     joined: int
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
-        if not keys.flag("do_resize", True) or square(keys, "size", {"height": self.SIDE, "width": self.SIDE}) != (self.side, self.side):
-            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
+    def settle(self, keys: Keys) -> None:
+        self.demand_side(keys, self.SIDE)
         self.least, self.most = keys.integer("min_patches", 1, high=256), keys.integer("max_patches", self.MOST, high=256)
+        if self.CROPS is not None and not keys.flag("crop_to_patches", self.CROPS):
+            self.most = 1
         self.across = self.side // self.patch
+        self.most_patches = max(TOGETHER, self.across**2)
+        self.whole_patches = (self.most + 1) * self.across**2
 
     def demand_squares(self) -> None:
         """Raises ConfigError where patches do not become whole rows."""
         if self.joined < 1 or self.across % self.joined:
             raise ConfigError(f"config.json: {self.across} patches in a row are not a multiple of {self.joined}, which become one")
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.across**2)
-
-    @property
-    def whole_patches(self) -> int:
-        return (self.most + 1) * self.across**2
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: of the shapes with as many as are allowed the one nearest to the picture's, of shapes alike the one
@@ -67,12 +54,30 @@ class FittedTiles(TowerSight):
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         rows, columns = self.grid(*picture.shape[:2])
         side = self.side
-        whole = resized(picture, rows * side, columns * side, self.resample)
-        tiles = [whole[row * side : (row + 1) * side, column * side : (column + 1) * side]
-                 for row in range(rows) for column in range(columns)]
+        tiles = tiles_of(resized(picture, rows * side, columns * side, self.resample), side, side)
         if len(tiles) > 1:
             tiles.append(resized(picture, side, side, self.resample))
         return [self.scale(each) for each in tiles]
+
+
+class GatedTiles(FittedTiles):
+    """Cohere's: of squares of patches, side by side, an FFN with a gate makes rows."""
+
+    INNER = 0  # what the FFN has between where nothing is said; 0 for the text part's width
+
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
+        self.joined = self.outer.integer("downsample_factor", 2, high=16)
+        self.demand_squares()
+
+    def gated(self, weights: Weights, together: int) -> Rows:
+        """From so many numbers of a square."""
+        hidden, inner = self.config.hidden_size, self.outer.integer("alignment_intermediate_size", self.INNER or self.config.hidden_size)
+        if inner % 2:
+            raise self.outer.fail("alignment_intermediate_size", "an even number")
+        beside, gate = weights.matrix("multi_modal_projector.linear_1", inner, together, bias=True).parts(2)
+        down = weights.matrix("multi_modal_projector.linear_2", hidden, inner // 2, bias=True)
+        return lambda x, crew: product(product(x, beside, crew) * silu(product(x, gate, crew)), down, crew)
 
 
 def fitted(height: int, width: int, side: int, counts: tuple[int, int], longest: int) -> tuple[int, int]:
@@ -93,16 +98,21 @@ def fitted(height: int, width: int, side: int, counts: tuple[int, int], longest:
 
 
 class InternVl(FittedTiles):
-    VISION = {"internvl_vision": USUAL}
+    """`NAMES`: of the tower, its patches, places and first row, its layers and their scales; `PROJECTOR`: of its norm and its matrices."""
+
+    KINDS = {"internvl_vision": USUAL}
+    NAMES = ("vision_tower.", "embeddings.patch_embeddings.projection", "embeddings.position_embeddings", "embeddings.cls_token",
+             "encoder.layer.", "lambda_")
+    LAYER = Stored(("layernorm_before", "layernorm_after"), apart("attention.{}_proj"), "attention.projection_layer",
+                   ("mlp.fc1", "mlp.fc2"))
+    PROJECTOR = ("multi_modal_projector.layer_norm", "multi_modal_projector.", ("linear_1", "linear_2"))
     placeholder = IMAGE
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
         self.demand_squares()
-        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
-                                             "default") == "default"
-        if not self.drops_first:
+        if not drops_first(self, "default"):
             raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
         self.wanted = wanted_layers(self, -1)
 
@@ -112,55 +122,35 @@ class InternVl(FittedTiles):
         return (self.word(BEGIN), *(PLACE,) * (tiles * (self.across // self.joined) ** 2), self.word(END))
 
     def load(self, weights: Weights) -> Rows:
-        tower = self.tower_of(weights)
-        together = self.width * len(self.wanted) * self.joined**2
-        norm, first, second = self.projector_of(weights, together)
-        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+        tower, together, hidden = self.tower_of(weights), self.width * len(self.wanted) * self.joined**2, self.config.hidden_size
+        normed, name, parts = self.PROJECTOR
+        norm, curve = weights.layer_norm(normed, together, PROJECTOR_EPS), self.outer.choice("projector_hidden_act", CURVES, "gelu")
+        project = weights.two_layers(name, (together, hidden, hidden), curve, parts=parts)
 
         def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
             x = joined(tower.layers(tiles, self.wanted, crew)[:, 1:], self.joined)
-            return two_layers(norm(x.reshape(-1, together)), first, second, curve, crew)
+            return project(norm(x.reshape(-1, together)), crew)
 
         return rows
 
-    def projector_of(self, weights: Weights, together: int) -> tuple[Norm, Matrix, Matrix]:
-        """Of what so many numbers of a square become."""
-        hidden, own = self.config.hidden_size, "multi_modal_projector."
-        return (weights.layer_norm(f"{own}layer_norm", together, PROJECTOR_EPS), weights.matrix(f"{own}linear_1", hidden, together),
-                weights.matrix(f"{own}linear_2", hidden, hidden))
-
     def tower_of(self, weights: Weights) -> VisionTransformer:
-        keys, width, patch = self.vision, self.width, self.patch
-        inner, eps, name = keys.integer("intermediate_size"), keys.number("layer_norm_eps"), "vision_tower."
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
-        centered = keys.choice("norm_type", {"layer_norm": "layer_norm", "rms_norm": "rms_norm"}, "layer_norm") == "layer_norm"
+        keys, width, (name, patches, places, first, layers, scale) = self.said, self.width, self.NAMES
+        inner, eps, count = keys.integer("intermediate_size"), keys.number("layer_norm_eps"), layer_count(self)
+        curve = keys.choice("hidden_act", CURVES, "gelu")
+        centered = keys.choice("norm_type", {"layer_norm": True, "rms_norm": False}, "layer_norm")
         head_norms = keys.flag("use_qk_norm", False)
-        count = layer_count(self)
 
-        def norm(own: str) -> Norm:
-            return weights.layer_norm(own, width, eps) if centered else weights.rms_norm(own, width, eps)
+        def more(own: str) -> dict[str, object]:
+            return {"scales": tuple(weights.numbers(f"{own}{scale}{which}", width) for which in (1, 2)), "head_norms": tuple(
+                weights.rms_norm(f"{own}attention.{which}_norm", width, HEAD_EPS) for which in "qk") if head_norms else None}
 
-        def block(number: int) -> Block:
-            own = f"{name}encoder.layer.{number}."
-            return Block(
-                (norm(f"{own}layernorm_before"), norm(f"{own}layernorm_after")),
-                *(weights.matrix(f"{own}attention.{which}_proj", width, width) for which in "qkv"),
-                weights.matrix(f"{own}attention.projection_layer", width, width),
-                weights.matrix(f"{own}mlp.fc1", inner, width), weights.matrix(f"{own}mlp.fc2", width, inner), curve, self.heads,
-                scales=(weights.numbers(f"{own}lambda_1", width), weights.numbers(f"{own}lambda_2", width)),
-                head_norms=tuple(weights.rms_norm(f"{own}attention.{which}_norm", width, HEAD_EPS) for which in "qk")
-                if head_norms else None)
-
-        finished = not keys.flag("use_mean_pooling", True) and count in self.wanted
-        positions = self.across**2 + 1
-        places = weights.numbers(f"{name}embeddings.position_embeddings", 1, positions, width)[0] \
-            if keys.flag("use_absolute_position_embeddings", True) else np.zeros((positions, width), np.float32)
+        finished, positions = not keys.flag("use_mean_pooling", True) and count in self.wanted, self.across**2 + 1
         return VisionTransformer(
-            patches=weights.matrix(f"{name}embeddings.patch_embeddings.projection", width, 3 * patch * patch), places=places,
-            first=weights.numbers(f"{name}embeddings.cls_token", 1, 1, width)[0, 0], before=None,
-            blocks=[block(number) for number in range(count)],
-            after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=patch)
+            patches=weights.matrix(name + patches, width, 3 * self.patch**2), places=weights.numbers(name + places, 1, positions, width)[0]
+            if keys.flag("use_absolute_position_embeddings", True) else np.zeros((positions, width), np.float32),
+            first=weights.numbers(name + first, 1, 1, width)[0, 0], before=None,
+            blocks=load_blocks(weights, name + layers, count, self.LAYER, Shape(width, inner, self.heads, curve, eps, centered), more=more),
+            after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=self.patch)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> InternVl:
-    return InternVl(source, config)
+sight = InternVl

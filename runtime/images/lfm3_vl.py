@@ -5,22 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError
-from . import PLACE
 from .qwen_patches import QwenPatches
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, product, silu, two_layers
+from .tower_parts import Block, Crew, Matrix, Norm, product, silu
 from .tower_sight import Rows
 from .tower_weights import Weights
 from .vision_transformer import layer_count
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 USUAL = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
          "patch_size": 16, "conv_kernel_size": 3, "norm_eps": 1e-5}
@@ -69,39 +62,26 @@ class ConvLayer:
 
 
 class Lfm3Vl(QwenPatches):
-    VISION = {"lfm3_vl_vision": USUAL}
-
-    @cached_property
-    def heads(self) -> int:
-        heads = self.vision.integer("num_attention_heads", high=1024)
-        groups = self.vision.integer("num_key_value_heads", high=1024)
-        if self.width % (4 * heads) or heads % groups:
-            raise self.vision.fail("num_attention_heads", f"a part of {self.width} in which rows and columns have a place")
-        return heads
-
-    def rope_grid(self, height: int, width: int) -> None:
-        """Positions of its text go on as the tokens do."""
-
-    def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        rows, columns = self.grid(height, width)
-        return (PLACE,) * (rows * columns // self.joined**2)
+    KINDS = {"lfm3_vl_vision": USUAL}
+    HEADS, BY_PLACE = "num_attention_heads", False
 
     def kinds(self) -> Sequence[str]:
         count = layer_count(self)
         usual = tuple(CONV if number < 2 or number % 2 else ATTENTION for number in range(count))
-        kinds = self.vision.words("layer_types", count) or usual
+        kinds = self.said.words("layer_types", count) or usual
         if not set(kinds) <= {CONV, ATTENTION}:
             raise ConfigError(f"config.json: vision_config: layer_types holds others than {CONV} and {ATTENTION}")
         return kinds
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, name = self.vision, self.width, self.config.hidden_size, "vision_tower."
+        keys, width, name = self.said, self.width, "vision_tower."
         inner, eps, together = keys.integer("intermediate_size"), keys.number("norm_eps"), width * self.joined**2
         side = keys.integer("conv_kernel_size", high=31)
         if side % 2 == 0:
             raise keys.fail("conv_kernel_size", "an odd number")
-        theta = (keys.section("rope_parameters") or {}).get("rope_theta", THETA)
         groups, depth = keys.integer("num_key_value_heads", high=1024), width // self.heads
+        if self.heads % groups:
+            raise keys.fail("num_key_value_heads", f"a part of {self.heads} heads")
         patches = next((each for each in PATCHES if weights.has(name + each)), PATCHES[0])
         stored = weights.numbers(name + patches, width, 3 * self.frames * self.patch**2)
         embedding = Matrix(self.once(stored), None)
@@ -127,23 +107,20 @@ class Lfm3Vl(QwenPatches):
         entry, norm = weights.rms_norm(f"{name}embedding_norm", width, eps), weights.layer_norm("multi_modal_projector.layer_norm", width,
                                                                                                PROJECTOR_EPS)
         between, biased = self.outer.integer("projector_hidden_size", 4096), self.outer.flag("projector_bias", True)
-        first = weights.matrix("multi_modal_projector.linear_1", between, together, bias=biased)
-        second = weights.matrix("multi_modal_projector.linear_2", hidden, between, bias=biased)
-        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
+        project = self.to_text(weights, together, between, biased)
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
-            x, rope = entry(product(patches, embedding, crew)), self.rope(places, theta)
+            x, rope = entry(product(patches, embedding, crew)), self.rope(places, self.theta(THETA))
             crew.work.total += len(layers)
             for each in layers:
                 if isinstance(each, ConvLayer):
                     each.run(x, places, crew)
                 else:
                     each.run(x, [(0, len(x))], crew, rope)
-            return two_layers(norm(x).reshape(-1, together), first, second, curve, crew)
+            return project(norm(x).reshape(-1, together), crew)
 
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Lfm3Vl:
-    return Lfm3Vl(source, config)
+sight = Lfm3Vl

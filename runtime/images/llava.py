@@ -10,11 +10,10 @@ from ... import UsageError
 from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .pixtral import Pixtral
-from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, HALF, Scale, cropped, filter_of, resized, shorter_to, sides, square, squared
-from .tower_parts import CURVES, Crew, two_layers
+from .preprocessor import HALF, Scale, cropped, resized, shorter_to, sides, square, squared
 from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import CLIP, SIGLIP, load_transformer, wanted_layers
+from .vision_transformer import CLIP, SIGLIP, drops_first, load_transformer, wanted_layers
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -29,16 +28,14 @@ class OfOneSize(TowerSight):
     PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
     CROPS = True  # cuts the middle out where its preprocessor does not say; SigLIP's do not
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
+    def settle(self, keys: Keys) -> None:
         siglip = keys.text("image_processor_type", "").startswith("Siglip")
         crops = self.CROPS and not siglip
-        self.scale = Scale(keys, HALF if siglip else CLIP_MEAN, HALF if siglip else CLIP_STD)
-        self.resample = filter_of(keys, BICUBIC)
+        if siglip:
+            self.scale = Scale(keys, HALF, HALF)
         self.crop = keys.flag("do_center_crop", crops)
         size = sides(keys, "size", {"shortest_edge": 224} if crops else {"height": 224, "width": 224})
-        if not keys.flag("do_resize", True) or not ({"height", "width"} <= size.keys() or "shortest_edge" in size and self.crop):
+        if not ({"height", "width"} <= size.keys() or "shortest_edge" in size and self.crop):
             raise keys.fail("size", "a size that all pictures have then")
         self.size = size
         self.final = square(keys, "crop_size", 224) if self.crop else square(keys, "size", size)
@@ -64,55 +61,39 @@ class OfOneSize(TowerSight):
 
 
 class Llava(OfOneSize):
-    VISION = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
+    KINDS = {"clip_vision_model": CLIP, "siglip_vision_model": SIGLIP}
     LAYER, STRATEGY = -2, "default"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         if self.final != (self.side, self.side):
             raise ConfigError(f"{self.processor.where}: pictures become {self.final[0]} × {self.final[1]}, but the tower takes "
                               f"{self.side} × {self.side}")
         if self.side % self.patch and self.side < self.patch:
             raise ConfigError(f"config.json: vision_config: patch_size {self.patch} is more than image_size {self.side}")
-        self.drops_first = self.outer.choice("vision_feature_select_strategy", {"default": "default", "full": "full"},
-                                             self.STRATEGY) == "default"
+        self.drops_first = drops_first(self, self.STRATEGY)
         self.wanted = wanted_layers(self, self.LAYER)
+        self.most_patches = self.patches
 
     @property
     def patches(self) -> int:
         """Rows of one tile, with the first that CLIP has before its patches."""
         return (self.side // self.patch) ** 2 + self.tower.startswith("clip")
 
-    @property
-    def most_patches(self) -> int:
-        return self.patches
-
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return (PLACE,) * (self.patches - self.drops_first)
 
     def load(self, weights: Weights) -> Rows:
         project = self.projector(weights)
-
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            return project(tiles, crew)[0]
-
-        return rows
+        return lambda tiles, crew: project(tiles, crew)[0]
 
     def projector(self, weights: Weights) -> Rows:
         """Tiles -> float32 [tiles, rows, hidden]."""
         tower = load_transformer(weights, self, "vision_tower.", finished=False)
-        inside, width = self.width * len(self.wanted), self.config.hidden_size
-        first = weights.matrix("multi_modal_projector.linear_1", width, inside)
-        second = weights.matrix("multi_modal_projector.linear_2", width, width)
-        curve = CURVES[self.outer.choice("projector_hidden_act", {key: key for key in CURVES}, "gelu")]
-
-        def project(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            made = tower.layers(tiles, self.wanted, crew)[:, int(self.drops_first) :]
-            return two_layers(made, first, second, curve, crew)
-
-        return project
+        project = self.to_text(weights, self.width * len(self.wanted))
+        return lambda tiles, crew: project(tower.layers(tiles, self.wanted, crew)[:, int(self.drops_first) :], crew)
 
 
 def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
     vision = Keys(source.config).section("vision_config") or {}
-    return Pixtral(source, config, merges=False) if vision.get("model_type") in Pixtral.VISION else Llava(source, config)
+    return (Pixtral if vision.get("model_type") in Pixtral.KINDS else Llava)(source, config)

@@ -4,22 +4,16 @@ are left out, and a learned row ends every line."""
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .llava import Llava
-from .preprocessor import resized
-from .tower_parts import Crew
+from .preprocessor import resized, tiles_of
+from .tower_parts import TOGETHER, Crew
 from .tower_sight import Rows
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 MOST_TILES = 256
 
@@ -28,8 +22,8 @@ class LlavaNext(Llava):
     PROCESSORS = ("LlavaNextImageProcessor",)
     PINPOINTS = [[336, 672], [672, 336], [672, 672], [1008, 336], [336, 1008]]
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         stated = self.processor.raw.get("image_grid_pinpoints") or self.outer.raw.get("image_grid_pinpoints") or self.PINPOINTS
         side = self.side
         good = isinstance(stated, list) and all(
@@ -40,14 +34,8 @@ class LlavaNext(Llava):
         self.pinpoints = [tuple(each) for each in stated]
         if self.tower.startswith("clip") and not self.drops_first:
             raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.patches)
-
-    @property
-    def whole_patches(self) -> int:
-        return (max(high * wide for high, wide in self.pinpoints) // self.side**2 + 1) * self.patches
+        self.most_patches = max(TOGETHER, self.patches)
+        self.whole_patches = (max(high * wide for high, wide in self.pinpoints) // self.side**2 + 1) * self.patches
 
     @property
     def across(self) -> int:
@@ -89,9 +77,7 @@ class LlavaNext(Llava):
         canvas = np.zeros((high, wide, 3), np.uint8)
         top, left = (high - fitted[0]) // 2, (wide - fitted[1]) // 2
         canvas[top : top + fitted[0], left : left + fitted[1]] = resized(picture, *fitted, self.resample)
-        side = self.side
-        tiles = [resized(picture, side, side, self.resample)]
-        tiles += [canvas[row : row + side, column : column + side] for row in range(0, high, side) for column in range(0, wide, side)]
+        tiles = [resized(picture, self.side, self.side, self.resample), *tiles_of(canvas, self.side, self.side)]
         return [self.made_ready(each) for each in tiles], (height, width)
 
     def load(self, weights: Weights) -> Rows:
@@ -118,5 +104,4 @@ class LlavaNext(Llava):
         return grid
 
 
-def sight(source: TowerSource, config: ModelConfig) -> LlavaNext:
-    return LlavaNext(source, config)
+sight = LlavaNext

@@ -4,29 +4,25 @@ from __future__ import annotations
 
 import math
 import re
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from .llava_next import LlavaNext
+from .places import taps
 from .vision_transformer import CLIP, SIGLIP
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 SLACK = 1.1  # times as many patches in a row as are allowed are left
 
 
 class LlavaOnevision(LlavaNext):
-    VISION = {"siglip_vision_model": SIGLIP, "clip_vision_model": CLIP}
+    KINDS = {"siglip_vision_model": SIGLIP, "clip_vision_model": CLIP}
     PROCESSORS = ("LlavaOnevisionImageProcessor",)
     PINPOINTS = [[384 * high, 384 * wide] for high in range(1, 7) for wide in range(1, 7)]
     LAYER, STRATEGY, CROPS = -1, "full", False
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         stated = self.outer.text("vision_aspect_ratio", "anyres_max_9")
         found = re.fullmatch(r"anyres_max_([1-9][0-9]{0,3})", stated)
         if found is None:
@@ -42,19 +38,10 @@ class LlavaOnevision(LlavaNext):
         """Read between the rows that there are."""
         if grid.shape[:2] == (lines, columns):
             return grid
-        low, high, share = _taps(grid.shape[0], lines)
-        grid = grid[low] * (1 - share)[:, None, None] + grid[high] * share[:, None, None]
-        low, high, share = _taps(grid.shape[1], columns)
-        return grid[:, low] * (1 - share)[None, :, None] + grid[:, high] * share[None, :, None]
+        low, high, share = taps(grid.shape[0], lines)
+        grid = grid[low] * (1 - share)[:, None] + grid[high] * share[:, None]
+        low, high, share = taps(grid.shape[1], columns)
+        return grid[:, low] * (1 - share) + grid[:, high] * share
 
 
-def _taps(count: int, wanted: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Of `count` points in a row those on both sides of each of `wanted`, and how much the second counts; middles of first and last keep
-    their distance from the borders."""
-    at = np.maximum((np.arange(wanted, dtype=np.float32) + np.float32(0.5)) * np.float32(count / wanted) - np.float32(0.5), 0)
-    low = at.astype(np.int64)
-    return low, np.minimum(low + 1, count - 1), at - low.astype(np.float32)
-
-
-def sight(source: TowerSource, config: ModelConfig) -> LlavaOnevision:
-    return LlavaOnevision(source, config)
+sight = LlavaOnevision

@@ -6,21 +6,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
-from . import PLACE, Seen, Work
+from ..config_reader import ConfigError, Keys
+from . import Seen, Work
 from .canvas import stated
-from .lfm2_vl import squares
-from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized
-from .tower_parts import Crew, Matrix, Norm, gelu, gelu_tanh, patches_of, product, two_layers
+from .places import nearest
+from .preprocessor import BICUBIC, HALF, resized, tiles_of
+from .tower_parts import TOGETHER, Crew, Matrix, Norm, gelu, gelu_tanh, patches_of, product, squares
 from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import SIGLIP, TOGETHER, VisionTransformer, load_transformer
+from .vision_transformer import SIGLIP, VisionTransformer, load_transformer
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -33,51 +33,36 @@ Grid = tuple[int, int]
 
 
 class MiniCpmV(TowerSight):
-    VISION = {"minicpmv4_6_vision": USUAL}
+    KINDS = {"minicpmv4_6_vision": USUAL}
     PROCESSORS = ("MiniCPMV4_6ImageProcessor",)
+    LOOK = HALF, HALF, BICUBIC
     MODE = "16x"  # where nothing is said
     grows = True  # a picture that is small for a slice
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BICUBIC)
+    def settle(self, keys: Keys) -> None:
         self.most, self.resolution = keys.integer("max_slice_nums", 9, high=256), keys.integer("scale_resolution", 448, high=4096)
         self.slices, self.with_numbers = keys.flag("slice_mode", True), keys.flag("use_image_id", True)
         modes = {"16x": "16x", "4x": "4x"}
         mode = self.outer.choice("downsample_mode", modes, self.MODE)
         if keys.choice("downsample_mode", modes, mode) != mode or keys.integer("patch_size", self.patch) != self.patch:
             raise keys.fail("downsample_mode and patch_size", f"{mode!r} and {self.patch}, as config.json says")
-        if not keys.flag("do_resize", True):
-            raise keys.fail("do_resize", "true, as the tower takes whole squares of patches")
         for name, value in (("merge_kernel_size", [PAIR, PAIR]), ("merger_times", 1), ("drop_vision_last_layer", False)):
             if self.outer.raw.get(name, value) != value:
                 raise ConfigError(f"config.json: {name} is {self.outer.raw[name]!r:.60}, and only {value} is known")
-        if self.vision.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
-            raise self.vision.fail("window_kernel_size", f"{[PAIR, PAIR]}")
+        if self.said.raw.get("window_kernel_size", [PAIR, PAIR]) != [PAIR, PAIR]:
+            raise self.said.fail("window_kernel_size", f"{[PAIR, PAIR]}")
         self.merges = mode == "16x"
         self.insert = self.outer.integer("insert_layer_id", 6, low=0)
         self.unit = self.patch * PAIR * (PAIR if self.merges else 1)
-        self._known: dict[tuple[Grid, ...], tuple[int, ...]] = {}
+        self.part_patches = ((self.resolution + self.unit) // self.patch) ** 2
+        self.most_patches = max(TOGETHER, self.part_patches)
+        self.whole_patches = (self.most + 1) * self.part_patches
 
     @cached_property
     def placeholder(self) -> str:
         """The word that config.json names by its number."""
         number = self.outer.raw.get("image_token_id")
         return next((word for word, own in self.words.added.items() if own == number), "<|image_pad|>")
-
-    @property
-    def part_patches(self) -> int:
-        """Of the picture made small, and of each of its slices, at most."""
-        return ((self.resolution + self.unit) // self.patch) ** 2
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.part_patches)
-
-    @property
-    def whole_patches(self) -> int:
-        return (self.most + 1) * self.part_patches
 
     def fitted(self, height: float, width: float, grows: bool) -> Grid:
         """The (height, width) in whole squares of a picture, which becomes of so many points if it has more, or `grows`."""
@@ -113,19 +98,12 @@ class MiniCpmV(TowerSight):
         return [small, *[slice_] * (rows * columns)]
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        shape = (self.grid(height, width) or (0, 0), *self.sizes(height, width)[:2])
-        if shape not in self._known:
-            self._known[shape] = self._tokens(*shape)
-        return self._known[shape]
-
-    def _tokens(self, grid: Grid, small: Grid, slice_: Grid = (0, 0)) -> tuple[int, ...]:
-        image, (rows, columns) = self.placeholder, grid
-        whole, part = (image * (high * wide // self.unit**2) for high, wide in (small, slice_))
+        image, (rows, columns) = self.placeholder, self.grid(height, width) or (0, 0)
+        whole, part = (image * (high * wide // self.unit**2) for high, wide in [*self.sizes(height, width)[:2], (0, 0)][:2])
         text = f"<image>{whole}</image>" + "\n".join([f"<slice>{part}</slice>" * columns] * rows)
         for word in ("<image>", "</image>", *(("<slice>", "</slice>") if rows else ())):
             self.word(word)
-        number = self.word(image)
-        return tuple(PLACE if token == number else token for token in self.words.encode(text, add_special_tokens=False))
+        return self.spelled(text, image)
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         return replace(super().see(picture, work), numbered=self.numbered if self.with_numbers else None)
@@ -144,9 +122,7 @@ class MiniCpmV(TowerSight):
         parts = [resized(picture, *small, self.resample)]
         if grid is not None:
             (rows, columns), (high, wide) = grid, slices[0]
-            whole = resized(picture, rows * high, columns * wide, self.resample)
-            parts += [whole[row * high : (row + 1) * high, column * wide : (column + 1) * wide]
-                      for row in range(rows) for column in range(columns)]
+            parts += tiles_of(resized(picture, rows * high, columns * wide, self.resample), high, wide)
         return [self.scale(each) for each in parts]
 
     def load(self, weights: Weights) -> Rows:
@@ -157,8 +133,7 @@ class MiniCpmV(TowerSight):
             raise ConfigError(f"config.json: insert_layer_id is {self.insert}, of a tower with {count} layers")
         together, own = width * PAIR**2, "merger.mlp.0."
         norm = weights.layer_norm(f"{own}pre_norm", together, PROJECTOR_EPS)
-        first, second = weights.matrix(f"{own}linear_1", together, together), weights.matrix(f"{own}linear_2", self.config.hidden_size,
-                                                                                             together)
+        project = weights.two_layers(own, (together, together, self.config.hidden_size), gelu)
 
         def seen(parts: list[np.ndarray], crew: Crew) -> list[np.ndarray]:
             grids = [(part.shape[0] // self.patch, part.shape[1] // self.patch) for part in parts]
@@ -171,11 +146,9 @@ class MiniCpmV(TowerSight):
             return [squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]
 
         def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
-            few = max(1, TOGETHER // self.part_patches)
-            groups = [parts[at : at + few] for at in range(0, len(parts), few)]
-            crew.work.total += len(groups) * count
+            groups = crew.groups(parts, TOGETHER // self.part_patches, count)
             x = np.concatenate([each for group in groups for each in seen(group, crew)])
-            return two_layers(norm(x), first, second, gelu, crew)
+            return project(norm(x), crew)
 
         return rows
 
@@ -183,7 +156,7 @@ class MiniCpmV(TowerSight):
 class OnCanvas(MiniCpmV):
     """MiniCPM-V 4.7, whose rows have places on a canvas."""
 
-    VISION = {"minicpmv4_7_vision": USUAL}
+    KINDS = {"minicpmv4_7_vision": USUAL}
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         return replace(super().see(picture, work), stated=self.stated(*picture.shape[:2]))
@@ -199,32 +172,36 @@ class OnCanvas(MiniCpmV):
 
 
 class MiniCpmOcr(MiniCpmV):
-    VISION = {"minicpm_ocr_vision": USUAL}
+    KINDS = {"minicpm_ocr_vision": USUAL}
     PROCESSORS = ("MiniCPMOcrImageProcessor",)
     MODE = "4x"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         upsize = self.processor.text("small_image_upsize", "always")
         if upsize not in ("always", "never"):  # the other way measures letters
             raise self.processor.fail("small_image_upsize", '"always" or "never"')
         self.grows = upsize == "always"
 
 
+@dataclass(frozen=True)
 class Merger:
     """Windows of patches see each other, and become one row: [n, D] -> [n / 4, D]."""
 
-    def __init__(self, norm: Norm, parts: Sequence[Matrix], before: Norm, first: Matrix, second: Matrix, heads: int) -> None:
-        self.norm, self.parts, self.before, self.first, self.second, self.heads = norm, parts, before, first, second, heads
+    norm: Norm
+    parts: Sequence[Matrix]  # queries, keys, values, and what follows
+    before: Norm
+    layers: Rows
+    heads: int
 
     @classmethod
     def of(cls, weights: Weights, sight: MiniCpmV) -> Merger:
-        own, width, eps = "vision_tower.vit_merger.", sight.width, sight.vision.number("layer_norm_eps")
-        together, inner = width * PAIR**2, sight.vision.integer("intermediate_size") * PAIR**2
+        own, width, eps = "vision_tower.vit_merger.", sight.width, sight.said.number("layer_norm_eps")
+        together, inner = width * PAIR**2, sight.said.integer("intermediate_size") * PAIR**2
         return cls(weights.layer_norm(f"{own}layer_norm1", width, eps),
                    [weights.matrix(f"{own}self_attn.{name}_proj", width, width) for name in ("q", "k", "v", "out")],
-                   weights.layer_norm(f"{own}pre_norm", together, eps), weights.matrix(f"{own}linear_1", inner, together),
-                   weights.matrix(f"{own}linear_2", width, inner), sight.heads)
+                   weights.layer_norm(f"{own}pre_norm", together, eps),
+                   weights.two_layers(own, (together, inner, width), gelu_tanh), sight.heads)
 
     def __call__(self, x: np.ndarray, grids: Sequence[Grid], crew: Crew) -> np.ndarray:
         width, size = x.shape[1], PAIR**2
@@ -241,17 +218,14 @@ class Merger:
             windows[which] = own + out(mixed.swapaxes(1, 2).reshape(len(own), size, width))
 
         crew.each(look, len(windows))
-        made = two_layers(self.before(windows.reshape(-1, size * width)), self.first, self.second, gelu_tanh, crew)
-        return made + windows.mean(1, dtype=np.float32)
+        return self.layers(self.before(windows.reshape(-1, size * width)), crew) + windows.mean(1, dtype=np.float32)
 
 
 def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, crew: Crew) -> np.ndarray:
     """Patches [n, D] of all parts, each at the place in a square of `side` learned ones that is nearest in proportion."""
     x = product(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, crew)
-    borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
     for (begin, end), grid in zip(_spans(grids), grids, strict=True):
-        down, across = (np.searchsorted(borders, np.arange(count, dtype=np.float32) / np.float32(count), side="right") for count in grid)
-        x[begin:end] += tower.places[(down[:, None] * side + across).reshape(-1)]
+        x[begin:end] += tower.places[nearest(side, *(np.arange(count, dtype=np.float32) / np.float32(count) for count in grid))]
     return x
 
 

@@ -8,22 +8,19 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import Keys
 from . import PLACE
-from .preprocessor import BILINEAR, HALF, Scale, filter_of, resized, square
-from .tower_parts import CURVES, Block, Crew, patches_of, product, widened
+from .preprocessor import BILINEAR, HALF, resized
+from .tower_layers import Shape, Stored, apart, load_blocks
+from .tower_parts import CURVES, Crew, patches_of, product, widened
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 EPS = 1e-5  # of the norms around the layers
+LAYER = Stored(("input_layernorm", "post_attention_layernorm"), apart("self_attn.{}_proj"), "self_attn.o_proj", ("mlp.fc1", "mlp.fc2"))
 WHOLE = 8  # of a tile's patches there are whole multiples, the last of which stand for nothing
 USUAL = {"hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
          "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "norm_eps": 1e-5, "max_num_tiles": 4,
@@ -39,37 +36,30 @@ class Tiles:
 
 
 class Mllama(TowerSight):
-    VISION = {"mllama_vision_model": USUAL}
+    KINDS = {"mllama_vision_model": USUAL}
     PROCESSORS = ("MllamaImageProcessor",)
+    LOOK = HALF, HALF, BILINEAR
+    HEADS = "attention_heads"
     placeholder = "<|image|>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BILINEAR)
-        if not all(keys.flag(each, True) for each in ("do_resize", "do_pad")) or square(keys, "size", {"height": 224, "width": 224}) != \
-                (self.side, self.side):
-            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
-        self.most = self.vision.integer("max_num_tiles", high=256)
+    def settle(self, keys: Keys) -> None:
+        if not keys.flag("do_pad", True):
+            raise keys.fail("do_pad", "true")
+        self.demand_side(keys, 224)
+        self.most = self.said.integer("max_num_tiles", high=256)
         if keys.integer("max_image_tiles", 4, high=256) != self.most:
             raise keys.fail("max_image_tiles", f"the {self.most} that the tower takes")
-        stated = self.vision.raw.get("supported_aspect_ratios")
+        stated = self.said.raw.get("supported_aspect_ratios")
         if stated is not None and stated != [list(each) for each in self.shapes]:
-            raise self.vision.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
-        self.layers, self.last = (self.vision.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
-        found = self.vision.raw.get("intermediate_layers_indices")
+            raise self.said.fail("supported_aspect_ratios", f"all shapes of {self.most} tiles, in their order")
+        self.layers, self.last = (self.said.integer(name, high=MOST_LAYERS) for name in ("num_hidden_layers", "num_global_layers"))
+        found = self.said.raw.get("intermediate_layers_indices")
         if not isinstance(found, list) or not all(type(each) is int and 0 <= each < self.layers for each in found):
-            raise self.vision.fail("intermediate_layers_indices", f"some of {self.layers} layers")
+            raise self.said.fail("intermediate_layers_indices", f"some of {self.layers} layers")
         self.taken: list[int] = found
-        if self.vision.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
-            raise self.vision.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
-
-    @cached_property
-    def heads(self) -> int:
-        heads = self.vision.integer("attention_heads", high=1024)
-        if self.width % heads:
-            raise ConfigError(f"config.json: vision_config: hidden_size {self.width} is not a multiple of {heads} heads")
-        return heads
+        if self.said.integer("vision_output_dim", high=MOST_WIDTH) != (1 + len(found)) * self.width:
+            raise self.said.fail("vision_output_dim", f"{1 + len(found)} times {self.width}")
+        self.most_patches = self.most * self.filled
 
     @property
     def count(self) -> int:
@@ -81,13 +71,9 @@ class Mllama(TowerSight):
         """And with those that stand for nothing."""
         return -(-self.count // WHOLE) * WHOLE
 
-    @property
-    def most_patches(self) -> int:
-        return self.most * self.filled
-
-    def bytes_needed(self) -> int:
+    def numbers_needed(self) -> int:
         """As of others, with what is taken of several layers, and the rows that come of it."""
-        return super().bytes_needed() + 4 * self.most * self.count * ((1 + len(self.taken)) * self.width + self.config.hidden_size)
+        return super().numbers_needed() + self.most * self.count * ((1 + len(self.taken)) * self.width + self.config.hidden_size)
 
     @cached_property
     def stands_for(self) -> int:
@@ -132,10 +118,10 @@ class Mllama(TowerSight):
         return Tiles(np.ascontiguousarray(scaled).reshape(-1, side, side, 3), self.shapes.index((rows, columns)) + 1)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, patch, count, most, name = self.vision, self.width, self.patch, self.count, self.most, "vision_model."
-        inner, eps, curve = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps"), CURVES[
-            keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
-        shapes, layers = len(self.shapes) + 1, self.layers + self.last
+        keys, width, patch, count, most, name = self.said, self.width, self.patch, self.count, self.most, "vision_model."
+        inner, eps = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps")
+        curve = keys.choice("hidden_act", CURVES, "gelu")
+        shapes = len(self.shapes) + 1
         embedding = weights.matrix(f"{name}patch_embedding", width, 3 * patch * patch, bias=False)
         first = weights.numbers(f"{name}class_embedding", width)
         own = f"{name}gated_positional_embedding."
@@ -146,16 +132,12 @@ class Mllama(TowerSight):
             f"{name}{each}_tile_positional_embedding.embedding.weight", shapes, most * width)) for each in ("pre", "post"))
         norms = [weights.layer_norm(f"{name}layernorm_{each}", width, EPS) for each in ("pre", "post")]
 
-        def block(number: int) -> Block:
-            is_last = number >= self.layers
-            own = f"{name}{'global_' if is_last else ''}transformer.layers.{number - self.layers if is_last else number}."
-            q, k, v, o = (weights.matrix(f"{own}self_attn.{each}_proj", width, width, bias=False) for each in "qkvo")
-            scales = tuple(share(weights, f"{own}gate_{each}") for each in ("attn", "ffn")) if is_last else None
-            before = tuple(weights.layer_norm(f"{own}{each}_layernorm", width, eps) for each in ("input", "post_attention"))
-            return Block(before, q, k, v, o, weights.matrix(f"{own}mlp.fc1", inner, width, bias=True),
-                         weights.matrix(f"{own}mlp.fc2", width, inner, bias=True), curve, self.heads, scales=scales)
+        def shares(own: str) -> dict[str, object]:
+            return {"scales": tuple(share(weights, f"{own}gate_{each}") for each in ("attn", "ffn"))}
 
-        blocks = [block(number) for number in range(layers)]
+        shape = Shape(width, inner, self.heads, curve, eps, bias=(False, True))
+        blocks = load_blocks(weights, f"{name}transformer.layers.", self.layers, LAYER, shape)
+        blocks += load_blocks(weights, f"{name}global_transformer.layers.", self.last, LAYER, shape, more=shares)
         project = weights.matrix("multi_modal_projector", self.config.hidden_size, (1 + len(self.taken)) * width, bias=True)
 
         def of_tiles(table: tuple[np.ndarray, np.ndarray], shape: int) -> np.ndarray:
@@ -163,7 +145,7 @@ class Mllama(TowerSight):
             return table[0] * widened(table[1][shape]).reshape(most, 1, width)
 
         def rows(given: Tiles, crew: Crew) -> np.ndarray:
-            crew.work.total += layers
+            crew.work.total += len(blocks)
             tiles, shape, nothing = len(given.values), given.shape, self.filled - count
             x = np.zeros((most, count, width), np.float32)
             x[:tiles, 1:] = product(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,
@@ -198,5 +180,4 @@ def share(weights: Weights, name: str) -> np.ndarray:
     return np.tanh(weights.numbers(name, 1))
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Mllama:
-    return Mllama(source, config)
+sight = Mllama

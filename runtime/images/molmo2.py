@@ -12,11 +12,13 @@ import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .preprocessor import BILINEAR, HALF, Scale, filter_of, square
-from .tower_parts import CURVES, Block, Crew, Matrix
+from .places import taps
+from .preprocessor import BILINEAR, HALF
+from .tower_layers import Shape, Stored, apart, load_blocks
+from .tower_parts import CURVES, TOGETHER, Crew, Matrix
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER, VisionTransformer
+from .vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -31,55 +33,47 @@ FIRST_NAMES = {"image_default_input_size": "image_size", "image_patch_size": "pa
 PATCH, COLUMN, BEGIN, SMALL, END = "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>"
 BESIDE = "transformer.wte.new_embedding"  # of the words that are never written
 VIT, POOL, PROJECT = "vision_backbone.image_vit.", "vision_backbone.image_pooling_2d.", "vision_backbone.image_projector."
+LAYER = Stored(("attention_norm", "ffn_norm"), apart("attention.w{}"), "attention.wo", ("feed_forward.w1", "feed_forward.w2"))
 FAR = 10e9  # more than any growth
 Windows = np.ndarray  # of patches: their numbers int64 [n, size], -1 for none
 
 
 class Molmo2(TowerSight):
-    VISION = {"molmo2_vision": USUAL, "molmo2": USUAL}
+    KINDS = {"molmo2_vision": USUAL, "molmo2": USUAL}
     PROCESSORS = ("Molmo2ImageProcessor",)
+    LOOK = HALF, HALF, BILINEAR
     placeholder = "<|image|>"
     both_ways = together = True
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
+    def settle(self, keys: Keys) -> None:
         stated = {FIRST_NAMES.get(key, key): value for key, value in (self.outer.section("adapter_config") or {}).items()}
         self.adapter = Keys({**ADAPTER, **stated}, "config.json: adapter_config")
-        self.scale, self.most, self.size = Scale(keys, HALF, HALF), keys.integer("max_crops", 8, high=256), square(keys, "size", {
-            "height": self.side, "width": self.side})
+        self.most = keys.integer("max_crops", 8, high=256)
+        self.demand_side(keys, self.side)
+        self.demand_same(keys, patch_size=self.patch)
         self.across = self.side // self.patch
         self.margins, self.pool = _two(keys, "overlap_margins", [4, 4], 0), _two(keys, "pooling_size", [2, 2], 1)
-        if self.size != (self.side, self.side) or keys.integer("patch_size", self.patch) != self.patch:
-            raise keys.fail("size and patch_size", f"{self.side} points a side and {self.patch}, as config.json says")
         if self.side % self.patch or sum(self.margins) >= self.across or max(self.pool) > self.across:
             raise keys.fail("overlap_margins and pooling_size", f"fewer than the {self.across} patches of a square's side, whole ones")
-        if filter_of(keys, BILINEAR) != BILINEAR or not keys.flag("do_resize", True):
-            raise keys.fail("resample and do_resize", "2 (bilinear) and true")
+        if self.resample != BILINEAR:
+            raise keys.fail("resample", "2 (bilinear)")
         if not self.adapter.flag("pooling_attention_mask", True):
             raise self.adapter.fail("pooling_attention_mask", "true")
         around = self.around
         self.ends_lines = around.flag("image_use_col_tokens", True)
         self.ends_small = around.flag("use_single_crop_col_tokens", self.ends_lines)
         self.begins_small = SMALL if around.flag("use_single_crop_start_token", True) else BEGIN
+        self.most_patches = max(TOGETHER, self.across**2)
+        self.whole_patches = (self.most + 1) * self.across**2 * len(self.layers)
 
     @cached_property
     def layers(self) -> tuple[int, ...]:
         """Which layers' results are put together: numbers of them, 0 is what goes in."""
-        count, found = self.vision.integer("num_hidden_layers", high=MOST_LAYERS), self.adapter.raw["vision_feature_layer"]
+        count, found = self.said.integer("num_hidden_layers", high=MOST_LAYERS), self.adapter.raw["vision_feature_layer"]
         if not isinstance(found, list) or not 1 <= len(found) <= 16 or any(
                 type(each) is not int or not -count <= each < count for each in found):
             raise self.adapter.fail("vision_feature_layer", f"a list of layers, each less than {count}")
         return tuple(each + 1 if each >= 0 else count + 1 + each for each in found)
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.across**2)
-
-    @property
-    def whole_patches(self) -> int:
-        """Whose results of every layer that is asked for are kept."""
-        return (self.most + 1) * self.across**2 * len(self.layers)
 
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of squares on the canvas of a picture: of so many at most the ones for which it has to grow least, or else to
@@ -140,7 +134,7 @@ class Molmo2(TowerSight):
             *((name, (heads * depth, wide)) for name in "qkv"), ("o", (inside, heads * depth))))
         gate, up, down = (weights.matrix(f"{PROJECT}w{name}", *shape) for name, shape in ((1, (inner, inside)), (3, (inner, inside)),
                                                                                           (2, (hidden, inner))))
-        curve, words = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")], self.table(weights)
+        curve, words = keys.choice("hidden_act", CURVES, "silu"), self.table(weights)
 
         def pooled(x: np.ndarray, own: Windows) -> np.ndarray:
             """Of some windows: rows of the width of the adapter."""
@@ -182,34 +176,24 @@ class Molmo2(TowerSight):
 
     def transformer(self, weights: Weights) -> VisionTransformer:
         """Patches lie there point by point, colours innermost."""
-        keys, width, patch, inner = self.vision, self.width, self.patch, self.vision.integer("intermediate_size", high=MOST_WIDTH)
+        keys, width, patch, inner = self.said, self.width, self.patch, self.said.integer("intermediate_size", high=MOST_WIDTH)
         heads, depth = _heads(keys)
-        eps, curve = keys.number("layer_norm_eps"), CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu_pytorch_tanh")]
+        eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", CURVES, "gelu_pytorch_tanh")
         embedding = weights.matrix(f"{VIT}patch_embedding", width, 3 * patch**2)
         stored = embedding.stored.reshape(width, patch, patch, 3).transpose(0, 3, 1, 2).reshape(width, -1)
 
-        def block(number: int) -> Block:
-            own, through = f"{VIT}transformer.resblocks.{number}.", heads * depth
-            return Block((weights.layer_norm(f"{own}attention_norm", width, eps), weights.layer_norm(f"{own}ffn_norm", width, eps)),
-                         *(weights.matrix(f"{own}attention.w{name}", through, width) for name in "qkv"),
-                         weights.matrix(f"{own}attention.wo", width, through), weights.matrix(f"{own}feed_forward.w1", inner, width),
-                         weights.matrix(f"{own}feed_forward.w2", width, inner), curve, heads)
-
+        blocks = load_blocks(weights, f"{VIT}transformer.resblocks.", max(self.layers), LAYER,
+                             Shape(width, inner, heads, curve, eps, through=heads * depth))
         return VisionTransformer(Matrix(np.ascontiguousarray(stored), embedding.bias),
                                  weights.numbers(f"{VIT}positional_embedding", self.across**2, width), None, None,
-                                 [block(number) for number in range(max(self.layers))], None, patch)
+                                 blocks, None, patch)
 
 
 def between(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     """A picture uint8 of another size, each of whose points lies between four: points that are passed over when it is made smaller do not
     count, as torch does it without its filter against that."""
-    def places(count: int, own: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        at = ((np.arange(count, dtype=np.float32) + np.float32(0.5)) * (np.float32(own) / np.float32(count)) - np.float32(0.5)).clip(0)
-        first = at.astype(np.int64)
-        return first, np.minimum(first + 1, own - 1), (at - first).astype(np.float32)
-
-    (top, below, down), (left, right, across) = places(height, picture.shape[0]), places(width, picture.shape[1])
-    across, down = across[None, :, None], down[:, None, None]
+    (top, below, down), (left, right, across) = taps(picture.shape[0], height), taps(picture.shape[1], width)
+    down = down[:, None]
 
     def line(which: np.ndarray) -> np.ndarray:
         own = picture[which]

@@ -4,22 +4,18 @@ square, of which a picture has a corner. Squares of patches become one row betwe
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .paddleocr_vl import within
-from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized_in_floats
-from .tower_parts import CURVES, Block, Crew, patches_of, product, two_layers
+from .places import in_a_row, within
+from .preprocessor import resized_in_floats
+from .tower_layers import JOINED, Shape, load_blocks, through
+from .tower_parts import CURVES, Crew, patches_of, product, squares
 from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
 from .vision_transformer import layer_count
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 USUAL = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0, "hidden_act": "gelu",
          "layer_norm_eps": 1e-6, "patch_size": 16, "max_img_size": 2048, "num_cls_tokens": 3, "num_registers": 7}
@@ -28,15 +24,14 @@ PROJECTOR_EPS, KEPT = 1e-5, 4  # and tokens of a context that are not counted as
 
 
 class NemotronHOmni(TowerSight):
-    VISION = {"radio": USUAL}
+    KINDS = {"radio": USUAL}
     PROCESSORS = ("NemotronH_Omni_Reasoning_V3ImageProcessor", "NemotronH_Nano_Omni_Reasoning_V3ImageProcessor")
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
+    def renamed(self, keys: Keys) -> Keys:
         named = {"image_mean": keys.raw.get("norm_mean"), "image_std": keys.raw.get("norm_std")}  # as published files call them
-        keys = keys.saying(**{name: value for name, value in named.items() if value is not None and keys.raw.get(name) is None})
-        self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
+        return keys.saying(**{name: value for name, value in named.items() if value is not None and keys.raw.get(name) is None})
+
+    def settle(self, keys: Keys) -> None:
         self.factor = keys.number("rescale_factor", 1 / 255) if keys.flag("do_rescale", True) else 1.0
         self.joined = round(1 / self.outer.number("downsample_ratio", 0.5))
         self.least, most = keys.integer("min_num_patches", 1024, high=1 << 20), keys.integer("max_num_patches", 13_312, low=0, high=1 << 20)
@@ -44,17 +39,14 @@ class NemotronHOmni(TowerSight):
         self.most = max(min(room, most) if most else room, self.least)
         if keys.integer("patch_size", self.patch) != self.patch or round(1 / keys.number("downsample_ratio", 0.5)) != self.joined:
             raise keys.fail("patch_size and downsample_ratio", f"{self.patch} and 1 / {self.joined}, as config.json says")
-        if self.vision.flag("use_swiglu_ffn", False) or self.vision.integer("num_channels", 3) != 3:
-            raise self.vision.fail("use_swiglu_ffn", "false: FFNs with gates are not read")
+        if self.said.flag("use_swiglu_ffn", False) or self.said.integer("num_channels", 3) != 3:
+            raise self.said.fail("use_swiglu_ffn", "false: FFNs with gates are not read")
         if self.outer.integer("vision_hidden_size", None) not in (None, self.width):
             raise self.outer.fail("vision_hidden_size", f"the {self.width} of vision_config")
-        self.learned = self.vision.integer("max_img_size", high=1 << 14) // self.patch
+        self.learned = self.said.integer("max_img_size", high=1 << 14) // self.patch
         if not 1 <= self.learned:
             raise ConfigError(f"config.json: vision_config: max_img_size has no room for a patch of {self.patch}")
-
-    @property
-    def most_patches(self) -> int:
-        return self.most
+        self.most_patches = self.most
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches: nearly as many as there are points for, between the least and the most, in whole squares."""
@@ -89,38 +81,31 @@ class NemotronHOmni(TowerSight):
         return (made - np.array(self.scale.mean, np.float32)) / np.array(self.scale.std, np.float32)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden, patch, side = self.vision, self.width, self.config.hidden_size, self.patch, self.joined
+        keys, width, hidden, patch, side = self.said, self.width, self.config.hidden_size, self.patch, self.joined
         inner, eps = int(width * keys.number("mlp_ratio")), keys.number("layer_norm_eps")
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+        curve = keys.choice("hidden_act", CURVES, "gelu")
         embedding = weights.matrix(f"{NAME}patch_generator.embedder", width, 3 * patch**2, bias=False)
         table = weights.numbers(f"{NAME}patch_generator.pos_embed", 1, self.learned**2, width)[0].reshape(self.learned, self.learned, width)
         lead = sum(keys.integer(each, low=0, high=1024) for each in ("num_cls_tokens", "num_registers"))
         front = weights.numbers(f"{NAME}patch_generator.cls_token.token", lead, width)
 
-        def block(number: int) -> Block:
-            own = f"{NAME}blocks.{number}."
-            scaled = weights.has(f"{own}layer_scale1.lambda1")
-            queries, keys_, values = weights.matrix(f"{own}attn.qkv", 3 * width, width).parts(3)
-            return Block((weights.layer_norm(f"{own}norm1", width, eps), weights.layer_norm(f"{own}norm2", width, eps)),
-                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width),
-                         weights.matrix(f"{own}mlp.fc1", inner, width), weights.matrix(f"{own}mlp.fc2", width, inner), curve, self.heads,
-                         scales=tuple(weights.numbers(f"{own}layer_scale{which}.lambda1", width) for which in (1, 2)) if scaled else None)
+        def more(own: str) -> dict[str, object]:
+            return {"scales": tuple(weights.numbers(f"{own}layer_scale{which}.lambda1", width) for which in (1, 2))
+                    if weights.has(f"{own}layer_scale1.lambda1") else None}
 
-        blocks, together = [block(number) for number in range(layer_count(self))], width * side**2
+        blocks = load_blocks(weights, f"{NAME}blocks.", layer_count(self), JOINED, Shape(width, inner, self.heads, curve, eps), more=more)
+        together = width * side**2
         middle = self.outer.integer("projector_hidden_size", 4096, high=MOST_WIDTH)
         norm = weights.rms_norm("mlp1.0", together, PROJECTOR_EPS)
-        one, two = weights.matrix("mlp1.1", middle, together, bias=False), weights.matrix("mlp1.3", hidden, middle, bias=False)
+        project = weights.two_layers("mlp1.", (together, middle, hidden), relu_squared, False, ("1", "3"))
 
         def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
-            at = np.stack(np.divmod(np.arange(lines * columns), columns), axis=1)
+            at = in_a_row(lines, columns)
             x = product(patches_of(values, patch), embedding, crew) + within(table, at, max(lines, columns))
-            x = np.concatenate([front, x])
             crew.work.total += len(blocks)
-            for each in blocks:
-                each.run(x, [(0, len(x))], crew)
-            squares = x[lead:].reshape(lines // side, side, columns // side, side, width).swapaxes(1, 2)
-            return two_layers(norm(squares.reshape(-1, together)), one, two, relu_squared, crew)
+            x = through(blocks, np.concatenate([front, x]), crew)[lead:]
+            return project(norm(squares(x, columns, side)), crew)
 
         return rows
 
@@ -129,5 +114,4 @@ def relu_squared(x: np.ndarray) -> np.ndarray:
     return np.square(np.maximum(x, 0))
 
 
-def sight(source: TowerSource, config: ModelConfig) -> NemotronHOmni:
-    return NemotronHOmni(source, config)
+sight = NemotronHOmni

@@ -5,26 +5,20 @@ end and what is between tiles."""
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...offload.hardware import cpu_threads
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from . import PLACE
-from .idefics3 import joined
 from .internvl import FittedTiles
-from .preprocessor import resized
-from .tower_parts import CURVES, Block, Crew, Norm, patches_of, product, widened
+from .preprocessor import resized, tiles_of
+from .tower_layers import Shape, Stored, apart, load_blocks, through
+from .tower_parts import CURVES, TOGETHER, Crew, Norm, joined, patches_of, product, widened
 from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 BEGIN, GRID, COLUMN, ROW, END = range(5)  # of the words that are no parts of a picture, in the order of the vocabulary
+LAYER = Stored(("rms_norm1", "rms_norm2"), apart("attention.{}_proj"), "attention.out_proj", apart("ffn.{}_proj", ("up", "down", "gate")))
 COVERED = 0.9  # of a picture, by parts that are not made smaller
 NORM_EPS = 1e-5
 WORDS, FEW = 4096, 16  # words that are widened at a time, and rows whose shares of all words are in hand at a time
@@ -70,30 +64,29 @@ class Vocabulary:
 
 
 class Ovis2(FittedTiles):
-    VISION = {"ovis2_vision": USUAL, "ovis2": USUAL}
+    KINDS = {"ovis2_vision": USUAL, "ovis2": USUAL}
     PROCESSORS = ("Ovis2ImageProcessor",)
+    CROPS = False
     placeholder = "<image>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.joined = self.vision.integer("hidden_stride", high=16)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
+        self.joined = self.said.integer("hidden_stride", high=16)
         self.demand_squares()
         self.lines = self.across // self.joined
         self.covers = self.processor.flag("use_covering_area_grid", True)
-        if not self.processor.flag("crop_to_patches", False):
-            self.most = 1
-        self.vision.choice("tokenize_function", {"softmax": "softmax"}, "softmax")
-        if self.vision.integer("num_visual_indicator_tokens") != END + 1:
-            raise self.vision.fail("num_visual_indicator_tokens", str(END + 1))
+        self.said.choice("tokenize_function", {"softmax": "softmax"}, "softmax")
+        if self.said.integer("num_visual_indicator_tokens") != END + 1:
+            raise self.said.fail("num_visual_indicator_tokens", str(END + 1))
         counted = self.around.integer("image_seq_length", self.lines**2)
         if counted != self.lines**2:
             raise ConfigError(f"{self.around.where}: image_seq_length is {counted}, but a tile becomes {self.lines**2} rows")
 
-    def bytes_needed(self) -> int:
+    def numbers_needed(self) -> int:
         """And the shares of all words of the rows that are in the tower at once, some of them in hand, and words that are widened."""
-        words, rows = self.vision.integer("vocab_size"), max(1, TOGETHER // self.across**2) * self.lines**2
-        pieces = (4 * FEW * words + WORDS * self.width * self.joined**2) * (self.threads or cpu_threads())
-        return super().bytes_needed() + 4 * (rows * words + pieces + WORDS * self.config.hidden_size)
+        words, rows = self.said.integer("vocab_size"), max(1, TOGETHER // self.across**2) * self.lines**2
+        pieces = (4 * FEW * words + WORDS * self.width * self.joined**2) * self.workers
+        return super().numbers_needed() + rows * words + pieces + WORDS * self.config.hidden_size
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: the fewest parts of a picture that are seen without being made smaller, but for a tenth of its points.
@@ -128,34 +121,24 @@ class Ovis2(FittedTiles):
     def values(self, picture: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
         """Tiles, the whole first, and what stands between."""
         rows, columns = self.grid(*picture.shape[:2])
-        whole = resized(picture, rows * self.side, columns * self.side, self.resample)
-        tiles = [whole[row : row + self.side, column : column + self.side]
-                 for row in range(0, rows * self.side, self.side) for column in range(0, columns * self.side, self.side)]
+        tiles = tiles_of(resized(picture, rows * self.side, columns * self.side, self.resample), self.side, self.side)
         if len(tiles) > 1:
             tiles.insert(0, resized(picture, self.side, self.side, self.resample))
         return [self.scale(each) for each in tiles], self.parts(*picture.shape[:2])
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.vision, self.width, self.config.hidden_size
+        keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, eps, name = keys.integer("intermediate_size"), keys.number("rms_norm_eps"), "vision_tower.transformer."
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
-        words, count, biased = keys.integer("vocab_size"), END + 1, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))
+        curve = keys.choice("hidden_act", CURVES, "silu")
+        words, count = keys.integer("vocab_size"), END + 1
         if words <= count:
             raise keys.fail("vocab_size", f"more than the {count} words that are not parts of a picture")
-
-        def block(number: int) -> Block:
-            own = f"{name}encoder.layers.{number}."
-            return Block(
-                (weights.rms_norm(f"{own}rms_norm1", width, eps), weights.rms_norm(f"{own}rms_norm2", width, eps)),
-                *(weights.matrix(f"{own}attention.{which}_proj", width, width, biased[0]) for which in ("q", "k", "v", "out")),
-                *(weights.matrix(f"{own}ffn.{which}_proj", *shape, biased[1]) for which, shape in (("up", (inner, width)),
-                                                                                                  ("down", (width, inner)))), curve,
-                self.heads, gate=weights.matrix(f"{own}ffn.gate_proj", inner, width, biased[1]))
 
         embedding = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.across**2, width)
         before, after = weights.rms_norm(f"{name}embeddings.rms_norm", width, eps), weights.rms_norm(f"{name}rms_norm", width, eps)
-        blocks = [block(number) for number in range(keys.integer("num_hidden_layers", high=MOST_LAYERS))]
+        blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
+                             Shape(width, inner, self.heads, curve, eps, False, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))))
         table = weights.stored("visual_embeddings_table.weight", words, hidden)
         vocabulary = Vocabulary(weights.stored("vision_tower.head_linear.weight", words - count, width * self.joined**2),
                                 weights.layer_norm("vision_tower.head_norm", words - count, NORM_EPS), table[:-count])
@@ -163,17 +146,13 @@ class Ovis2(FittedTiles):
 
         def rows(values: tuple[list[np.ndarray], list[int]], crew: Crew) -> np.ndarray:
             tiles, parts = values
-            few = max(1, TOGETHER // self.across**2)
-            groups = [tiles[at : at + few] for at in range(0, len(tiles), few)]
-            crew.work.total += len(blocks) * len(groups)
-            found = iter(np.concatenate([seen(each, crew) for each in groups]))
+            found = iter(np.concatenate([seen(each, crew) for each in crew.groups(tiles, TOGETHER // self.across**2, len(blocks))]))
             return np.concatenate([next(found) if part == PLACE else between[part : part + 1] for part in parts])
 
         def seen(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
             length = self.across**2
             x = np.concatenate([before(product(patches_of(tile, self.patch), embedding, crew)) + places for tile in tiles])
-            for each in blocks:
-                each.run(x, [(begin, begin + length) for begin in range(0, len(x), length)], crew)
+            x = through(blocks, x, crew, spans=[(begin, begin + length) for begin in range(0, len(x), length)])
             made = joined(after(x).reshape(len(tiles), length, width), self.joined)
             return vocabulary.means(made.reshape(-1, made.shape[-1]), crew).reshape(len(tiles), -1, hidden)
 
@@ -192,5 +171,4 @@ def _covered(height: int, width: int, side: int) -> float:
     return long * short if long <= side else side * (short / long * side)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Ovis2:
-    return Ovis2(source, config)
+sight = Ovis2

@@ -3,22 +3,15 @@ turned by row and column as well; squares of patches become one row."""
 
 from __future__ import annotations
 
-from functools import cached_property
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..config_reader import ConfigError
-from .qwen3_vl import mixed
+from .places import within
 from .qwen_patches import QwenPatches
-from .tower_parts import Crew, gelu, product, two_layers
-from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_layers import through
+from .tower_parts import Crew, gelu, product
+from .tower_sight import Rows, demand_shape
 from .tower_weights import Weights
 from .vision_transformer import SIGLIP, load_transformer
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 NORM_EPS = 1e-5
 USUAL = {**SIGLIP, "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "image_size": 384,
@@ -26,18 +19,12 @@ USUAL = {**SIGLIP, "hidden_size": 1152, "intermediate_size": 4304, "num_hidden_l
 
 
 class PaddleOcrVl(QwenPatches):
-    VISION = {"paddleocr_vl_vision": USUAL, "paddleocr_vl": USUAL}
+    KINDS = {"paddleocr_vl_vision": USUAL, "paddleocr_vl": USUAL}
     PROCESSORS = ("PaddleOCRVLImageProcessor",)
     SIZE = (384 * 384, 1536 * 1536)
+    HEADS = "num_attention_heads"
     placeholder = "<|IMAGE_PLACEHOLDER|>"
     written = "<|IMAGE_START|><|IMAGE_PLACEHOLDER|><|IMAGE_END|>"
-
-    @cached_property
-    def heads(self) -> int:
-        heads = TowerSight.heads.func(self)
-        if self.width % (4 * heads):
-            raise ConfigError(f"config.json: vision_config: {heads} heads of {self.width} have no place for rows and columns")
-        return heads
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.joined
@@ -53,34 +40,17 @@ class PaddleOcrVl(QwenPatches):
         side, together, hidden = self.side // self.patch, self.width * self.joined**2, self.config.hidden_size
         table = tower.places.reshape(side, side, self.width)
         norm = weights.layer_norm("projector.pre_norm", self.width, NORM_EPS)
-        first, second = weights.matrix("projector.linear_1", together, together), weights.matrix("projector.linear_2", hidden, together)
+        project = weights.two_layers("projector.", (together, together, hidden), gelu)
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
             x = product(patches, tower.patches, crew)
             x += within(table, places)
-            rope = self.rope(places)
             crew.work.total += len(tower.blocks)
-            for block in tower.blocks:
-                block.run(x, [(0, len(x))], crew, rope)
-            return two_layers(norm(tower.after(x)).reshape(-1, together), first, second, gelu, crew)
+            x = through(tower.blocks, x, crew, self.rope(places))
+            return project(norm(tower.after(x)).reshape(-1, together), crew)
 
         return rows
 
 
-def within(table: np.ndarray, places: np.ndarray, across: int | None = None) -> np.ndarray:
-    """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
-    those of the square, or those of a corner of one with so many patches `across`: in proportion to the two that lie nearest, beyond a
-    border by what lies on it."""
-    side, taps = len(table), []
-    for axis in (0, 1):
-        count = np.float32(across or places[:, axis].max() + 1)
-        at = (places[:, axis].astype(np.float32) + np.float32(0.5)) * np.float32(side) / count - np.float32(0.5)
-        low = np.floor(at)
-        near = low.astype(np.int64)
-        taps.append((np.clip(near, 0, side - 1), np.clip(near + 1, 0, side - 1), (at - low)[:, None]))
-    return mixed(table, *taps)
-
-
-def sight(source: TowerSource, config: ModelConfig) -> PaddleOcrVl:
-    return PaddleOcrVl(source, config)
+sight = PaddleOcrVl

@@ -2,38 +2,27 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..config_reader import Keys
 from . import PLACE
-from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized, square
+from .preprocessor import BICUBIC, HALF, resized
 from .tower_parts import Crew, product
 from .tower_sight import Rows, TowerSight
 from .tower_weights import Weights
 from .vision_transformer import SIGLIP, layer_count, load_transformer
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 
 class PaliGemma(TowerSight):
-    VISION = {"siglip_vision_model": {**SIGLIP, "hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27,
+    KINDS = {"siglip_vision_model": {**SIGLIP, "hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27,
                                       "num_attention_heads": 16, "patch_size": 14}}
     PROCESSORS = ("SiglipImageProcessor",)
+    LOOK = HALF, HALF, BICUBIC
     both_ways = True
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BICUBIC)
-        if not keys.flag("do_resize", True) or square(keys, "size", {"height": 224, "width": 224}) != (self.side, self.side):
-            raise keys.fail("size", f"the {self.side} × {self.side} that the tower takes")
-
-    @property
-    def most_patches(self) -> int:
-        return (self.side // self.patch) ** 2
+    def settle(self, keys: Keys) -> None:
+        self.demand_side(keys, 224)
+        self.most_patches = (self.side // self.patch) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return (PLACE,) * self.most_patches
@@ -52,5 +41,4 @@ class PaliGemma(TowerSight):
         return rows
 
 
-def sight(source: TowerSource, config: ModelConfig) -> PaliGemma:
-    return PaliGemma(source, config)
+sight = PaliGemma

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import Keys
-from .tower_parts import Block, Crew, Matrix, Norm, Rope, gelu, patches_of, product
+from .tower_layers import JOINED, Shape, load_blocks, through
+from .tower_parts import TOGETHER, Block, Crew, Matrix, Norm, Rope, gelu, patches_of, product, turns
 from .tower_sight import MOST_LAYERS, MOST_WIDTH
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER
 
 EPS, THETA = 1e-5, 10_000.0
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16, "mlp_ratio": 4.0, "patch_size": 14, "img_size": 336, "class_token": True,
@@ -37,7 +37,7 @@ def side_of(says: Keys, name: str, high: int) -> int:
 
 @dataclass(frozen=True)
 class PerceptionEncoder:
-    """`front`: what stands before a tile's patches, float32 [0 or 1, D]; `angles`: of both, [length, D / heads]. `after`: of what the last
+    """`front`: what stands before a tile's patches, float32 [0 or 1, D]; `rope`: of both. `after`: of what the last
     layer made, or None."""
 
     patches: Matrix
@@ -46,7 +46,7 @@ class PerceptionEncoder:
     before: Norm
     blocks: Sequence[Block]
     after: Norm | None
-    angles: np.ndarray
+    rope: Rope
     patch: int
 
     @property
@@ -60,9 +60,7 @@ class PerceptionEncoder:
         x = product(np.concatenate([patches_of(each, self.patch) for each in tiles]), self.patches, crew).reshape(count, -1, width)
         x = np.concatenate([np.broadcast_to(self.front, (count, *self.front.shape)), x], axis=1) + self.places
         x, length = self.before(x.reshape(-1, width)), len(self.places)
-        rope = Rope(*(np.tile(each, (count, 1)) for each in (np.cos(self.angles), np.sin(self.angles))))
-        for block in self.blocks:
-            block.run(x, [(begin, begin + length) for begin in range(0, len(x), length)], crew, rope)
+        x = through(self.blocks, x, crew, self.rope.times(count), [(begin, begin + length) for begin in range(0, len(x), length)])
         x = x if self.after is None else self.after(x)
         return x.reshape(count, length, width)[:, len(self.front) :].reshape(-1, width)
 
@@ -73,35 +71,25 @@ def load_encoder(weights: Weights, name: str, says: Keys, first: int) -> Percept
                                                                           ("patch_size", 1 << 10)))
     across, lead = side_of(says, "img_size", 1 << 14) // patch, int(says.flag("class_token"))
     inner, head = int(width * says.number("mlp_ratio")), width // heads
-    order = np.arange(head).reshape(-1, 2).T.reshape(-1)  # neighbours turn together: here they are halves apart
     scaled = says.raw.get("init_values") is not None
 
-    def turned(stored: Matrix) -> Matrix:
-        return Matrix(np.ascontiguousarray(stored.stored.reshape(heads, head, width)[:, order]).reshape(width, width),
-                      np.ascontiguousarray(stored.bias.reshape(heads, head)[:, order]).reshape(width))
-
-    def block(number: int) -> Block:
-        own = f"{name}blocks.{number}."
-        queries, keys, values = weights.matrix(f"{own}attn.qkv", 3 * width, width, bias=True).parts(3)
-        return Block((weights.layer_norm(f"{own}norm1", width, EPS), weights.layer_norm(f"{own}norm2", width, EPS)),
-                     turned(queries), turned(keys), values, weights.matrix(f"{own}attn.proj", width, width),
-                     weights.matrix(f"{own}mlp.fc1", inner, width), weights.matrix(f"{own}mlp.fc2", width, inner), gelu, heads,
-                     scales=tuple(weights.numbers(f"{own}gamma_{which}", width) for which in (1, 2)) if scaled else None)
+    def more(own: str) -> dict[str, object]:
+        return {"scales": tuple(weights.numbers(f"{own}gamma_{which}", width) for which in (1, 2)) if scaled else None}
 
     return PerceptionEncoder(
         weights.matrix(f"{name}patch_embed.proj", width, 3 * patch**2, bias=False),
         weights.numbers(f"{name}cls_token", 1, 1, width)[0] if lead else np.empty((0, width), np.float32),
         weights.numbers(f"{name}pos_embed", 1, across**2 + lead, width)[0], weights.layer_norm(f"{name}norm_pre", width, EPS),
-        [block(number) for number in range(says.integer("depth", high=MOST_LAYERS))],
+        load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MOST_LAYERS), JOINED,
+                    Shape(width, inner, heads, gelu, EPS, bias=(True, None), neighbours=True), more=more),
         weights.layer_norm(f"{name}norm", width, EPS) if says.flag("use_post_transformer_norm") else None,
-        angles_of(across, side_of(says, "ref_feat_shape", 1 << 14), first, lead, head), patch)
+        rope_of(across, side_of(says, "ref_feat_shape", 1 << 14), first, lead, head), patch)
 
 
-def angles_of(across: int, reference: int, first: int, lead: int, head: int) -> np.ndarray:
+def rope_of(across: int, reference: int, first: int, lead: int, head: int) -> Rope:
     """Of patches, so many in a row of which takes `reference` places, and of `lead` rows before them, which are not turned."""
-    steps = (1 / THETA ** (np.arange(head // 4, dtype=np.float32) / np.float32(head // 4))).astype(np.float32)
+    steps = turns(THETA, head // 4)
     at = (np.arange(across, dtype=np.float32) + np.float32(first)) / np.float32(across) * np.float32(reference)
     row, column = np.divmod(np.arange(across**2), across)
     half = np.concatenate([at[column][:, None] * steps, at[row][:, None] * steps], axis=1)
-    half = np.concatenate([np.zeros((lead, half.shape[1]), np.float32), half])
-    return np.concatenate([half, half], axis=1)
+    return Rope.of(np.concatenate([np.zeros((lead, half.shape[1]), np.float32), half]))

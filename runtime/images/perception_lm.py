@@ -4,7 +4,6 @@ two layers make of its patches become one row by their mean."""
 from __future__ import annotations
 
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -12,32 +11,27 @@ from ... import UsageError
 from ..config_reader import ConfigError, Keys, show
 from . import PLACE
 from .perception_encoder import ARCHITECTURES, ARGUMENTS, load_encoder, side_of
-from .preprocessor import BICUBIC, HALF, Scale, filter_of, resized
-from .tower_parts import Crew, gelu, two_layers
+from .preprocessor import BICUBIC, HALF, resized, tiles_of
+from .tower_parts import TOGETHER, Crew, gelu
 from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
 from .tower_weights import Weights
-from .vision_transformer import TOGETHER
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 BOTH = "thumb+tile"  # the whole picture, and tiles of it
 
 
 class PerceptionLm(TowerSight):
-    VISION = {"timm_wrapper": {"architecture": "vit_pe_core_large_patch14_336"}}
+    KINDS = {"timm_wrapper": {"architecture": "vit_pe_core_large_patch14_336"}}
     PROCESSORS = ("PerceptionLMImageProcessor",)
+    LOOK = HALF, HALF, BICUBIC
     placeholder = "<|image|>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys, named = self.processor, self.vision.text("architecture")
+    def settle(self, keys: Keys) -> None:
+        named = self.said.text("architecture")
         if named not in ARCHITECTURES:
             raise UsageError(f"its pictures are seen by a tower {show(named)}, which is not known for this model",
                              f"known: {', '.join(ARCHITECTURES)}; text alone works")
         usual, self.first = ARCHITECTURES[named]
-        own = {key: value for key, value in (self.vision.section("model_args") or {}).items() if value is not None}
+        own = {key: value for key, value in (self.said.section("model_args") or {}).items() if value is not None}
         self.says = Keys({**usual, **own}, "config.json: vision_config: model_args")
         if unknown := sorted(own.keys() - {*ARGUMENTS}):
             raise ConfigError(f"{self.says.where}: {', '.join(unknown)} {'is' if len(unknown) == 1 else 'are'} not known for this tower",
@@ -45,8 +39,7 @@ class PerceptionLm(TowerSight):
         self.stands_first = self.says.flag("class_token")
         if self.outer.flag("vision_use_cls_token", True) != self.stands_first:
             raise self.outer.fail("vision_use_cls_token", f"{str(self.stands_first).lower()}, as of this tower")
-        self.scale, self.resample = Scale(keys, HALF, HALF), filter_of(keys, BICUBIC)
-        if not keys.flag("do_resize", True) or keys.integer("tile_size", 448, high=1 << 14) != self.side:
+        if keys.integer("tile_size", 448, high=1 << 14) != self.side:
             raise keys.fail("tile_size", f"the {self.side} × {self.side} that the tower takes")
         self.most = keys.integer("max_num_tiles", 36, high=256)
         self.tiled = keys.text("vision_input_type", BOTH) == BOTH
@@ -55,6 +48,8 @@ class PerceptionLm(TowerSight):
             raise self.outer.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
         if self.width % (4 * self.heads):
             raise self.says.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
+        self.most_patches = max(TOGETHER, self.length)
+        self.whole_patches = ((self.most if self.tiled else 0) + 1) * self.length
 
     @cached_property
     def width(self) -> int:
@@ -71,14 +66,6 @@ class PerceptionLm(TowerSight):
     def length(self) -> int:
         """Rows of a tile in the tower."""
         return self.across**2 + self.stands_first
-
-    @property
-    def most_patches(self) -> int:
-        return max(TOGETHER, self.length)
-
-    @property
-    def whole_patches(self) -> int:
-        return ((self.most if self.tiled else 0) + 1) * self.length
 
     @cached_property
     def shapes(self) -> dict[float, list[tuple[int, int]]]:
@@ -134,21 +121,16 @@ class PerceptionLm(TowerSight):
         tiles = [resized(picture, side, side, self.resample)]
         if self.tiled:
             rows, columns = self.grid(height, width)
-            whole = resized(picture, rows * side, columns * side, self.resample)
-            tiles += [whole[row : row + side, column : column + side] for row in range(0, len(whole), side)
-                      for column in range(0, columns * side, side)]
+            tiles += tiles_of(resized(picture, rows * side, columns * side, self.resample), side, side)
         return [self.scale(each) for each in tiles]
 
     def load(self, weights: Weights) -> Rows:
-        hidden = self.config.hidden_size
-        tower = load_encoder(weights, "vision_tower.timm_model.", self.says, self.first)
-        one = weights.matrix("multi_modal_projector.linear_1", hidden, self.width, bias=True)
-        two = weights.matrix("multi_modal_projector.linear_2", hidden, hidden, bias=True)
+        hidden, tower = self.config.hidden_size, load_encoder(weights, "vision_tower.timm_model.", self.says, self.first)
+        project = weights.two_layers("multi_modal_projector.", (self.width, hidden, hidden), gelu, True)
 
         def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            groups = [tiles[at : at + tower.most] for at in range(0, len(tiles), tower.most)]
-            crew.work.total += len(groups) * len(tower.blocks)
-            return np.concatenate([self.pooled(two_layers(tower.seen(each, crew), one, two, gelu, crew)) for each in groups])
+            groups = crew.groups(tiles, tower.most, len(tower.blocks))
+            return np.concatenate([self.pooled(project(tower.seen(each, crew), crew)) for each in groups])
 
         return rows
 
@@ -160,5 +142,4 @@ class PerceptionLm(TowerSight):
         return x.reshape(-1, wide, side, wide, side, x.shape[-1]).mean((2, 4), dtype=np.float32).reshape(-1, x.shape[-1])
 
 
-def sight(source: TowerSource, config: ModelConfig) -> PerceptionLm:
-    return PerceptionLm(source, config)
+sight = PerceptionLm

@@ -120,6 +120,12 @@ def cropped(picture: np.ndarray, height: int, width: int) -> np.ndarray:
     return picture[top : top + height, left : left + width]
 
 
+def tiles_of(picture: np.ndarray, high: int, wide: int) -> list[np.ndarray]:
+    """The parts of such a height and width of a picture that is made of whole ones, row by row."""
+    return [picture[row : row + high, column : column + wide] for row in range(0, picture.shape[0], high)
+            for column in range(0, picture.shape[1], wide)]
+
+
 def squared(picture: np.ndarray, colour: Sequence[int]) -> np.ndarray:
     """A picture in the middle of a square of its longer side."""
     height, width = picture.shape[:2]

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from .qwen2_5_vl import USUAL, Qwen25Vl
 from .tower_parts import Matrix
 from .tower_weights import Weights
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
-
 
 class Qwen25Omni(Qwen25Vl):
-    VISION = {"qwen2_5_omni_vision_encoder": USUAL}
+    KINDS = {"qwen2_5_omni_vision_encoder": USUAL}
     placeholder, written = "<|IMAGE|>", "<|vision_bos|><|IMAGE|><|vision_eos|>"
 
     @property
@@ -25,5 +19,4 @@ class Qwen25Omni(Qwen25Vl):
         return [weights.matrix(f"{name}.{each}", self.width, self.width) for each in "qkv"]
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Qwen25Omni:
-    return Qwen25Omni(source, config)
+sight = Qwen25Omni

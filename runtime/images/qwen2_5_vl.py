@@ -2,40 +2,38 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import replace
 
 import numpy as np
 
 from .qwen_patches import QwenPatches, frames_at
-from .tower_parts import CURVES, Block, Crew, Matrix, Span, gelu, two_layers
+from .tower_layers import JOINED, Shape, apart, load_blocks
+from .tower_parts import CURVES, Crew, Matrix, Span, gelu
 from .tower_sight import MOST_LAYERS, Rows
 from .tower_weights import Weights
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
 
 EPS = 1e-6
 USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
          "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
+LAYER = replace(JOINED, ffn=apart("mlp.{}_proj", ("up", "down", "gate")))
 
 
 class Qwen25Vl(QwenPatches):
-    VISION = {"qwen2_5_vl_vision": USUAL, "qwen2_5_vl": USUAL}
+    KINDS = {"qwen2_5_vl_vision": USUAL, "qwen2_5_vl": USUAL}
     FILMS = True
 
     @property
     def pace(self) -> float:
-        return self.vision.number("tokens_per_second", 4)
+        return self.said.number("tokens_per_second", 4)
 
     def looked(self, weights: Weights, name: str) -> list[Matrix]:
         """What makes a layer's queries, keys and values."""
         return weights.matrix(f"{name}.qkv", 3 * self.width, self.width).parts(3)
 
     def load(self, weights: Weights) -> Rows:
-        keys, width, hidden = self.vision, self.width, self.config.hidden_size
+        keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
-        curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "silu")]
+        curve = keys.choice("hidden_act", CURVES, "silu")
         depth = keys.integer("depth", high=MOST_LAYERS)
         whole = keys.layers("fullatt_block_indexes", depth)
         side = keys.integer("window_size", high=1 << 14) // self.joined // self.patch
@@ -43,17 +41,10 @@ class Qwen25Vl(QwenPatches):
             raise keys.fail("window_size", f"at least {self.joined * self.patch}")
         embedded = self.embedded(weights, bias=False)
 
-        def block(number: int) -> Block:
-            own = f"visual.blocks.{number}."
-            queries, keys_, values = self.looked(weights, f"{own}attn")
-            return Block((weights.rms_norm(f"{own}norm1", width, EPS), weights.rms_norm(f"{own}norm2", width, EPS)),
-                         queries, keys_, values, weights.matrix(f"{own}attn.proj", width, width),
-                         weights.matrix(f"{own}mlp.up_proj", inner, width), weights.matrix(f"{own}mlp.down_proj", width, inner),
-                         curve, self.heads, gate=weights.matrix(f"{own}mlp.gate_proj", inner, width))
-
-        blocks = [block(number) for number in range(depth)]
+        blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, Shape(width, inner, self.heads, curve, EPS, centered=False),
+                             lambda own: self.looked(weights, f"{own}attn"))
         norm = weights.rms_norm("visual.merger.ln_q", width, EPS)
-        first, second = weights.matrix("visual.merger.mlp.0", together, together), weights.matrix("visual.merger.mlp.2", hidden, together)
+        project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))
 
         def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
             patches, places = values
@@ -67,7 +58,7 @@ class Qwen25Vl(QwenPatches):
             crew.work.total += len(blocks)
             for number, block in enumerate(blocks):
                 block.run(x, apart if number in whole else windows, crew, rope)
-            made = two_layers(norm(x).reshape(-1, together), first, second, gelu, crew)
+            made = project(norm(x).reshape(-1, together), crew)
             out = np.empty_like(made)
             out[order] = made
             return out
@@ -85,5 +76,4 @@ def window_order(places: np.ndarray, side: int, unit: int, frames: np.ndarray) -
     return np.argsort(window, kind="stable"), list(zip(borders, borders[1:], strict=False))
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Qwen25Vl:
-    return Qwen25Vl(source, config)
+sight = Qwen25Vl

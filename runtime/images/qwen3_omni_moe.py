@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 class Qwen3Omni(Qwen3Vl):
-    VISION = {"qwen3_omni_moe_vision_encoder": DEEP}
+    KINDS = {"qwen3_omni_moe_vision_encoder": DEEP}
     DEEPER, JOINING = "visual.merger_list", ("ln_q", "mlp.0", "mlp.2")
 
     def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
@@ -34,11 +34,11 @@ class Qwen3Omni(Qwen3Vl):
 class Qwen3OmniOfFile(Qwen3Omni):
     """Of a GGUF file, where its parts are called as in Qwen 3 VL's."""
 
-    VISION = {"qwen3_vl": DEEP}
+    KINDS = {"qwen3_vl": DEEP}
     DEEPER, JOINING = Qwen3Vl.DEEPER, Qwen3Vl.JOINING
 
 
 def sight(source: TowerSource, config: ModelConfig) -> Qwen3Omni:
     seen = source.config.get("vision_config")
-    of_file = isinstance(seen, dict) and seen.get("model_type") in Qwen3OmniOfFile.VISION
+    of_file = isinstance(seen, dict) and seen.get("model_type") in Qwen3OmniOfFile.KINDS
     return (Qwen3OmniOfFile if of_file else Qwen3Omni)(source, config)

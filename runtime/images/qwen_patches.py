@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -15,16 +14,14 @@ import numpy as np
 from ... import UsageError
 from ..config_reader import Keys
 from . import PLACE
-from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, resized, sides
-from .tower_parts import Matrix, Rope, Span, patches_of, product
+from .preprocessor import resized, sides
+from .tower_parts import Matrix, Rope, Span, patches_of, product, turns
 from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
 from .turning import FILMED
 from .video_file import MOST_POINTS
 
 if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
     from .video_file import Frame
 
 EMBEDDING = "visual.patch_embed.proj"
@@ -39,20 +36,16 @@ class QwenPatches(TowerSight):
     PROCESSORS = ("Qwen2VLImageProcessor", "Qwen2_5_VLImageProcessor", "Qwen3VLImageProcessor")
     SIZE = (56 * 56, 28 * 28 * 1280)
     FILMS, BY_PLACE = False, True
+    HEADS, TURNED = "num_heads", 4
     placeholder = "<|image_pad|>"
     written = "<|vision_start|><|image_pad|><|vision_end|>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = self.processor
-        self.scale, self.resample = Scale(keys, CLIP_MEAN, CLIP_STD), filter_of(keys, BICUBIC)
-        self.joined = self.vision.integer("spatial_merge_size", 2, high=16)
-        self.frames = self.vision.integer("temporal_patch_size", 2, high=16)
+    def settle(self, keys: Keys) -> None:
+        self.joined = self.said.integer("spatial_merge_size", 2, high=16)
+        self.frames = self.said.integer("temporal_patch_size", 2, high=16)
         self.least, self.most = self.bounds(keys)
-        for name, value in (("patch_size", self.patch), ("merge_size", self.joined)):
-            if keys.integer(name, value) != value:
-                raise keys.fail(name, f"{value}, as config.json says of the tower")
-        if not keys.flag("do_resize", True) or self.most < (self.patch * self.joined) ** 2:
+        self.demand_same(keys, patch_size=self.patch, merge_size=self.joined)
+        if self.most < (self.patch * self.joined) ** 2:
             raise keys.fail("max_pixels", "room for a patch, and pictures that are made to fit")
 
     def bounds(self, keys: Keys) -> tuple[float, float]:
@@ -60,13 +53,6 @@ class QwenPatches(TowerSight):
         least, most = self.SIZE
         size = sides(keys, "size", {"shortest_edge": least, "longest_edge": most})
         return keys.integer("min_pixels", size.get("shortest_edge", least)), keys.integer("max_pixels", size.get("longest_edge", most))
-
-    @cached_property
-    def heads(self) -> int:
-        heads = self.vision.integer("num_heads", high=1024)
-        if self.width % (4 * heads):
-            raise self.vision.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
-        return heads
 
     @property
     def most_patches(self) -> int:
@@ -173,10 +159,7 @@ class QwenPatches(TowerSight):
     def rope(self, places: np.ndarray, theta: float = THETA) -> Rope:
         """Of patches at these rows and columns, int64 [n, 2]."""
         quarter = self.width // self.heads // 4
-        steps = (1 / theta ** (np.arange(quarter, dtype=np.float32) / np.float32(quarter))).astype(np.float32)
-        angles = (places[:, :, None].astype(np.float32) * steps).reshape(len(places), -1)
-        angles = np.concatenate([angles, angles], axis=1)
-        return Rope(np.cos(angles), np.sin(angles))
+        return Rope.of((places[:, :, None].astype(np.float32) * turns(theta, quarter)).reshape(len(places), -1))
 
 
 def frames_at(places: np.ndarray) -> list[Span]:

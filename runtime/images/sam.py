@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .lfm2_vl import placed
+from .places import by_weights, cubic, taps
 from .tower_parts import CURVES, QUERIES, SHORT, Crew, Curve, Matrix, Norm, patches_of, product, two_layers
 from .tower_sight import TowerSight
 from .tower_weights import Weights
@@ -76,7 +76,7 @@ class Sam:
         rows = values.shape[0] // self.patch
         x = product(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
         if self.places is not None:
-            x += self.places if len(self.places) == rows else placed(self.places, rows, rows, cubic).reshape(x.shape)
+            x += self.places if len(self.places) == rows else by_weights(self.places, rows, rows, cubic).reshape(x.shape)
         for block in self.blocks:
             x = block.run(x, crew)
         narrow, first, near, second = self.neck
@@ -123,26 +123,15 @@ def _distances(table: np.ndarray, side: int) -> np.ndarray:
     """Of queries at each of `side` places, what their table has for keys at each: float32 [side, side, depth]."""
     count = 2 * side - 1
     if len(table) != count:
-        at = ((np.arange(count, dtype=np.float32) + np.float32(0.5)) * np.float32(len(table) / count) - np.float32(0.5)).clip(0)
-        low = at.astype(np.int64)
-        share = (at - low.astype(np.float32))[:, None]
-        table = table[low] * (1 - share) + table[np.minimum(low + 1, len(table) - 1)] * share
+        low, high, share = taps(len(table), count)
+        table = table[low] * (1 - share) + table[high] * share
     return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
 
 
-def cubic(side: int, count: int) -> np.ndarray:
-    """As `lfm2_vl.weighed`, by a cubic (Keys 1981, with -1/2) that is twice as wide."""
-    step = side / count
-    far = np.abs(np.arange(side)[None] + 0.5 - (np.arange(count)[:, None] + 0.5) * step) / max(1.0, step)
-    near, beyond = 1.5 * far**3 - 2.5 * far**2 + 1, -0.5 * far**3 + 2.5 * far**2 - 4 * far + 2
-    weights = np.where(far < 1, near, np.where(far < 2, beyond, 0))
-    return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
-
-
 def load_sam(weights: Weights, sight: TowerSight, name: str) -> Sam:
-    keys, width, across = sight.vision, sight.width, sight.side // sight.patch
+    keys, width, across = sight.said, sight.width, sight.side // sight.patch
     eps, inner, channels = keys.number("layer_norm_eps"), keys.integer("mlp_dim"), keys.integer("output_channels")
-    curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
+    curve = keys.choice("hidden_act", CURVES, "gelu")
     count = layer_count(sight)
     whole, window = keys.layers("global_attn_indexes", count), keys.integer("window_size", low=0, high=1 << 10)
 

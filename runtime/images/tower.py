@@ -17,7 +17,7 @@ from ..stores.composite import THINKER
 from ..text import Tokenizer
 from . import PLACE, Work
 from .senses import Sense
-from .tower_parts import Crew
+from .tower_parts import CURVES, Crew
 from .tower_weights import Weights
 
 if TYPE_CHECKING:
@@ -32,7 +32,11 @@ Rows = Callable[[Any, Crew], np.ndarray]
 class Family(Protocol):
     """What a family says of its pictures, or of its sounds."""
 
-    most_patches: int  # of those that are in the tower at once
+    def ready(self) -> Keys:
+        """What the files say of how what is taken is made ready."""
+
+    def settle(self, keys: Keys) -> None:
+        """What follows for the family from that, and from the config. Raises EffllmError for what is not known here."""
 
     def values(self, taken: np.ndarray) -> Any:
         """What the tower is given of a picture uint8 [height, width, 3], or of a sound float32 [samples]."""
@@ -40,32 +44,38 @@ class Family(Protocol):
     def load(self, weights: Weights) -> Rows:
         """The tower."""
 
+    def numbers_needed(self) -> int:
+        """Float32 that there are beside the weights while one is looked at, or listened to."""
+
     def tokens(self, *size: int) -> tuple[int, ...]:
         """What a picture of this height and width, a film of so many frames of them, or a sound of so many samples, becomes in a prompt."""
 
 
 class Tower(Family):
-    """`kinds`: of towers that the family has -> what their configs say by saying nothing; the first is the one that is meant where none is
-    stated. They are described in the `section` of config.json."""
+    """`KINDS`: of towers that the family has -> what their configs say by saying nothing; the first is the one that is meant where none is
+    stated. They are described in the `SECTION` of config.json: `said`, and what is around that, `outer`."""
 
+    KINDS: Mapping[str, Mapping[str, object]]
+    SECTION: str
     sense: Sense
     placeholder: str
     threads: int | None = None
     together = bordered = False  # as of `Sight`
     multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
-    def __init__(self, source: TowerSource, config: ModelConfig, section: str, kinds: Mapping[str, Mapping[str, object]]) -> None:
+    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config
         self.outer = Keys(Keys(source.config).section(THINKER) or source.config)
-        stated = self.outer.section(section) or {}
-        self.tower = str(stated.get("model_type") or next(iter(kinds)))
-        if self.tower not in kinds:
+        stated = self.outer.section(self.SECTION) or {}
+        self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
+        if self.tower not in self.KINDS:
             raise UsageError(f"its {self.sense.noun}s are {self.sense.done} by a tower of type {show(self.tower)}, which is not known for "
-                             "this model", f"known: {', '.join(kinds)}; text alone works")
+                             "this model", f"known: {', '.join(self.KINDS)}; text alone works")
         own = {key: value for key, value in stated.items() if value is not None}
-        self.said = Keys({**kinds[self.tower], **own}, f"config.json: {section}")
+        self.said = Keys({**self.KINDS[self.tower], **own}, f"config.json: {self.SECTION}")
         self._rows: Rows | None = None
         self._once = threading.Lock()
+        self.settle(self.ready())
 
     def computed(self, taken: np.ndarray, work: Work) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
         """Rows, tokens and what early layers add, as of `Seen`."""
@@ -74,7 +84,7 @@ class Tower(Family):
             if self._rows is None:
                 with self.source.weights() as weights:
                     self._rows = self.load(weights)
-        with Crew(self.threads or cpu_threads(), work) as crew:
+        with Crew(self.workers, work) as crew:
             rows, deep = self._rows(self.values(taken), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
@@ -85,9 +95,24 @@ class Tower(Family):
             rows = rows * np.float32(self.config.embedding_multiplier)
         return rows, tokens, deep
 
+    def to_text(self, weights: Weights, inside: int, between: int = 0, bias: bool | None = None) -> Rows:
+        """The two layers to the width of the text part, from such a width by way of another or of its own, that most families have."""
+        hidden, curve = self.config.hidden_size, self.outer.choice("projector_hidden_act", CURVES, "gelu")
+        return weights.two_layers("multi_modal_projector.", (inside, between or hidden, hidden), curve, bias)
+
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
         """How many rows there are of what was taken, which becomes these tokens."""
         return tokens.count(PLACE)
+
+    @property
+    def workers(self) -> int:
+        """Threads that compute."""
+        return self.threads or cpu_threads()
+
+    def bytes_needed(self) -> int:
+        """Of the weights, and of what is computed with them."""
+        with self.source.saying(), self.source.weights() as weights:
+            return weights.nbytes + 4 * self.numbers_needed()
 
     @property
     def written(self) -> str:

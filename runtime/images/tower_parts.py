@@ -7,6 +7,7 @@ Matrices stay as they are stored, bfloat16 too, and are widened when a layer's t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -21,6 +22,7 @@ from . import Work
 ROWS = 384  # rows of a piece of work, about
 SHORT = 256  # patches that see each other, up to which all heads are one piece of work
 QUERIES = 128  # rows of a matrix of scores
+TOGETHER = 4096  # patches that go through the layers at once, but for a tile that has more
 
 Curve = Callable[[np.ndarray], np.ndarray]
 Span = tuple[int, int]  # patches that see each other: the first, and the one behind the last
@@ -45,6 +47,12 @@ class Crew:
         """So many columns, or heads, as each thread's part."""
         step = -(-count // self._threads)
         return [slice(begin, min(begin + step, count)) for begin in range(0, count, step)]
+
+    def groups(self, parts: Sequence[np.ndarray], few: int, layers: int) -> list[Sequence[np.ndarray]]:
+        """Parts of a picture of which so many go through so many layers at once: work that is to be done."""
+        found = [parts[at : at + max(1, few)] for at in range(0, len(parts), max(1, few))]
+        self.work.total += len(found) * layers
+        return found
 
     def all(self, pieces: Sequence[Callable[[], None]]) -> None:
         """Raises Left, also amid the pieces."""
@@ -96,6 +104,11 @@ class Matrix:
         """Of so many that are stored one behind the other."""
         biases = [None] * count if self.bias is None else np.split(self.bias, count)
         return [Matrix(stored, bias) for stored, bias in zip(np.split(self.stored, count), biases, strict=True)]
+
+    def halved(self, heads: int) -> Matrix:
+        """Of queries or keys whose neighbouring channels turn together: those are half a head apart then."""
+        order = np.arange(len(self.stored)).reshape(heads, -1, 2).swapaxes(1, 2).reshape(-1)
+        return Matrix(np.ascontiguousarray(self.stored[order]), None if self.bias is None else self.bias[order])
 
     def shared(self, groups: int, heads: int) -> Matrix:
         """Of keys or values that several heads have, for each head those of its group."""
@@ -196,12 +209,27 @@ CURVES: dict[str, Curve] = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "gelu_
                             "relu": lambda x: np.maximum(x, 0)}
 
 
+def turns(theta: float, pairs: int) -> np.ndarray:
+    """By what angle each of so many pairs of channels turns from one place to the next, float32 [pairs]."""
+    return (1 / theta ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))).astype(np.float32)
+
+
 @dataclass(frozen=True)
 class Rope:
     """Angles of a patch's place: `cos` and `sin` float32 [T, d], by which halves of a head are turned."""
 
     cos: np.ndarray
     sin: np.ndarray
+
+    @classmethod
+    def of(cls, half: np.ndarray) -> Rope:
+        """Of the angles of half a head, float32 [T, d / 2]."""
+        angles = np.concatenate([half, half], axis=1)
+        return cls(np.cos(angles), np.sin(angles))
+
+    def times(self, count: int) -> Rope:
+        """Of so many tiles one behind the other."""
+        return Rope(np.tile(self.cos, (count, 1)), np.tile(self.sin, (count, 1)))
 
     def turn(self, x: np.ndarray, rows: slice) -> np.ndarray:
         """Of x [rows, H, d]."""
@@ -332,3 +360,15 @@ def patches_of(values: np.ndarray, size: int) -> np.ndarray:
     rows, columns = values.shape[0] // size, values.shape[1] // size
     cut = values[: rows * size, : columns * size].reshape(rows, size, columns, size, 3)
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, 3 * size * size)
+
+
+def squares(x: np.ndarray, columns: int, factor: int) -> np.ndarray:
+    """Of patches [n, D] in so many columns, squares side by side: [n / factor², D * factor²]."""
+    cut = x.reshape(len(x) // columns // factor, factor, columns // factor, factor, -1).swapaxes(1, 2)
+    return np.ascontiguousarray(cut).reshape(len(x) // factor**2, -1)
+
+
+def joined(x: np.ndarray, factor: int) -> np.ndarray:
+    """The same of square tiles: [tiles, n, D] -> [tiles, n / factor², D * factor²]."""
+    tiles, count, width = x.shape
+    return squares(x.reshape(-1, width), math.isqrt(count), factor).reshape(tiles, count // factor**2, -1)

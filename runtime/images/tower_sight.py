@@ -6,23 +6,21 @@ A family has a class with `values` (pictures to what its tower is given), `load`
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
-from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys
-from . import Seen, Work
+from . import PLACE, Seen, Work
+from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, square
 from .senses import PICTURES
 from .tower import Family, Rows, Tower
 from .tower_parts import ROWS
 
 if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
     from .video_file import Frame
 
 __all__ = ["Family", "Rows", "TowerSight"]
@@ -31,21 +29,34 @@ MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
 
 
 class TowerSight(Tower):
-    """A `Sight`. `VISION`: kinds of towers that the family has -> what their configs say by saying nothing; the first is the one that is
-    meant where none is stated. `PROCESSORS`: kinds of preprocessors."""
+    """A `Sight`. `PROCESSORS`: kinds of preprocessors that the family has, and the `LOOK` of those that say nothing: mean, deviation and
+    filter. A picture becomes values by its `scale` and `resample`."""
 
-    VISION: Mapping[str, Mapping[str, object]]
     PROCESSORS: tuple[str, ...]
+    LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
+    SECTION = "vision_config"
+    HEADS, TURNED = "num_attention_heads", 1  # what says how many there are, and of what number of channels each has a multiple
     sense = PICTURES
     placeholder = "<image>"
     both_ways = in_windows = False
     behind: tuple[int, ...] | None = None  # as of `Seen`
     framed = 0
+    most_patches: int  # of those that are in the tower at once
+    whole_patches = 0  # of all parts of a picture that has several
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config, "vision_config", self.VISION)
-        self.vision = self.said
-        self.processor, self.around = source.processor(self.PROCESSORS)
+    def ready(self) -> Keys:
+        self._spelled: dict[str, tuple[int, ...]] = {}
+        found, self.around = self.source.processor(self.PROCESSORS)
+        self.processor = keys = self.renamed(found)
+        *colours, resample = self.LOOK
+        self.scale, self.resample = Scale(keys, *colours), filter_of(keys, resample)
+        if not keys.flag("do_resize", True):
+            raise keys.fail("do_resize", "true, as the tower takes pictures of certain sizes alone")
+        return keys
+
+    def renamed(self, keys: Keys) -> Keys:
+        """What a preprocessor's file says, by the names of transformers."""
+        return keys
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
@@ -56,6 +67,14 @@ class TowerSight(Tower):
     def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """As of `Sight`: each is a picture behind its second."""
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
+
+    def spelled(self, text: str, word: str) -> tuple[int, ...]:
+        """Tokens of what a picture is in words, of which `word` stands for a row. Texts are kept: pictures of a shape have the same."""
+        if text not in self._spelled:
+            number = self.word(word)
+            self._spelled[text] = tuple(PLACE if token == number else token for token in
+                                        self.words.encode(text, add_special_tokens=False))
+        return self._spelled[text]
 
     def rope_grid(self, *size: int) -> tuple[int, int] | None:
         """`Seen.grid` of a picture of this size."""
@@ -71,30 +90,42 @@ class TowerSight(Tower):
         """`Seen.word`."""
         return None
 
-    @property
-    def whole_patches(self) -> int:
-        """Of all parts of a picture."""
-        return self.most_patches
-
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what goes in and comes out."""
-        with self.source.saying(), self.source.weights() as weights:
-            matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
-            pieces = 16 * self.width * ROWS * (self.threads or cpu_threads())
-            return weights.nbytes + 4 * (matrices + layer + pieces + self.whole_patches * (3 * self.patch**2 + 2 * self.width))
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, pieces of it, and what goes in and comes out."""
+        matrices, layer = 12 * self.width**2, 6 * self.most_patches * self.width
+        pieces = 16 * self.width * ROWS * self.workers
+        return matrices + layer + pieces + (self.whole_patches or self.most_patches) * (3 * self.patch**2 + 2 * self.width)
 
     # -- what towers say of themselves ----------------------------------------------------------------------------------------------
 
     @cached_property
     def width(self) -> int:
-        return self.vision.integer("hidden_size", high=MOST_WIDTH)
+        return self.said.integer("hidden_size", high=MOST_WIDTH)
 
     @cached_property
     def heads(self) -> int:
-        heads = self.vision.integer("num_attention_heads", high=1024)
+        heads = self.said.integer(self.HEADS, high=1024)
         if self.width % heads:
             raise ConfigError(f"config.json: vision_config: hidden_size {self.width} is not a multiple of {heads} heads")
+        if self.width // heads % self.TURNED:
+            raise self.said.fail(self.HEADS, f"a part of {self.width} in which rows and columns have a place")
         return heads
+
+    def demand_side(self, keys: Keys, usual: int, name: str = "size") -> None:
+        """Raises ConfigError for a preprocessor that makes pictures, or tiles, other squares than the tower takes."""
+        if square(keys, name, {"height": usual, "width": usual}) != (self.side, self.side):
+            raise keys.fail(name, f"the {self.side} × {self.side} that the tower takes")
+
+    def demand_same(self, keys: Keys, **own: int) -> None:
+        """Raises ConfigError for a preprocessor that says otherwise of the tower than config.json does."""
+        for name, value in own.items():
+            if keys.integer(name, value) != value:
+                raise keys.fail(name, f"{value}, as config.json says of the tower")
+
+    def theta(self, usual: float) -> float:
+        """Of the angles by which patches are turned."""
+        stated = Keys(self.said.section("rope_parameters") or {}, "config.json: vision_config: rope_parameters")
+        return stated.number("rope_theta", None) or self.said.number("rope_theta", usual)
 
     @cached_property
     def patch(self) -> int:
@@ -107,10 +138,10 @@ class TowerSight(Tower):
 
     def side_of(self, name: str, high: int) -> int:
         """One number, which some write for height and width."""
-        value = self.vision.raw.get(name)
+        value = self.said.raw.get(name)
         if isinstance(value, list) and len(value) == 2 and value[0] == value[1]:
-            return Keys({name: value[0]}, self.vision.where).integer(name, high=high)
-        return self.vision.integer(name, high=high)
+            return Keys({name: value[0]}, self.said.where).integer(name, high=high)
+        return self.said.integer(name, high=high)
 
 
 def demand_shape(height: int, width: int) -> None:

@@ -7,7 +7,7 @@ without their own `vision_model.`; here they have neither.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 
@@ -20,7 +20,7 @@ from ..files.written import TOWER
 from ..sounds import HEARING
 from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
 from .senses import PICTURES, SOUNDS, Sense
-from .tower_parts import Matrix, Norm, widened
+from .tower_parts import Crew, Curve, Matrix, Norm, two_layers, widened
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
@@ -39,15 +39,17 @@ RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_moda
            "mm_projector.0.": "multi_modal_projector.linear_1.", "mm_projector.2.": "multi_modal_projector.linear_2.",
            "sound_encoder.encoder.": "audio_tower.", "sound_projection.norm.": "embed_audio.layer_norm.",
            "sound_projection.linear1.": "embed_audio.linear_1.", "sound_projection.linear2.": "embed_audio.linear_2."}
-OF_SAM = "vision_tower.sam_encoder."
-INSIDE_SAM = {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.": "patch_embed.projection.",
-              "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.", "neck.3.": "neck.layer_norm2.",
-              "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}
-PIXTRAL = "vision_tower.transformer.layers."  # of Mistral's own code: rows of w_q and w_k are neighbours, so they keep their names
-OF_PIXTRAL = {".wv.": ".v_proj.", ".wo.": ".o_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}
-VIT, OF_VIT = "vit.", {"perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.",
-                       "perceive.": "patch_merger.", "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.",
-                       ".input_layernorm.": ".layer_norm1.", ".post_attention_layernorm.": ".layer_norm2."}
+# How names of some towers begin -> the same here, and what their parts are called.
+SAM, PIXTRAL = "vision_tower.sam_encoder.", "vision_tower.transformer.layers."
+INSIDE = {SAM: (SAM, {"blocks.": "layers.", ".norm1.": ".layer_norm1.", ".norm2.": ".layer_norm2.", "patch_embed.proj.":
+                      "patch_embed.projection.", "neck.0.": "neck.conv1.", "neck.1.": "neck.layer_norm1.", "neck.2.": "neck.conv2.",
+                      "neck.3.": "neck.layer_norm2.", "net_2.": "proj.conv1.", "net_3.": "proj.conv2."}),
+          # Of Mistral's own code, in which rows of w_q and w_k are neighbours, so these keep their names.
+          PIXTRAL: (PIXTRAL, {".wv.": ".v_proj.", ".wo.": ".o_proj.", ".w1.": ".gate_proj.", ".w2.": ".down_proj.", ".w3.": ".up_proj."}),
+          "vit.": ("vision_tower.", {
+              "perceive.proj.0.": "patch_merger.proj_conv.", "perceive.proj.2.": "patch_merger.proj_out.", "perceive.": "patch_merger.",
+              "mlp.dense_h_to_4h.": "mlp.fc1.", "mlp.dense_4h_to_h.": "mlp.fc2.", ".input_layernorm.": ".layer_norm1.",
+              ".post_attention_layernorm.": ".layer_norm2."})}
 # FastVLM's as Apple published it: a tower's steps are numbered there, those that halve a map and that tell places apart among them.
 MOBILE = "vision_tower.vision_tower.model."
 STEPS = ("stages.0.blocks", "stages.1.downsample", "stages.1.blocks", "stages.2.downsample", "stages.2.blocks", "stages.3.downsample",
@@ -64,17 +66,11 @@ def own_name(name: str) -> str:
         if name.startswith(theirs):
             name = ours + name.removeprefix(theirs)
             break
-    if name.startswith(OF_SAM):
-        for theirs, ours in INSIDE_SAM.items():
-            name = name.replace(theirs, ours)
-        return name
-    if name.startswith(PIXTRAL):
-        for theirs, ours in OF_PIXTRAL.items():
-            name = name.replace(theirs, ours)
-    if name.startswith(VIT):
-        name = f"vision_tower.{name.removeprefix(VIT)}"
-        for theirs, ours in OF_VIT.items():
-            name = name.replace(theirs, ours)
+    for begin, (here, parts) in INSIDE.items():
+        if name.startswith(begin):
+            name = here + name.removeprefix(begin)
+            for theirs, ours in parts.items():
+                name = name.replace(theirs, ours)
     if name.startswith(MOBILE):
         name = f"vision_tower.timm_model.{_of_mobile(name.removeprefix(MOBILE))}"
     return name.replace("vision_tower.vision_model.", "vision_tower.", 1)
@@ -179,6 +175,13 @@ class Weights:
         """`name`.weight and its bias: with one, without, or as it is stored."""
         with_bias = self.has(f"{name}.bias") if bias is None else bias
         return Matrix(self.stored(f"{name}.weight", rows, depth), self.numbers(f"{name}.bias", rows) if with_bias else None)
+
+    def two_layers(self, name: str, widths: tuple[int, int, int], curve: Curve, bias: bool | None = None,
+                   parts: tuple[str, str] = ("linear_1", "linear_2")) -> Callable[[np.ndarray, Crew], np.ndarray]:
+        """From one width by way of another to a third, by the matrices that are called `name` and a part: rows [..., K] -> [..., N]."""
+        inside, between, out = widths
+        first, second = self.matrix(name + parts[0], between, inside, bias), self.matrix(name + parts[1], out, between, bias)
+        return lambda x, crew: two_layers(x, first, second, curve, crew)
 
     def layer_norm(self, name: str, width: int, eps: float) -> Norm:
         return Norm(self.numbers(f"{name}.weight", width), self.numbers(f"{name}.bias", width), eps)

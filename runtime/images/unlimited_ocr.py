@@ -3,36 +3,30 @@ what both made side by side; lines of tiles are joined, and a row ends each."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..config_reader import Keys
 from . import PLACE
 from .deepseek_ocr2 import TiledPages, load_pages
-from .lfm2_vl import placed
+from .places import by_weights, cubic
 from .preprocessor import resized
-from .sam import cubic
-from .tower_parts import CURVES, Block, Crew, Matrix, product
+from .tower_layers import APART, Shape, load_blocks, through
+from .tower_parts import CURVES, TOGETHER, Crew, Matrix, product
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
 from .tower_weights import Weights
-from .vision_transformer import CLIP, TOGETHER, layer_count
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from .tower_source import TowerSource
+from .vision_transformer import CLIP, layer_count
 
 NAMES = ("vision_tower.vision_encoder.", "encoder.layers"), ("vision_model.", "transformer.layers")  # the second as it was published
 LARGE = {**CLIP, "hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "patch_size": 14}
 
 
 class UnlimitedOcr(TiledPages):
-    VISION = {"unlimited_ocr_vision": {}, "vision": {}}
+    KINDS = {"unlimited_ocr_vision": {}, "vision": {}}
     PROCESSORS = ("UnlimitedOcrImageProcessor",)
     TILE, MOST, WIDTHS, ENCODER, crops_always = 640, 32, [512, 1024], LARGE, False
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.squeezed = self.processor.integer("maximum_pad_value", 640, high=1 << 14)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
@@ -89,21 +83,15 @@ class Clip:
         if self.width != sight.widths[-1] or self.width % heads:
             raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels, and a multiple of {heads} heads")
         self.side = keys.integer("image_size", high=1 << 14) // keys.integer("patch_size", high=1 << 10)
-        curve, width = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "quick_gelu")], self.width
+        curve, width = keys.choice("hidden_act", CURVES, "quick_gelu"), self.width
 
         def looked(own: str) -> list[Matrix]:
             if weights.has(f"{own}qkv_proj.weight"):
                 return weights.matrix(f"{own}qkv_proj", 3 * width, width, bias=True).parts(3)
             return [weights.matrix(f"{own}{which}_proj", width, width, bias=True) for which in "qkv"]
 
-        def block(number: int) -> Block:
-            own = f"{name}{layers}.{number}."
-            return Block((weights.layer_norm(f"{own}layer_norm1", width, eps), weights.layer_norm(f"{own}layer_norm2", width, eps)),
-                         *looked(f"{own}self_attn."), weights.matrix(f"{own}self_attn.out_proj", width, width, bias=True),
-                         weights.matrix(f"{own}mlp.fc1", inner, width, bias=True), weights.matrix(f"{own}mlp.fc2", width, inner, bias=True),
-                         curve, heads)
-
-        self.blocks = [block(number) for number in range(count)]
+        self.blocks = load_blocks(weights, f"{name}{layers}.", count, APART,
+                                  Shape(width, inner, heads, curve, eps, bias=(True, True)), lambda own: looked(f"{own}self_attn."))
         self.first = weights.numbers(f"{name}embeddings.class_embedding", width)
         self.places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.side**2 + 1, width)
         self.before = weights.layer_norm(f"{name}pre_layrnorm", width, eps)  # so it is written
@@ -112,15 +100,13 @@ class Clip:
         """What SAM made of some parts, [rows, rows, D] each -> what both made, [parts * rows², 2 * D]."""
         rows, count = len(parts[0]), len(parts[0]) ** 2 + 1
         table = self.places[1:].reshape(self.side, self.side, -1)
-        spread = self.places[1:] if rows == self.side else placed(table, rows, rows, cubic)
+        spread = self.places[1:] if rows == self.side else by_weights(table, rows, rows, cubic)
         given = np.stack(parts).reshape(len(parts), count - 1, self.width)
         x = np.concatenate([np.broadcast_to(self.first, (len(parts), 1, self.width)), given], axis=1)
         x += np.concatenate([self.places[:1], spread])
-        x = self.before(x.reshape(-1, self.width))
-        for block in self.blocks:
-            block.run(x, [(at, at + count) for at in range(0, len(x), count)], crew)
+        x = through(self.blocks, self.before(x.reshape(-1, self.width)), crew,
+                    spans=[(at, at + count) for at in range(0, len(parts) * count, count)])
         return np.concatenate([x.reshape(len(parts), count, -1)[:, 1:], given], axis=-1).reshape(-1, 2 * self.width)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> UnlimitedOcr:
-    return UnlimitedOcr(source, config)
+sight = UnlimitedOcr

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, patches_of
+from .tower_layers import APART, Shape, load_blocks
+from .tower_parts import CURVES, TOGETHER, Block, Crew, Matrix, Norm, patches_of
 from .tower_sight import MOST_LAYERS, TowerSight
 from .tower_weights import Weights
 
@@ -18,7 +19,6 @@ CLIP: Mapping[str, object] = {
     "hidden_act": "quick_gelu", "layer_norm_eps": 1e-5}
 SIGLIP: Mapping[str, object] = {**CLIP, "patch_size": 16, "hidden_act": "gelu_pytorch_tanh", "layer_norm_eps": 1e-6}
 IDEFICS: Mapping[str, object] = {**SIGLIP, "hidden_size": 1152, "num_attention_heads": 16, "patch_size": 32}
-TOGETHER = 4096  # patches that go through the layers at once, but for a tile that has more
 
 
 @dataclass(frozen=True)
@@ -37,9 +37,7 @@ class VisionTransformer:
         """Tiles float32 [side, side, 3], all of a size -> what layers number `wanted` made of them, side by side, [tiles, n, D * layers];
         number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
         length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
-        few = max(1, TOGETHER // length)
-        groups = [tiles[at : at + few] for at in range(0, len(tiles), few)]
-        crew.work.total += len(groups) * max(wanted)
+        groups = crew.groups(tiles, TOGETHER // length, max(wanted))
         return np.concatenate([self._few(each, wanted, crew, places) for each in groups])
 
     def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None) -> np.ndarray:
@@ -66,33 +64,28 @@ class VisionTransformer:
 
 def load_transformer(weights: Weights, sight: TowerSight, name: str, finished: bool) -> VisionTransformer:
     """The tower whose tensors begin with `name`. `finished`: with the norm behind its last layer."""
-    keys, width, patch = sight.vision, sight.width, sight.patch
+    keys, width, patch = sight.said, sight.width, sight.patch
     clip = sight.tower.startswith("clip")
     eps, inner = keys.number("layer_norm_eps"), keys.integer("intermediate_size")
-    curve = CURVES[keys.choice("hidden_act", {key: key for key in CURVES}, "gelu")]
-    count = layer_count(sight)
+    curve = keys.choice("hidden_act", CURVES, "gelu")
     places = (sight.side // patch) ** 2 + clip
-
-    def block(number: int) -> Block:
-        own = f"{name}encoder.layers.{number}."
-        return Block(
-            norms=tuple(weights.layer_norm(f"{own}layer_norm{which}", width, eps) for which in (1, 2)),
-            **{to: weights.matrix(f"{own}self_attn.{stored}", width, width)
-               for to, stored in (("queries", "q_proj"), ("keys", "k_proj"), ("values", "v_proj"), ("out", "out_proj"))},
-            up=weights.matrix(f"{own}mlp.fc1", inner, width), down=weights.matrix(f"{own}mlp.fc2", width, inner), curve=curve,
-            heads=sight.heads)
 
     return VisionTransformer(
         patches=weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * patch * patch),
         places=weights.numbers(f"{name}embeddings.position_embedding.weight", places, width),
         first=weights.numbers(f"{name}embeddings.class_embedding", width) if clip else None,
         before=weights.layer_norm(f"{name}pre_layrnorm", width, eps) if clip else None,  # so it is written
-        blocks=[block(number) for number in range(count)],
+        blocks=load_blocks(weights, f"{name}encoder.layers.", layer_count(sight), APART, Shape(width, inner, sight.heads, curve, eps)),
         after=weights.layer_norm(f"{name}post_layernorm", width, eps) if finished else None, patch=patch)
 
 
 def layer_count(sight: TowerSight) -> int:
-    return sight.vision.integer("num_hidden_layers", high=MOST_LAYERS)
+    return sight.said.integer("num_hidden_layers", high=MOST_LAYERS)
+
+
+def drops_first(sight: TowerSight, usual: str) -> bool:
+    """Whether what stands before patches is not projected."""
+    return sight.outer.choice("vision_feature_select_strategy", {"default": True, "full": False}, usual)
 
 
 def wanted_layers(sight: TowerSight, default: int) -> list[int]:

@@ -8,7 +8,7 @@ which each sees itself and as many rows before it as are ever seen: a few hundre
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -48,7 +48,7 @@ class CausalSizes:
     cap: float
     bound: float
     eps: float
-    curve: str
+    curve: Curve
     clipped: bool
     made: int
     edges: bool = False
@@ -66,7 +66,7 @@ class CausalSizes:
             keys.integer("conv_kernel_size", high=256), keys.number("residual_weight"), keys.integer("attention_chunk_size", high=4096),
             keys.integer("attention_context_left", low=2, high=4096) - 1, keys.integer("attention_context_right", low=0, high=4096),
             keys.number("attention_logit_cap"), min(keys.number("gradient_clipping"), float(np.finfo(np.float32).max)),
-            keys.number("rms_norm_eps"), keys.choice("hidden_act", {key: key for key in CURVES}, "silu"),
+            keys.number("rms_norm_eps"), keys.choice("hidden_act", CURVES, "silu"),
             keys.flag("use_clipped_linears"), keys.integer("output_proj_dims", high=MOST_WIDTH), edges)
 
     @property
@@ -268,34 +268,60 @@ class CausalConformer:
         return kept if self.last is None else product(kept, self.last, crew)
 
 
-def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str) -> CausalConformer:
-    """The tower whose tensors begin with `name`."""
-    width, bound, curve, first = sizes.width, np.float32(sizes.bound), CURVES[sizes.curve], f"{name}subsample_conv_projection."
-    depth = width // sizes.heads
+@dataclass(frozen=True)
+class Called:
+    """What the parts of a tower are called, as two versions of it have them: the first convolutions by number, and of layers both FFNs and
+    the norms `around` attention, its matrices, how steep queries are and what tells distances; `inside` a part is its matrix."""
+
+    halving: str
+    layer: str
+    ffns: tuple[str, str]
+    around: tuple[str, str]
+    looked: tuple[str, ...]
+    steep: str
+    near: str
+    after: str
+    inside: str
+
+
+NOW = Called("layer{}.", "layers.", ("feed_forward1", "feed_forward2"), ("norm_pre_attn", "norm_post_attn"),
+             tuple(f"self_attn.{each}" for each in ("q_proj", "k_proj", "v_proj", "post")), "self_attn.per_dim_scale",
+             "self_attn.relative_k_proj", "norm_out", ".linear")
+BEFORE = Called("conv_{}.", "conformer.", ("ffw_layer_start", "ffw_layer_end"), ("attention.pre_attn_norm", "attention.post_norm"),
+                tuple(f"attention.{each}" for each in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "post")),
+                "attention.attn.per_dim_scale", "attention.attn.relative_position_embedding.pos_proj", "norm", "")
+
+
+def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, called: Called, finish: Callable[[np.ndarray], Curve],
+                          every: int = 1) -> CausalConformer:
+    """The tower whose tensors begin with `name`, of whose rows each `every`th is kept. `finish`: what norms the first convolutions, by
+    their weights. The later version scales keys, begins a frame before the first, and ends in a matrix."""
+    width, bound, curve, first = sizes.width, np.float32(sizes.bound), sizes.curve, f"{name}subsample_conv_projection."
+    depth, is_now = width // sizes.heads, called is NOW
 
     def norm(own: str, eps: float = NORM_EPS) -> Norm:
         return weights.rms_norm(own, width, eps)
 
     def matrix(own: str, rows: int = width, across: int = width) -> Matrix:
-        stored = weights.stored(f"{own}.linear.weight", rows, across)
+        stored = weights.stored(f"{own}{called.inside}.weight", rows, across)
         return Matrix(stored, None, tuple(weights.numbers(f"{own}.{each}").item() for each in LIMITS) if sizes.clipped else None)
 
     def halving(number: int) -> Halving:
-        own, (inside, channels) = f"{first}layer{number}", ((1, *sizes.channels)[number], sizes.channels[number])
-        return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
-                       rectified(Norm(weights.numbers(f"{own}.norm.weight", channels), None, sizes.eps)))
+        own, (inside, channels) = first + called.halving.format(number), ((1, *sizes.channels)[number], sizes.channels[number])
+        return Halving(weights.matrix(f"{own}conv", channels, inside * KERNEL**2, bias=False),
+                       rectified(finish(weights.numbers(f"{own}norm.weight", channels))), int(is_now))
 
     def ffn(own: str) -> Ffn:
         return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")), matrix(f"{own}.ffw_layer_1", 4 * width),
                    matrix(f"{own}.ffw_layer_2", width, 4 * width), curve, np.float32(sizes.share), bound)
 
     def attention(own: str) -> BackAttention:
-        steep = np.logaddexp(0, weights.numbers(f"{own}.self_attn.per_dim_scale", depth)).astype(np.float32)
-        told = weights.matrix(f"{own}.self_attn.relative_k_proj", width, width, bias=False).wide()(sizes.distances)
+        steep = np.logaddexp(0, weights.numbers(own + called.steep, depth)).astype(np.float32)
+        told = weights.matrix(own + called.near, width, width, bias=False).wide()(sizes.distances)
         return BackAttention(
-            (norm(f"{own}.norm_pre_attn"), norm(f"{own}.norm_post_attn")),
-            *(matrix(f"{own}.self_attn.{each}") for each in ("q_proj", "k_proj", "v_proj", "post")),
-            by_channel=steep * np.float32(depth**-0.5 / math.log(2)), key_scale=np.float32(math.log(1 + math.e) / math.log(2)),
+            tuple(norm(own + each) for each in called.around), *(matrix(own + each) for each in called.looked),
+            by_channel=steep * np.float32(depth**-0.5 / math.log(2)),
+            key_scale=np.float32(math.log(1 + math.e) / math.log(2) if is_now else 1),
             near=np.ascontiguousarray(told.reshape(-1, sizes.heads, depth).swapaxes(0, 1)), sizes=sizes)
 
     def convolution(own: str) -> BackConvolution:
@@ -303,9 +329,11 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str) -> Ca
         return BackConvolution((norm(f"{own}.pre_layer_norm", sizes.eps), norm(f"{own}.conv_norm", sizes.eps)),
                                matrix(f"{own}.linear_start", 2 * width), taps, matrix(f"{own}.linear_end"), curve, bound)
 
-    owns = [f"{name}layers.{number}" for number in range(sizes.layers)]
+    owns = [f"{name}{called.layer}{number}." for number in range(sizes.layers)]
+    before, behind = called.ffns
     return CausalConformer(
         (halving(0), halving(1)),
         weights.matrix(f"{first}input_proj_linear", width, halved(sizes.bands) * sizes.channels[1], bias=False),
-        [(ffn(f"{own}.feed_forward1"), attention(own), convolution(f"{own}.lconv1d"), ffn(f"{own}.feed_forward2")) for own in owns],
-        [norm(f"{own}.norm_out") for own in owns], bound, weights.matrix(f"{name}output_proj", sizes.made, width, bias=True))
+        [(ffn(own + before), attention(own), convolution(f"{own}lconv1d"), ffn(own + behind)) for own in owns],
+        [norm(own + called.after) for own in owns], bound,
+        weights.matrix(f"{name}output_proj", sizes.made, width, bias=True) if is_now else None, every)

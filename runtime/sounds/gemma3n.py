@@ -3,10 +3,8 @@ of it is filled with a word of the tower's own vocabulary, and so is the word be
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,27 +13,11 @@ from ..config_reader import Keys
 from ..images import PLACE
 from ..images.senses import RATE
 from ..images.tower import Rows
-from ..images.tower_parts import Crew, Norm, product, silu
+from ..images.tower_parts import Crew, Norm, product
 from ..images.tower_weights import Weights
-from .causal_conformer import (
-    KERNEL,
-    NORM_EPS,
-    BackAttention,
-    BackConvolution,
-    CausalConformer,
-    CausalSizes,
-    Ffn,
-    Halving,
-    halved,
-    rectified,
-)
+from .causal_conformer import BEFORE, CausalConformer, CausalSizes, load_causal_conformer
 from .gemma4 import Gemma4
 from .log_magnitudes import GEMMA_3N
-from .tower_hearing import Hearing
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
 
 BEGIN, SOUND, END = "<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"
 USUAL = {"input_feat_size": 128, "hidden_size": 1536, "rms_norm_eps": 1e-6, "gradient_clipping": 1e10, "conf_attention_chunk_size": 12,
@@ -69,18 +51,18 @@ class NormUntil:
 
 
 class Gemma3n(Gemma4):
-    AUDIO = {"gemma3n_audio": USUAL}
-    KIND, SAYING = "Gemma3nAudioFeatureExtractor", GEMMA_3N
+    KINDS = {"gemma3n_audio": USUAL}
+    EXTRACTORS, SAYING = ("Gemma3nAudioFeatureExtractor",), GEMMA_3N
     placeholder = SOUND
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.count = self.outer.integer("audio_soft_tokens_per_image", 188, high=1 << 14)
         self.every = self.said.integer("conf_reduction_factor", high=64)
         self.first, self.vocabulary = (self.said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
-        self.filler = config.vocab_size - 1 - self.first
+        self.filler = self.config.vocab_size - 1 - self.first
         if not 0 <= self.filler < self.vocabulary:
-            raise self.said.fail("vocab_offset", f"a number by which the last of {config.vocab_size} words is one of the tower's")
+            raise self.said.fail("vocab_offset", f"a number by which the last of {self.config.vocab_size} words is one of the tower's")
 
     def sized(self, keys: Keys, bands: int) -> CausalSizes:
         if keys.integer("input_feat_size") != bands:
@@ -125,44 +107,8 @@ class Gemma3n(Gemma4):
         return rows
 
     def tower_of(self, weights: Weights) -> CausalConformer:
-        sizes, width, bound, first = self.sizes, self.sizes.width, np.float32(self.sizes.bound), "audio_tower.subsample_conv_projection."
-        depth, eps = width // sizes.heads, self.said.number("sscp_conv_group_norm_eps")
-
-        def norm(own: str, eps: float = NORM_EPS) -> Norm:
-            return weights.rms_norm(own, width, eps)
-
-        def halving(number: int) -> Halving:
-            own, (inside, channels) = f"{first}conv_{number}", ((1, *sizes.channels)[number], sizes.channels[number])
-            return Halving(weights.matrix(f"{own}.conv", channels, inside * KERNEL**2, bias=False),
-                           rectified(NormUntil(weights.numbers(f"{own}.norm.weight", channels), eps)), before=0)
-
-        def ffn(own: str) -> Ffn:
-            return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")),
-                       weights.matrix(f"{own}.ffw_layer_1", 4 * width, width), weights.matrix(f"{own}.ffw_layer_2", width, 4 * width), silu,
-                       np.float32(sizes.share), bound)
-
-        def attention(own: str) -> BackAttention:
-            steep = np.logaddexp(0, weights.numbers(f"{own}.attn.per_dim_scale", depth)).astype(np.float32)
-            told = weights.matrix(f"{own}.attn.relative_position_embedding.pos_proj", width, width).wide()(sizes.distances)
-            return BackAttention(
-                (norm(f"{own}.pre_attn_norm"), norm(f"{own}.post_norm")),
-                *(weights.matrix(f"{own}.{each}", width, width) for each in ("attn.q_proj", "attn.k_proj", "attn.v_proj", "post")),
-                by_channel=steep * np.float32(depth**-0.5 / math.log(2)), key_scale=np.float32(1),
-                near=np.ascontiguousarray(told.reshape(-1, sizes.heads, depth).swapaxes(0, 1)), sizes=sizes)
-
-        def convolution(own: str) -> BackConvolution:
-            taps = weights.numbers(f"{own}.depthwise_conv1d.weight", width, sizes.taps).T
-            return BackConvolution((norm(f"{own}.pre_layer_norm", sizes.eps), norm(f"{own}.conv_norm", sizes.eps)),
-                                   weights.matrix(f"{own}.linear_start", 2 * width, width), taps,
-                                   weights.matrix(f"{own}.linear_end", width, width), silu, bound)
-
-        owns = [f"audio_tower.conformer.{number}" for number in range(sizes.layers)]
-        return CausalConformer(
-            (halving(0), halving(1)),
-            weights.matrix(f"{first}input_proj_linear", width, halved(sizes.bands) * sizes.channels[1], bias=False),
-            [(ffn(f"{own}.ffw_layer_start"), attention(f"{own}.attention"), convolution(f"{own}.lconv1d"), ffn(f"{own}.ffw_layer_end"))
-             for own in owns], [norm(f"{own}.norm") for own in owns], bound, None, self.every)
+        eps = self.said.number("sscp_conv_group_norm_eps")
+        return load_causal_conformer(weights, self.sizes, "audio_tower.", BEFORE, lambda weight: NormUntil(weight, eps), self.every)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Gemma3n(source, config)
+sight = Gemma3n

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..config_reader import Keys
@@ -13,30 +11,25 @@ from ..images.senses import RATE
 from ..images.tower import Rows
 from ..images.tower_parts import ROWS, Norm, product
 from ..images.tower_weights import Weights
-from .causal_conformer import HELD, KERNEL, USUAL, CausalSizes, halved, load_causal_conformer
+from .causal_conformer import HELD, KERNEL, NOW, USUAL, CausalConformer, CausalSizes, halved, load_causal_conformer
 from .log_magnitudes import GEMMA_4, LogMagnitudes
 from .tower_hearing import Hearing
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
 
 BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
 
 
 class Gemma4(Hearing):
-    """`KIND` of extractors, and what they are `SAYING` by saying nothing."""
+    """What its extractors are `SAYING` by saying nothing."""
 
-    AUDIO = {"gemma4_audio": USUAL}
-    KIND, SAYING = "Gemma4AudioFeatureExtractor", GEMMA_4
+    KINDS = {"gemma4_audio": USUAL}
+    EXTRACTORS, SAYING = ("Gemma4AudioFeatureExtractor",), GEMMA_4
     placeholder = SOUND
     most_seconds = 30.0
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.bands = LogMagnitudes.read(source.extractor((self.KIND,)), self.SAYING)
+    def settle(self, keys: Keys) -> None:
+        self.bands = LogMagnitudes.read(keys, self.SAYING)
         self.sizes = self.sized(self.said, self.bands.bands)
-        demand_padding(self.outer, config)
+        demand_padding(self.outer, self.config)
 
     def sized(self, keys: Keys, bands: int) -> CausalSizes:
         return CausalSizes.read(keys, bands)
@@ -49,21 +42,22 @@ class Gemma4(Hearing):
         return self.bands(taken)
 
     def load(self, weights: Weights) -> Rows:
-        tower, made = load_causal_conformer(weights, self.sizes, "audio_tower."), self.sizes.made
+        tower, made = self.tower_of(weights), self.sizes.made
         plain = Norm(np.ones(made, np.float32), None, self.sizes.eps, centered=False)
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, made, bias=False)
         return lambda frames, crew: product(plain(tower.rows(frames, crew)), project, crew)
 
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the first convolutions read."""
+    def tower_of(self, weights: Weights) -> CausalConformer:
+        return load_causal_conformer(weights, self.sizes, "audio_tower.", NOW, lambda weight: Norm(weight, None, self.sizes.eps))
+
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, pieces of it, and what the first convolutions read."""
         sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * RATE))
-        with self.source.saying(), self.source.weights() as weights:
-            matrices = 8 * sizes.width**2
-            layer = halved(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
-            pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4
-            first = frames * sizes.bands * (1 + sizes.channels[0]) // 2
-            return weights.nbytes + 4 * (matrices + layer + pieces * self.workers + first)
+        matrices = 8 * sizes.width**2
+        layer = halved(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
+        pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4
+        first = frames * sizes.bands * (1 + sizes.channels[0]) // 2
+        return matrices + layer + pieces * self.workers + first
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Gemma4(source, config)
+sight = Gemma4

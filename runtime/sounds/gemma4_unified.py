@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..config_reader import Keys
 from ..images import PLACE
 from ..images.senses import RATE
 from ..images.tower import Rows
@@ -14,21 +13,14 @@ from ..images.tower_weights import Weights
 from .gemma4 import BEGIN, END, SOUND
 from .tower_hearing import Hearing
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
-
-KIND = "Gemma4UnifiedAudioFeatureExtractor"
-
 
 class Gemma4Unified(Hearing):
-    AUDIO = {"gemma4_unified_audio": {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}}
+    KINDS = {"gemma4_unified_audio": {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}}
+    EXTRACTORS = ("Gemma4UnifiedAudioFeatureExtractor",)
     placeholder = SOUND
     most_seconds = 30.0
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = source.extractor((KIND,))
+    def settle(self, keys: Keys) -> None:
         self.each = self.said.integer("audio_embed_dim", high=1 << 14)
         if keys.integer("audio_samples_per_token", 640) != self.each:
             raise keys.fail("audio_samples_per_token", f"{self.each}, as config.json says of what hears")
@@ -46,11 +38,9 @@ class Gemma4Unified(Hearing):
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, self.each, bias=False)
         return lambda values, crew: product(plain(values), project, crew)
 
-    def bytes_needed(self) -> int:
-        """Weights, in float32 too, and what goes in and comes out."""
-        with self.source.saying(), self.source.weights() as weights:
-            return weights.nbytes + 4 * (self.each * self.config.hidden_size + 3 * int(self.most_seconds * RATE))
+    def numbers_needed(self) -> int:
+        """Weights as float32, and what goes in and comes out."""
+        return self.each * self.config.hidden_size + 3 * int(self.most_seconds * RATE)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Gemma4Unified(source, config)
+sight = Gemma4Unified

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,12 +18,6 @@ from .conformer import ConformerSizes, load_conformer
 from .log_mel import HIGHEST_HZ, hann, log_powers, triangles
 from .q_former import QFormerSizes, load_q_former
 from .tower_hearing import Hearing
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
-
-KIND = "GraniteSpeechFeatureExtractor"
 
 
 @dataclass(frozen=True)
@@ -64,22 +57,22 @@ class PairedMel:
 
 
 class GraniteSpeech(Hearing):
-    AUDIO = {"granite_speech_encoder": {}}
+    KINDS = {"granite_speech_encoder": {}}
+    EXTRACTORS = ("GraniteSpeechFeatureExtractor",)
     SECTION = "encoder_config"
     placeholder = "<|audio|>"
     asks_to_transcribe = "can you transcribe the speech into a written format?"
     most_seconds = 600.0
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(source.extractor((KIND,)))
+    def settle(self, keys: Keys) -> None:
+        self.sizes, self.mel = ConformerSizes.read(self.said), PairedMel.read(keys)
         self.asks = QFormerSizes.read(Keys(self.outer.section("projector_config") or {}, "config.json: projector_config"))
         self.window, every = self.outer.integer("window_size", 15, high=4096), self.outer.integer("downsample_rate", 5, high=4096)
         self.made, rest = divmod(self.window, every)
         if rest:
             raise ConfigError(f"config.json: window_size {self.window} is not a multiple of downsample_rate {every}")
         if 2 * self.mel.bands != self.sizes.inputs or self.asks.seen != self.sizes.width:
-            raise ConfigError(f"{source.model}: sounds become {2 * self.mel.bands} numbers a row, of which the encoder takes "
+            raise ConfigError(f"{self.source.model}: sounds become {2 * self.mel.bands} numbers a row, of which the encoder takes "
                               f"{self.sizes.inputs} and makes {self.sizes.width}, of which its projector takes {self.asks.seen}")
         self.by_adapter = self.outer.flag("has_lora_adapter", True)
 
@@ -102,15 +95,13 @@ class GraniteSpeech(Hearing):
 
         return rows
 
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, and pieces of it."""
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, and pieces of it."""
         sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * RATE))
-        with self.source.saying(), self.source.weights() as weights:
-            matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
-            layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)
-            pieces = (3 * ROWS * max(sizes.inner, 2 * sizes.channels) + 4 * sizes.heads * sizes.block**2) * self.workers
-            return weights.nbytes + 4 * (matrices + layer + pieces)
+        matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
+        layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)
+        pieces = (3 * ROWS * max(sizes.inner, 2 * sizes.channels) + 4 * sizes.heads * sizes.block**2) * self.workers
+        return matrices + layer + pieces
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return GraniteSpeech(source, config)
+sight = GraniteSpeech

@@ -28,7 +28,7 @@ class QFormerSizes:
     often: int
     seen: int
     eps: float
-    curve: str
+    curve: Curve
 
     @staticmethod
     def read(keys: Keys) -> QFormerSizes:
@@ -39,7 +39,7 @@ class QFormerSizes:
         return QFormerSizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads,
                             keys.integer("intermediate_size", high=1 << 20), keys.integer("cross_attention_frequency", high=MOST_LAYERS),
                             keys.integer("encoder_hidden_size", high=MOST_WIDTH), keys.number("layer_norm_eps"),
-                            keys.choice("hidden_act", {key: key for key in CURVES}, "gelu"))
+                            keys.choice("hidden_act", CURVES, "gelu"))
 
 
 @dataclass(frozen=True)
@@ -120,5 +120,6 @@ def load_q_former(weights: Weights, sizes: QFormerSizes, name: str, count: int) 
             look(f"{own}attention", width), None if number % sizes.often else look(f"{own}crossattention", sizes.seen),
             weights.matrix(f"{own}intermediate_query.dense", sizes.inner, width),
             weights.matrix(f"{own}output_query.dense", width, sizes.inner),
-            weights.layer_norm(f"{own}output_query.LayerNorm", width, sizes.eps), CURVES[sizes.curve]))
-    return QFormer(weights.numbers(f"{name}query", count, width), weights.layer_norm(f"{name}qformer.layernorm", width, sizes.eps), layers)
+            weights.layer_norm(f"{own}output_query.LayerNorm", width, sizes.eps), sizes.curve))
+    before = weights.layer_norm(f"{name}qformer.layernorm", width, sizes.eps)
+    return QFormer(weights.numbers(f"{name}query", count, width), before, layers)

@@ -4,38 +4,32 @@ model's width. A row is 40 ms, and positions go on by one a row, so that they te
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import Keys
 from ..images import PLACE
 from ..images.senses import RATE
 from ..images.tower import Rows
 from ..images.tower_parts import ROWS, Crew, product
 from ..images.tower_weights import Weights
-from .log_mel import WHISPER, log_mel_of
+from .log_mel import log_mel_of
 from .tower_hearing import Hearing, Windows
 from .whisper_encoder import KERNEL, LARGE, Sizes, halved, load_encoder
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
 
 LONGEST = 1e4  # of the waves that places are told by
 
 
 class Qwen25Omni(Hearing):
-    AUDIO = {"qwen2_5_omni_audio_encoder": {**LARGE, "n_window": 100}}
+    KINDS = {"qwen2_5_omni_audio_encoder": {**LARGE, "n_window": 100}}
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(WHISPER))
+    def settle(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
-            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, but the tower "
-                              f"takes {2 * self.sizes.places} of {self.sizes.bands} at most, and makes an even number of each")
+            raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands",
+                              f"{2 * self.sizes.places} of {self.sizes.bands} at most, and makes an even number of each")
 
     @property
     def most_seconds(self) -> float:
@@ -65,14 +59,13 @@ class Qwen25Omni(Hearing):
 
         return rows
 
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, self.log_mel.frames
-        with self.source.saying(), self.source.weights() as weights:
-            matrices, layer = 12 * width**2, 6 * halved(frames) * width
-            pieces = 16 * width * ROWS * self.workers
-            read = frames * (2 * self.sizes.bands + width) + KERNEL * self.piece * (width + self.sizes.bands)
-            return weights.nbytes + 4 * (matrices + layer + pieces + read)
+        matrices, layer = 12 * width**2, 6 * halved(frames) * width
+        pieces = 16 * width * ROWS * self.workers
+        read = frames * (2 * self.sizes.bands + width) + KERNEL * self.piece * (width + self.sizes.bands)
+        return matrices + layer + pieces + read
 
 
 def waves(places: int, width: int) -> np.ndarray:
@@ -83,5 +76,4 @@ def waves(places: int, width: int) -> np.ndarray:
     return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Qwen25Omni(source, config)
+sight = Qwen25Omni

@@ -3,8 +3,6 @@ is not attended to, so it is not computed."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
 from ..images import PLACE
@@ -14,13 +12,9 @@ from ..images.tower_weights import Weights
 from .tower_hearing import TowerHearing, Windows
 from .whisper_encoder import LARGE, halved, load_encoder
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
-
 
 class Qwen2Audio(TowerHearing):
-    AUDIO = {"qwen2_audio_encoder": LARGE}
+    KINDS = {"qwen2_audio_encoder": LARGE}
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
     @property
@@ -46,5 +40,4 @@ class Qwen2Audio(TowerHearing):
         return lambda x, crew: product(x, matrix, crew)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> TowerHearing:
-    return Qwen2Audio(source, config)
+sight = Qwen2Audio

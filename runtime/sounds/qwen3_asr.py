@@ -3,19 +3,13 @@ piece of a second is filled up, also the only one, and a sound is half a second 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
+from ..config_reader import Keys
 from ..images.senses import RATE
 from ..images.tower_weights import Weights
 from .qwen3_omni_moe import Qwen3Omni
-from .tower_hearing import Hearing
 from .whisper_encoder import LARGE
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
 
 USUAL = {**LARGE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "n_window": 50,
          "n_window_infer": 800, "downsample_hidden_size": 480}
@@ -32,14 +26,13 @@ LANGUAGES = {
 class Qwen3Asr(Qwen3Omni):
     """Published in two layouts, of which the later has other names for the encoder and for what is behind it."""
 
-    AUDIO = {"qwen3_asr_encoder": USUAL, "qwen3_asr_audio_encoder": USUAL}
+    KINDS = {"qwen3_asr_encoder": USUAL, "qwen3_asr_audio_encoder": USUAL}
     EXTRACTORS, FILLED = ("Qwen3ASRFeatureExtractor", "WhisperFeatureExtractor"), True
     heads_text, languages = "<asr_text>", LANGUAGES
     most_seconds = 1200.0
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        keys = source.extractor(self.EXTRACTORS)
+    def settle(self, keys: Keys) -> None:
+        super().settle(keys)
         self.shortest = keys.integer("min_length", SHORTEST, low=0, high=RATE * int(self.most_seconds))
         if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
             raise keys.fail("n_window", f"{self.piece // 2}, as config.json says of what hears")
@@ -56,5 +49,4 @@ class Qwen3Asr(Qwen3Omni):
         return later if weights.has(f"{later[0]}.weight") else super().projector(weights)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Qwen3Asr(source, config)
+sight = Qwen3Asr

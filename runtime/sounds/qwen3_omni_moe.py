@@ -3,25 +3,20 @@ whose rows see those of eight pieces. A row is 80 ms of such a piece, whose last
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-from ..config_reader import ConfigError
+from ..config_reader import Keys
 from ..images import PLACE
 from ..images.senses import RATE
 from ..images.tower import Rows
-from ..images.tower_parts import CURVES, ROWS, Crew, Matrix, gelu, product, two_layers
+from ..images.tower_layers import through
+from ..images.tower_parts import ROWS, Crew, Matrix, gelu, product
 from ..images.tower_weights import Weights
 from .causal_conformer import HELD, KERNEL, Halving
 from .log_mel import WHISPER, log_mel_of
 from .qwen2_5_omni import waves
 from .tower_hearing import Hearing
-from .whisper_encoder import EPS, LARGE, Sizes, load_blocks
-
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
+from .whisper_encoder import EPS, LARGE, Sizes, load_layers
 
 SHARE = 8  # frames, or bands, of which the convolutions make one
 AT_ONCE = 32  # windows that go through the layers together
@@ -31,20 +26,19 @@ class Qwen3Omni(Hearing):
     """`piece`: frames of one; `in_sight`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
     is not whole is filled up even where it is the only one."""
 
-    AUDIO = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
+    KINDS = {"qwen3_omni_moe_audio_encoder": {**LARGE, "n_window": 50, "n_window_infer": 800, "downsample_hidden_size": 480}}
     placeholder, written = "<|audio_pad|>", "<|audio_start|><|audio_pad|><|audio_end|>"
     EXTRACTORS, FILLED = WHISPER, False
     most_seconds = 2400.0
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(self.EXTRACTORS))
+    def settle(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         self.in_sight = self.said.integer("n_window_infer", high=1 << 16) // self.piece
         self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
         if self.log_mel.bands != self.sizes.bands or shared(self.piece) > self.sizes.places or self.sizes.width % 2 or not self.in_sight:
-            raise ConfigError(f"{source.model}: sounds become pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} "
-                              f"together, but the tower takes {SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
+            raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
+                              f"{SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
@@ -64,11 +58,10 @@ class Qwen3Omni(Hearing):
             turned = stored.reshape(channels, inside, KERNEL, KERNEL).swapaxes(2, 3).reshape(channels, -1)
             return Halving(Matrix(np.ascontiguousarray(turned), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
 
-        halvings, blocks = [halving(number) for number in (1, 2, 3)], load_blocks(weights, sizes, name)
+        halvings, blocks = [halving(number) for number in (1, 2, 3)], load_layers(weights, sizes, name)
         enter = weights.matrix(f"{name}conv_out", width, channels * shared(sizes.bands), bias=False)
         places, after = waves(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
-        first, second = (weights.matrix(own, rows, width) for own, rows in zip(self.projector(weights), (width, self.config.hidden_size),
-                                                                               strict=True))
+        project = weights.two_layers("", (width, width, self.config.hidden_size), sizes.curve, parts=self.projector(weights))
 
         def entered(frames: np.ndarray, fills: bool, crew: Crew) -> np.ndarray:
             """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
@@ -87,9 +80,7 @@ class Qwen3Omni(Hearing):
                           for begin in begins[group : group + self.in_sight * AT_ONCE]]
                 ends = [*np.cumsum([0, *map(len, pieces)])[:: self.in_sight].tolist(), sum(map(len, pieces))]
                 x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
-                for block in blocks:
-                    block.run(x, spans, crew)
-                made.append(two_layers(after(x), first, second, CURVES[sizes.curve], crew))
+                made.append(project(after(through(blocks, x, crew, spans=spans)), crew))
             return np.concatenate(made)
 
         return rows
@@ -98,15 +89,14 @@ class Qwen3Omni(Hearing):
         """Names of the two matrices to the model's width."""
         return "audio_tower.proj1", "audio_tower.proj2"
 
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, int(self.most_seconds * RATE) // self.log_mel.hop
-        with self.source.saying(), self.source.weights() as weights:
-            matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * shared(self.piece) * width
-            pieces = 16 * width * ROWS * self.workers
-            read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
-            whole = frames * self.sizes.bands + shared(frames) * (width + self.config.hidden_size)
-            return weights.nbytes + 4 * (matrices + layer + pieces + read + whole)
+        matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * shared(self.piece) * width
+        pieces = 16 * width * ROWS * self.workers
+        read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
+        whole = frames * self.sizes.bands + shared(frames) * (width + self.config.hidden_size)
+        return matrices + layer + pieces + read + whole
 
 
 def shared(count: int) -> int:
@@ -114,5 +104,4 @@ def shared(count: int) -> int:
     return -(-count // SHARE)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> Hearing:
-    return Qwen3Omni(source, config)
+sight = Qwen3Omni

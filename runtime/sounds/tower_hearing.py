@@ -7,13 +7,11 @@ function `sight` that makes it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ... import UsageError
-from ...offload.hardware import cpu_threads
-from ..config_reader import ConfigError
+from ..config_reader import ConfigError, Keys
 from ..images import Seen, Work
 from ..images.senses import RATE, SOUNDS
 from ..images.tower import Tower
@@ -21,20 +19,16 @@ from ..images.tower_parts import ROWS
 from .log_mel import WHISPER, log_mel_of
 from .whisper_encoder import Sizes
 
-if TYPE_CHECKING:
-    from ..config import ModelConfig
-    from ..images.tower_source import TowerSource
-
 Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], and how many of the frames are of the sound
 
 
 class Hearing(Tower):
-    """A `Sight` that hears. `AUDIO`: kinds of towers that the family has, as of `Tower`, described in the `SECTION`. `most_seconds`: of a
-    sound that it takes; `by_adapter` as of `Seen`. `asks_to_transcribe`: the words by which it is asked to write a sound down;
+    """A `Sight` that hears. `EXTRACTORS`: kinds of those that make spectrograms, which the family has. `most_seconds`: of a sound that it
+    takes; `by_adapter` as of `Seen`. `asks_to_transcribe`: the words by which it is asked to write a sound down;
     `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does nothing else, the word
     behind which its answer says what was said, and before that in which language; `languages`: codes -> names of those that it knows."""
 
-    AUDIO: Mapping[str, Mapping[str, object]]
+    EXTRACTORS: tuple[str, ...] = WHISPER
     SECTION = "audio_config"
     sense = SOUNDS
     by_adapter = False
@@ -42,13 +36,17 @@ class Hearing(Tower):
     languages: Mapping[str, str] = {}
     most_seconds: float
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config, self.SECTION, self.AUDIO)
+    def ready(self) -> Keys:
+        return self.source.extractor(self.EXTRACTORS)
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
         rows, tokens, _ = self.computed(picture, work)
         return Seen(rows, tokens, by_adapter=self.by_adapter)
+
+    def unlike(self, made: str, taken: str) -> ConfigError:
+        """Of a spectrogram of another shape than the tower takes."""
+        return ConfigError(f"{self.source.model}: sounds become {made}, but the tower takes {taken}")
 
     def demand_length(self, samples: int) -> None:
         """Raises UsageError for a sound that the model does not take."""
@@ -56,21 +54,15 @@ class Hearing(Tower):
             raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
                              "cut it into shorter ones")
 
-    @property
-    def workers(self) -> int:
-        """Threads that compute."""
-        return self.threads or cpu_threads()
-
 
 class TowerHearing(Hearing):
     """By Whisper's encoder, which takes a sound in windows."""
 
-    def __init__(self, source: TowerSource, config: ModelConfig) -> None:
-        super().__init__(source, config)
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(source.extractor(WHISPER))
+    def settle(self, keys: Keys) -> None:
+        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
         if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
-            raise ConfigError(f"{source.model}: sounds become {self.log_mel.frames} frames of {self.log_mel.bands} bands, but the tower "
-                              f"takes {2 * self.sizes.places} of {self.sizes.bands}")
+            raise self.unlike(f"{self.log_mel.frames} frames of {self.log_mel.bands} bands",
+                              f"{2 * self.sizes.places} of {self.sizes.bands}")
 
     def values(self, taken: np.ndarray) -> Windows:
         """Each window by itself: what is loudest in it is its own."""
@@ -84,17 +76,11 @@ class TowerHearing(Hearing):
         """How many of a window's frames have a part of so many samples in them."""
         return -(-samples // self.log_mel.hop)
 
-    @property
-    def most_patches(self) -> int:
-        """Rows that are in the encoder at once: those of a window."""
-        return self.sizes.places
-
-    def bytes_needed(self) -> int:
-        """Weights, the largest matrices in float32, what goes through a layer, pieces of it, and what the convolutions read."""
+    def numbers_needed(self) -> int:
+        """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width = self.sizes.width
-        with self.source.saying(), self.source.weights() as weights:
-            matrices, layer = 12 * width**2, 6 * self.most_patches * width
-            pieces = 16 * width * ROWS * self.workers
-            read = 4 * self.log_mel.frames * (self.sizes.bands + width)
-            whole = 2 * int(self.most_seconds * RATE) // self.log_mel.hop * (self.sizes.bands + width)
-            return weights.nbytes + 4 * (matrices + layer + pieces + read + whole)
+        matrices, layer = 12 * width**2, 6 * self.sizes.places * width
+        pieces = 16 * width * ROWS * self.workers
+        read = 4 * self.log_mel.frames * (self.sizes.bands + width)
+        whole = 2 * int(self.most_seconds * RATE) // self.log_mel.hop * (self.sizes.bands + width)
+        return matrices + layer + pieces + read + whole

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product
+from ..images.tower_layers import APART, Shape, Stored, load_blocks, through
+from ..images.tower_parts import CURVES, Block, Crew, Curve, Matrix, Norm, gelu, product
 from ..images.tower_weights import Weights
 
 # Two spellings of configs -> the one that is read here.
@@ -18,6 +19,7 @@ SPELLED = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "enc
 LARGE: Mapping[str, object] = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120,
                                "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu"}
 EPS = 1e-5
+LAYER = Stored(("self_attn_layer_norm", "final_layer_norm"), APART.looked, APART.out, ("fc1", "fc2"))
 KERNEL = 3  # frames that a convolution reads
 MOST_LAYERS, MOST_WIDTH, MOST_PLACES = 512, 1 << 16, 1 << 14
 
@@ -32,7 +34,7 @@ class Sizes:
     inner: int
     bands: int
     places: int
-    curve: str
+    curve: Curve
 
     @staticmethod
     def read(keys: Keys) -> Sizes:
@@ -42,7 +44,7 @@ class Sizes:
             raise ConfigError(f"{keys.where}: hidden_size {width} is not a multiple of {heads} heads")
         return Sizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads, keys.integer("intermediate_size", high=1 << 20),
                      keys.integer("num_mel_bins", high=512), keys.integer("max_source_positions", high=MOST_PLACES),
-                     keys.choice("activation_function", {key: key for key in CURVES}, "gelu"))
+                     keys.choice("activation_function", CURVES, "gelu"))
 
 
 def halved(frames: int) -> int:
@@ -66,10 +68,7 @@ class WhisperEncoder:
         crew.work.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
-            x = self._convolved(window, frames, crew)
-            for block in self.blocks:
-                block.run(x, [(0, len(x))], crew)
-            made.append(x)
+            made.append(through(self.blocks, self._convolved(window, frames, crew), crew))
         return made
 
     def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> np.ndarray:
@@ -77,10 +76,7 @@ class WhisperEncoder:
         crew.work.total += len(self.blocks)
         parts = [self._convolved(window, frames, crew) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
-        x, spans = np.concatenate(parts), list(zip(ends, ends[1:], strict=False))
-        for block in self.blocks:
-            block.run(x, spans, crew)
-        return x
+        return through(self.blocks, np.concatenate(parts), crew, spans=list(zip(ends, ends[1:], strict=False)))
 
     def _convolved(self, window: np.ndarray, frames: int, crew: Crew) -> np.ndarray:
         """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
@@ -103,20 +99,9 @@ def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_
     return WhisperEncoder(
         first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
         places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
-        blocks=load_blocks(weights, sizes, name), after=weights.layer_norm(f"{name}{after}", width, EPS))
+        blocks=load_layers(weights, sizes, name), after=weights.layer_norm(f"{name}{after}", width, EPS))
 
 
-def load_blocks(weights: Weights, sizes: Sizes, name: str) -> list[Block]:
+def load_layers(weights: Weights, sizes: Sizes, name: str) -> list[Block]:
     """The layers of an encoder whose tensors begin with `name`."""
-    width, curve = sizes.width, CURVES[sizes.curve]
-
-    def block(number: int) -> Block:
-        own = f"{name}layers.{number}."
-        return Block(
-            norms=(weights.layer_norm(f"{own}self_attn_layer_norm", width, EPS), weights.layer_norm(f"{own}final_layer_norm", width, EPS)),
-            **{to: weights.matrix(f"{own}self_attn.{stored}", width, width)
-               for to, stored in (("queries", "q_proj"), ("keys", "k_proj"), ("values", "v_proj"), ("out", "out_proj"))},
-            up=weights.matrix(f"{own}fc1", sizes.inner, width), down=weights.matrix(f"{own}fc2", width, sizes.inner), curve=curve,
-            heads=sizes.heads)
-
-    return [block(number) for number in range(sizes.layers)]
+    return load_blocks(weights, f"{name}layers.", sizes.layers, LAYER, Shape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))
