@@ -29,11 +29,11 @@ PAIRS = {"exaone4_5": ("exaone4", "exaone4_5"), "glm5_next": ("glm5-next", "glm5
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
          "glm4v": ("glm4", "glm4v"), "glm4v_moe": ("glm4moe", "glm4v"), "glm_ocr": ("glm4", "glm4v"), "kimi_k25": ("deepseek2", "kimik25"),
          "llama4": ("llama4", "llama4"), "minicpmv4_6": ("qwen35", "minicpmv4_6"), "lfm2_vl": ("lfm2", "lfm2"),
-         "lighton_ocr": ("qwen3", "lightonocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
+         "lighton_ocr": ("qwen3", "lightonocr"), "paddleocr_vl": ("paddleocr", "paddleocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
          "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
 OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "mm_projector.",
-            "merger.")
+            "merger.", "mlp_AR.")
 INTERNVL = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
 EARLY = {"vision_tower.": "v.", "encoder.layers": "blk", "embeddings.": "", "embedding": "embd", "self_attn.": "attn_", "_proj": "",
          "layer_norm": "ln", "mlp.fc1": "ffn_down", "mlp.fc2": "ffn_up", "layrnorm": "ln", "post_layernorm": "post_ln"}
@@ -53,6 +53,7 @@ MIXED = {"model_type": "glm4v_moe_text", "rope_parameters": {**ROPE, "partial_ro
 SEEN_BY = {**CASES, "exaone4_5": ({"model_type": "exaone4", "sliding_window": None, "layer_types": ["full_attention"] * 2},
                                   *CASES["exaone4_5"][1:]),
            **{family: (*CASES[family][:-1], GLM) for family in ("glm4v", "glm_ocr")},
+           "paddleocr_vl": ({**CASES["paddleocr_vl"][0], "use_bias": False}, *CASES["paddleocr_vl"][1:]),
            "glm4v_moe": (MIXED, *CASES["glm4v"][1:-1], GLM),
            "kimi_k25": (*CASES["kimi_k25"][:-1], KimiReady(patch_size=8, max_patches=120, size={"max_height": 512, "max_width": 512})),
            "llama4": LLAMA4, "minicpmv4_6": (*CASES["minicpmv4_6"][:-1], MiniCPMV4_6ImageProcessorPil(scale_resolution=64, patch_size=8)),
@@ -203,13 +204,15 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
     if projector == "minicpmv4_6":
         return {**curve, "vision.projector.scale_factor": 4, "vision.wa_layer_indexes": [config["insert_layer_id"]],
                 "vision.image_size": processor["scale_resolution"]}
+    if projector == "paddleocr":
+        curve["vision.image_size"] = int(processor["size"]["longest_edge"] ** 0.5)
     points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
     if projector in ("exaone4_5", "qwen2.5vl_merger"):
         every = vision["fullatt_block_indexes"][0] + 1
         grouped = {"vision.attention.head_count_kv": vision.get("num_key_value_heads")}
         return {**curve, **points, **grouped, "vision.n_wa_pattern": every, "vision.window_size": vision["window_size"]}
-    if projector == "qwen2vl_merger":
-        return points
+    if projector in ("paddleocr", "qwen2vl_merger"):
+        return {**curve, **points} if projector == "paddleocr" else points
     deep = [number in vision["deepstack_visual_indexes"] for number in range(vision["depth"])]
     return {**curve, **points, "vision.spatial_merge_size": vision["spatial_merge_size"], "vision.is_deepstack_layers": deep}
 
@@ -269,6 +272,8 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
                 yield f"{begin}{names_of[stem.removeprefix(before)]}.{kind}", values
                 return
         own = own.replace("vision_tower.", "vision_tower.vision_model.")
+    if projector == "paddleocr":
+        own = own.replace("visual.", "model.")
     if ".qkv." in own and projector in ("qwen2vl_merger", "qwen2.5vl_merger"):
         for letter, rows in zip("qkv", np.split(values, 3), strict=True):
             yield names.get_name(own.replace("qkv", letter), (".weight", ".bias")), rows

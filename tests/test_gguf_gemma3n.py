@@ -67,16 +67,22 @@ def converted(folder: Path, out: Path, change: Change = lambda keys, tensors: No
         names = [f"model.{role}.{i}.weight" for i in range(config.streams - 1)]
         tensors[f"{part}.weight"] = torch.stack([stored.pop(name) for name in names]).numpy()
     tensors |= {in_file(name): tensor.numpy() for name, tensor in stored.items()}
-    for layer in (4, 5):
+    if (short := config.vocab_size - len(tensors["per_layer_token_embd.weight"])) > 0:  # words of what sees and hears
+        tensors["per_layer_token_embd.weight"] = np.pad(tensors["per_layer_token_embd.weight"], ((0, short), (0, 0)))
+    layers = config.num_hidden_layers
+    for layer in (layers - 2, layers - 1):
         for part in ("attn_k.weight", "attn_v.weight", "attn_k_norm.weight"):
             tensors[f"blk.{layer}.{part}"] = tensors[f"blk.{layer - 2}.{part}"] + 1
     keys: dict[str, object] = {
-        "context_length": 1024, "embedding_length": 64, "block_count": 6, "attention.head_count": 4, "attention.head_count_kv": 2,
-        "attention.key_length": 32, "attention.value_length": 32, "attention.layer_norm_rms_epsilon": float(config.norm_eps),
+        "context_length": 1024, "embedding_length": config.hidden_size, "block_count": layers,
+        "attention.head_count": config.num_attention_heads, "attention.head_count_kv": config.num_key_value_heads,
+        "attention.key_length": config.head_dim, "attention.value_length": config.head_dim,
+        "attention.layer_norm_rms_epsilon": float(config.norm_eps),
         "attention.sliding_window": 40, "attention.sliding_window_pattern": [window is not None for window in config.windows],
-        "attention.shared_kv_layers": 2.0, "feed_forward_length": [config.ffn_of(layer) for layer in range(6)],
-        "embedding_length_per_layer_input": 64, "final_logit_softcapping": 3.0, "rope.freq_base": 1e6, "altup.num_inputs": 4,
-        "altup.active_idx": 0, "activation_sparsity_scale": [-math.inf if each is None else each for each in config.cuts]}
+        "attention.shared_kv_layers": 2.0, "feed_forward_length": list(map(config.ffn_of, range(layers))),
+        "embedding_length_per_layer_input": config.input_width, "final_logit_softcapping": 3.0, "rope.freq_base": 1e6,
+        "altup.num_inputs": 4, "altup.active_idx": 0,
+        "activation_sparsity_scale": [-math.inf if each is None else each for each in config.cuts]}
     change(keys, tensors)
     writer = gguf.GGUFWriter(out, "gemma3n")
     kinds = {bool: gguf.GGUFValueType.BOOL, int: gguf.GGUFValueType.UINT32, float: gguf.GGUFValueType.FLOAT32}

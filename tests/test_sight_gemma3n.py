@@ -3,22 +3,28 @@ behind a picture, which ends with a word of the tower's own."""
 
 import json
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from family_models import assert_close
 from family_sizes import GEMMA_3N
 from mobilenet_torch import COUNT, SIDE, WIDTH, wrapped
+from projector_files import put
 from safetensors.numpy import load_file, save_file
 from sensing_models import TEMPLATE
 from sight_models import FABLE, FIRST, PICTURES, config_changed, opened, seen_when_quantized
+from test_gguf_gemma3n import converted
 from transformers import Gemma3nConfig, Gemma3nForConditionalGeneration
 from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
 
 from effllm import EffllmError
+from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
+from effllm.runtime.images.senses import PICTURES as SEES
+from effllm.runtime.images.senses import SOUNDS
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -135,3 +141,40 @@ def test_a_tower_that_is_damaged_is_refused(gemma, tmp_path):
 def test_a_quantized_model_sees_the_same(tmp_path):
     written(tmp_path / "whole", hidden=64)
     seen_when_quantized(tmp_path)
+
+
+def test_a_gguf_file_sees_the_same(gemma, tmp_path):
+    """The part that sees under the names of llama.cpp's converter, beside the text part's file with all words."""
+    folder, _ = gemma
+    text, said = tmp_path / "text", json.loads((folder / "config.json").read_text())
+    text.mkdir()
+    tensors = load_file(folder / "model.safetensors")
+    (text / "config.json").write_text(json.dumps(said["text_config"] | {"vocab_size": SEEN + 2 * WORDS}))
+    save_file({name.replace("language_model.", ""): values for name, values in tensors.items() if "language_model." in name},
+              text / "model.safetensors")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (text / name).write_bytes((folder / name).read_bytes())
+    model = converted(text, tmp_path / "gemma.gguf")
+    writer = gguf.GGUFWriter(tmp_path / "mmproj-gemma.gguf", "clip")
+    for key, value in {"has_vision_encoder": True, "has_audio_encoder": True, "vision.projector_type": "gemma3nv",
+                       "audio.projector_type": "gemma3na", "vision.image_size": SIDE, "vision.patch_size": SIDE // COUNT**2,
+                       "vision.embedding_length": WIDTH, "vision.feed_forward_length": 4 * WIDTH, "vision.block_count": 128,
+                       "vision.attention.head_count": 8, "vision.attention.layer_norm_epsilon": 1e-6, "vision.image_mean": [0.0] * 3,
+                       "vision.image_std": [1.0] * 3}.items():
+        put(writer, f"clip.{key}", value)
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 1)
+    for name, values in tensors.items():
+        if not name.startswith(("model.vision_tower.", "model.embed_vision.")):
+            continue
+        own = name.replace("model.vision_tower.timm_model.blocks.", "v.blk.")
+        own = own if own != name else names.get_name(name, (".weight", ".bias"))
+        writer.add_tensor(own, values[None, :, None, None] if own == "v.conv_stem.conv.bias" else values)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    found, wanted = album_of(model, read_config(model, strict=True)), opened(folder)
+    assert "gemma3na" in found.refused[SOUNDS].message
+    for name in ("photo", "tall"):
+        ours, theirs = found.sights[SEES].see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
+        assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens

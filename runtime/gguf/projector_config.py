@@ -360,7 +360,29 @@ def _minicpm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built
              "downsample_mode": mode, "resample": BICUBIC})
 
 
+def _gemma3n(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """A patch is so many rows' share of a picture's side. The tower's words, and then those of what hears, end the vocabulary."""
+    numbers, words = Keys(keys, f"{header.path}: {CLIP}.vision"), _tensor(header, "mm.embedding.weight").shape[0]
+    heard = header.tensors["mm.a.embedding.weight"].shape[0] if "mm.a.embedding.weight" in header.tensors else words
+    count = numbers.integer("image_size", high=1 << 14) // numbers.integer("patch_size", high=1 << 14)
+    vision = {"model_type": "gemma3n_vision", "hidden_size": tower["hidden_size"], "rms_norm_eps": tower["layer_norm_eps"],
+              "vocab_size": words, "words_from_end": words + heard}
+    return {"model_type": "gemma3n", "vision_soft_tokens_per_image": count, "vision_config": vision}, {
+        "image_processor_type": "SiglipImageProcessor", "size": _square(tower), "resample": BILINEAR}
+
+
+def _paddle(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Its size is that of the largest picture; how many places there are follows from their tensor."""
+    patch, count = tower["patch_size"], _tensor(header, "v.position_embd.weight").shape[0]
+    points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
+    vision = {"model_type": "paddleocr_vl_vision", **tower, "image_size": isqrt(count) * patch if type(patch) is int else patch,
+              "hidden_act": _curve(keys, "gelu_pytorch_tanh")}
+    return {"model_type": "paddleocr_vl", "vision_config": vision}, {"image_processor_type": "PaddleOCRVLImageProcessor", **points,
+                                                                     "resample": BICUBIC}
+
+
 BUILDERS: Mapping[str, Callable[..., Built]] = {
+    "gemma3nv": _gemma3n, "paddleocr": _paddle,
     "exaone4_5": _qwen("exaone4_5", _groups), "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral,
     "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,

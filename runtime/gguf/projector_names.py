@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 
 CLIP = "clip"  # the architecture
-NUMBERED = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)")
+NUMBERED, STEP = re.compile(r"([a-z_.]+)\.([0-9]{1,4})\.(.+)"), re.compile(r"([0-9]{1,4}\.)(.+)")
 DEEP = re.compile(r"v\.deepstack\.([0-9]{1,4})\.(norm|fc1|fc2)\.(weight|bias)")
 DEEP_PARTS = {"norm": "norm", "fc1": "linear_fc1", "fc2": "linear_fc2"}
 KINDS, LIMITS = ("weight", "bias"), ("input_max", "input_min", "output_max", "output_min")
@@ -24,22 +24,23 @@ FIRST, AFTER = "v.class_embd", "v.post_ln"
 @dataclass(frozen=True)
 class Projector:
     """`layers` goes before the number of a layer, `layer` are parts of names within one and `outer` those of the others, all without their
-    kind; `whole` are names with theirs, within layers and outside. `blocks`: what layers are called in the file; `others`: of other groups
-    that are counted, as `layers` and `layer`. `joined`: parts of a layer that are one matrix here, the last of which `into` is called.
-    `halves`: rows of q and k are neighbours in the file and halves of a head here; `axes`: those of a head that turn by columns lie before
-    those that turn by lines in the file, and by turns here, two at once. `less`: names from which the one is taken that the file
-    added. `soft`: endings of names of which the file has the softplus; `turned`: names whose channels come last here; `planes`: names whose
-    last dimension is a plane of each colour in the file and points with all of theirs here; `crossed`: names whose first two dimensions
-    change places. `linear`: parts whose
-    weight is that of a matrix in them, which is clipped by the LIMITS beside it. `width`: the tensor whose first dimension, where `across`
-    its last, is the text part's width. `texts`: architectures that it goes with, of files; none for any. `unused`: names that are the text
-    part's own here, or follow from others."""
+    kind; `whole` are names with theirs, within layers and outside. `stepped`: a layer is a stage, and each of its steps has a number too.
+    `blocks`: what layers are called in the file; `others`: of other groups that are counted, as `layers` and `layer`. `joined`: parts of a
+    layer that are one matrix here, the last of which `into` is called. `halves`: rows of q and k are neighbours in the file and halves of a
+    head here; `axes`: those of a head that turn by columns lie before those that turn by lines in the file, and by turns here, two at once.
+    `less`: names from which the one is taken that the file added. `soft`: endings of names of which the file has the softplus; `turned`:
+    names whose channels come last here; `planes`: names whose last dimension is a plane of each colour in the file and points with all of
+    theirs here; `crossed`: names whose first two dimensions change places. `linear`: parts whose weight is that of a matrix in them, which
+    is clipped by the LIMITS beside it. `width`: the tensor whose first dimension, where `across` its last, is the text part's width.
+    `texts`: architectures that it goes with, of files; none for any. `unused`: names that are the text part's own here, or follow from
+    others."""
 
     layers: str
     layer: Mapping[str, str]
     outer: Mapping[str, str]
     width: str
     whole: Mapping[str, str] = field(default_factory=dict)
+    stepped: bool = False
     blocks: str = "v.blk"
     others: Mapping[str, tuple[str, Mapping[str, str]]] = field(default_factory=dict)
     joined: tuple[str, ...] = ()
@@ -87,6 +88,10 @@ _PIXTRAL = Projector(
     {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
      "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
      "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", halves=True, unused=frozenset({"v.token_embd.img_break"}))
+_STEPS = ("conv_exp", "bn1", "conv_pwl", "bn2", *(f"{step}.{part}" for step in ("dw_start", "dw_mid", "pw_exp", "pw_proj") for part in (
+    "conv", "bn")), *(f"attn.{each}.proj" for each in ("query", "key", "value", "output")), *(f"attn.{each}.{part}" for each in (
+        "key", "value") for part in ("down_conv", "norm")), "norm")
+_MOBILE = "vision_tower.timm_model."
 PROJECTORS: Mapping[str, Projector] = {
     "mlp": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
@@ -112,6 +117,17 @@ PROJECTORS: Mapping[str, Projector] = {
                                                   "mm.soft_emb_norm": "multi_modal_projector.mm_soft_emb_norm"},
         "mm.input_projection.weight", whole={"mm.input_projection.weight": "multi_modal_projector.mm_input_projection_weight"},
         less=frozenset({"mm.soft_emb_norm.weight"}), across=True, texts=("gemma3",)),
+    "gemma3nv": Projector(
+        f"{_MOBILE}blocks.", {step: step for step in _STEPS},
+        {**{f"v.{part}": _MOBILE + part for part in ("conv_stem.conv", "conv_stem.bn", "msfa.norm", *(
+            f"msfa.ffn.{step}.{each}" for step in ("pw_exp", "pw_proj") for each in ("conv", "bn")))},
+         "mm.input_projection": "embed_vision.embedding_projection", "mm.embedding": "embed_vision.embedding",
+         **{f"mm.{kind}_emb_norm": f"embed_vision.{kind}_embedding_norm" for kind in ("hard", "soft")}},
+        "mm.input_projection.weight", whole={"layer_scale.gamma": "layer_scale.gamma"}, stepped=True, texts=("gemma3n",)),
+    "paddleocr": Projector(
+        "visual.vision_model.encoder.layers.", _SIGLIP,
+        {**_embeddings("visual.vision_model"), "mm.input_norm": "projector.pre_norm",
+         **{f"mm.{number}": f"projector.linear_{number}" for number in (1, 2)}}, "mm.2.weight", texts=("paddleocr",)),
     "lfm2": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
         {**_embeddings("vision_tower"), "mm.input_norm": "multi_modal_projector.layer_norm", "mm.1": "multi_modal_projector.linear_1",
@@ -183,9 +199,12 @@ def own_name(name: str, projector: Projector, deep: list[int], swapped: bool = F
     groups = {projector.blocks: (projector.layers, projector.layer), **projector.others}
     if (found := NUMBERED.fullmatch(name)) and found[1] in groups:
         layers, layer = groups[found[1]]
-        begin, (stem, _, kind) = f"{layers}{int(found[2])}.", found[3].rpartition(".")
-        if found[3] in projector.whole:
-            return begin + projector.whole[found[3]]
+        begin, part = f"{layers}{int(found[2])}.", found[3]
+        if projector.stepped and (step := STEP.fullmatch(part)):
+            begin, part = begin + step[1], step[2]
+        stem, _, kind = part.rpartition(".")
+        if part in projector.whole:
+            return begin + projector.whole[part]
         if swapped:
             stem = {"ffn_up": "ffn_down", "ffn_down": "ffn_up"}.get(stem, stem)
         if stem in projector.linear and kind in (*KINDS, *LIMITS):

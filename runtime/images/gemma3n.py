@@ -33,7 +33,8 @@ class Gemma3n(TowerSight):
         self.count = self.outer.integer("vision_soft_tokens_per_image", 256, high=1 << 14)
         if math.isqrt(self.count) ** 2 != self.count:
             raise ConfigError(f"config.json: vision_soft_tokens_per_image {self.count} is not a square")
-        self.first, self.vocabulary = (said.integer(name, low=0) for name in ("vocab_offset", "vocab_size"))
+        self.vocabulary, left = said.integer("vocab_size", low=0), said.integer("words_from_end", None)  # which GGUF files tell
+        self.first = said.integer("vocab_offset", low=0) if left is None else self.config.vocab_size - left
 
     def numbers_needed(self) -> int:
         """The largest matrices, and maps of one place in four points of the picture."""
