@@ -226,9 +226,7 @@ class Model(StoreReads):
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
                 listed = same is not None and outer.is_job and not self.config.streams
-                x = None if listed else self._embed(ids, outer, step.positions)
-                if shown is not None:
-                    shown.put(host, x)
+                x = None if listed else self._embed(ids, outer, step.positions, shown)
                 self._given = self._beside(ids, x, outer, cache) or self._given
                 if self.config.streams:
                     x = host.enter_streams(x, outer.enter, self.config.streams)
@@ -260,9 +258,9 @@ class Model(StoreReads):
         known = ids if table is None else in_table(ids, config.input_vocab)
         return dict(enumerate(host.layer_inputs(known, x, table, *made, config.input_multiplier)))
 
-    def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray) -> np.ndarray:
-        places = None if self.config.position_offset is None else positions + self.config.position_offset
-        return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions)
+    def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray, shown: Shown | None = None) -> np.ndarray:
+        places, put = None if self.config.position_offset is None else positions + self.config.position_offset, shown and shown.put
+        return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions, put)
 
     def _layers(self, x: object, cache: KVCache, tap: Tap, wanted: int | None = None) -> object:
         """All blocks, each on its backend: the host's x[T, D], or of several streams [T, S * D] -> x[T, D]."""

@@ -15,6 +15,7 @@ from sight_models import (
        UnifiedReady,
        UnlimitedOcrReady,
 )
+from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
@@ -102,6 +103,10 @@ CASES = {
          "qformer_config": {"model_type": "blip_2_qformer", "intermediate_size": 72, "num_hidden_layers": 1,
                             "cross_attention_frequency": 1, "use_qformer_text_input": False}},
         LlavaNextImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, image_grid_pinpoints=PINPOINTS)),
+    "blip-2": ({"model_type": "opt", "ffn_dim": 64, "word_embed_proj_dim": 48, "pad_token_id": 1}, {**TOWER, "image_size": 40}, ["<image>"],
+               {"image_token_index": FIRST, "num_query_tokens": 6, "qformer_config": {
+                   "hidden_size": 36, "num_hidden_layers": 3, "num_attention_heads": 3, "intermediate_size": 60}},
+               BlipImageProcessorPil(size={"height": 40, "width": 40})),
     "got_ocr2": ({"model_type": "qwen2"},
                  {"hidden_size": 48, "mlp_dim": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 80, "patch_size": 8,
                   "window_size": 4, "global_attn_indexes": [1], "output_channels": 24}, ["<imgpad>", "<img>", "</img>"],

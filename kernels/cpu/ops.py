@@ -89,8 +89,9 @@ class CpuOps(Stages, lora.Scales, WideOps):
     # -- the ops ---------------------------------------------------------------------------------------------------------------
 
     def embed(self, ids: np.ndarray, table: Weight, scale: float = 1.0, places: np.ndarray | None = None,
-              learned: Weight | None = None) -> np.ndarray:
-        """Rows of the embedding table as the residual stream x[T, D], plus rows `places` of a raw table of `learned` positions."""
+              learned: Weight | None = None, put: Callable[[np.ndarray], None] | None = None) -> np.ndarray:
+        """Rows of the embedding table as the residual stream x[T, D], in which `put` has others in the place of some, plus rows `places` of
+        a raw table of `learned` positions."""
         x = self.workspace.take("x", len(ids), table.shape[1])
         if table.fetch is None:
             self._embed(ids, table, scale, x)
@@ -98,6 +99,9 @@ class CpuOps(Stages, lora.Scales, WideOps):
             for begin, own, fetched in table.fetch(ids):  # the next ones come into the same memory
                 self._embed(own, fetched, scale, x[begin : begin + len(own)])
                 self.flush()
+        if put is not None:
+            self.flush()
+            put(x)
         if learned is not None:
             self.flush()
             x += _raw_rows(learned, places, self.workspace.take("y0", *x.shape))

@@ -128,9 +128,8 @@ class Shown:
             raise RuntimeError("a pass ends inside a picture whose tokens see each other")
         return first + seen, self.in_windows
 
-    def put(self, host: Ops, x: np.ndarray) -> None:
+    def put(self, x: np.ndarray) -> None:
         """The rows into embeddings x[T, D], in place."""
-        host.flush()
         x[self.places] = self.rows
 
     def deepened(self, ops: Ops, x: object, layer: int) -> object:

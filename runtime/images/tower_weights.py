@@ -26,7 +26,8 @@ STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
          "vision_embedder.", "projector.", "merger.", "resampler_model.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
-         "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding")
+         "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding", "qformer.", "query_tokens",
+         "language_projection.")
 # What else towers and projectors are called: of LightOnOCR, of Mistral's own code, of PaddleOCR-VL, of DeepSeek-OCR 2, of Nemotron 3 Nano
 # Omni; and HunyuanOCR's, with what its parts are called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",

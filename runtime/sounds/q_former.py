@@ -104,8 +104,8 @@ class QFormer:
         return x
 
 
-def load_q_former(weights: Weights, sizes: QFormerSizes, name: str, count: int) -> QFormer:
-    """With `count` learned rows; its tensors begin with `name`."""
+def load_q_former(weights: Weights, sizes: QFormerSizes, name: str, count: int, learned: str = "query") -> QFormer:
+    """With `count` rows that were `learned`; its tensors begin with `name`."""
     width, layers = sizes.width, []
 
     def look(own: str, seen: int) -> Look:
@@ -122,4 +122,4 @@ def load_q_former(weights: Weights, sizes: QFormerSizes, name: str, count: int) 
             weights.matrix(f"{own}output_query.dense", width, sizes.inner),
             weights.layer_norm(f"{own}output_query.LayerNorm", width, sizes.eps), sizes.curve))
     before = weights.layer_norm(f"{name}qformer.layernorm", width, sizes.eps)
-    return QFormer(weights.numbers(f"{name}query", count, width), before, layers)
+    return QFormer(weights.numbers(f"{name}{learned}", count, width), before, layers)

@@ -71,6 +71,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "freeze_mm_mlp_adapter", "image_aspect_ratio", "mm_hidden_size", "mm_patch_merge_type", "mm_projector_lr", "mm_projector_type",
         "mm_use_im_patch_token", "mm_use_im_start_end", "mm_vision_select_feature", "mm_vision_select_layer", "mm_vision_tower",
         "tokenizer_model_max_length", "tokenizer_padding_side", "tune_mm_mlp_adapter", "unfreeze_mm_vision_tower", "use_mm_proj"}),
+    "blip-2": frozenset({"image_text_hidden_size", "initializer_factor", "num_query_tokens", "use_decoder_only_language_model"}),
     "idefics2": frozenset({"perceiver_config", "use_cache"}),
     **dict.fromkeys(families.NEMOTRON_OMNI, frozenset({
         "force_image_size", "img_context_token", "img_context_token_id", "img_end_token", "img_start_token", "llm_config", "norm_mean",

@@ -15,6 +15,16 @@ PREFIX = """{%- for message in messages -%}
 """ + _TEXT + """
 {{ '\\n' }}
 {%- endfor -%}"""
+# BLIP-2: pictures, the word that begins a text, and a question and its answer in turns; nothing asked, it says what is to be seen.
+QUESTION = """{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
+""" + _PARTS + """
+{%- for part in parts if part['type'] == 'image' -%}{{ '<image>' }}{%- endfor -%}
+{%- if loop.first -%}{{ bos_token }}{%- endif -%}
+{%- set asked -%}""" + _TEXT + """{%- endset -%}
+{%- if message['role'] == 'assistant' -%}{{ ' ' + asked + ' ' }}
+{%- elif asked -%}{{ 'Question: ' + asked + ' Answer:' }}{%- endif -%}
+{%- endfor -%}"""
 # GOT-OCR 2: one system's message, pages between two words, and what is asked (OCR:, OCR with format:) between two spaces.
 PAGES = """{%- if messages[0]['role'] != 'system' -%}
 {{ '<|im_start|>system\\nYou should follow the instructions carefully and explain your answers in detail.<|im_end|>' }}
@@ -38,5 +48,5 @@ LINES = """{%- for message in messages -%}
 {%- endfor -%}"""
 # Unlimited OCR: the same with pages one behind the other, and what is asked (document parsing., Multi page parsing.) behind them.
 BESIDE = LINES.replace("'<image>\\n'", "'<image>'")
-WRITTEN: Mapping[str | None, str] = {"deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX,
+WRITTEN: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX,
                                      "unlimited_ocr": BESIDE}  # by model type
