@@ -16,7 +16,7 @@ from typing import Any
 
 import typer
 
-from .. import DiskFull, DoesNotFit, EffllmError, lacks_room
+from .. import DiskFull, DoesNotFit, EffllmError, lacks_room, ls
 from .environment import Environment, OutputClosed, OutputFailed, in_json
 from .habits import flag_hint
 from .interrupt import EndedFromOutside
@@ -108,6 +108,8 @@ def describe(error: Exception) -> tuple[str, str, int]:
         where = f"{error.filename}: " if error.filename else ""
         if lacks_room(error):
             return f"{where}{error.strerror}", "free some space, or send what is written elsewhere", DiskFull.exit_code
+        if error.filename and error.errno in (errno.EACCES, errno.EPERM, errno.EROFS):
+            return f"{where}{error.strerror}", f"check its permissions: {ls(error.filename)}", 1
         return f"{where}{error.strerror}", "--debug shows where this happened", 1
     text = str(error)
     return f"internal error: {type(error).__name__}{f': {text}' if text else ''}", "--debug shows the traceback", 1

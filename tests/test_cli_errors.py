@@ -69,6 +69,8 @@ def test_memory_files_and_interrupts() -> None:
     assert guarded(MemoryError(), world())[0] == 4
     assert guarded(FileNotFoundError(2, "No such file or directory", "a.txt"), world()) == (
         1, "effllm: a.txt: No such file or directory\nhint: --debug shows where this happened\n")
+    for error in (PermissionError(13, "Permission denied", "/no/.bashrc"), OSError(30, "Read-only file system", "/no/.bashrc")):
+        assert guarded(error, world()) == (1, f"effllm: /no/.bashrc: {error.strerror}\nhint: check its permissions: ls -ld /\n")
     assert guarded(OSError(28, "No space left on device", "a.txt"), world())[0] == 4
     assert guarded(KeyboardInterrupt(), world()) == (130, "")
 
