@@ -73,8 +73,8 @@ Port = Annotated[int, flag(SERVER, "--port", "N", "port to listen on; 0 takes a 
 ApiKey = Annotated[str | None, flag(SERVER, "--api-key", "KEY", "key that requests must send (none)")]
 Name = Annotated[str | None, flag(SERVER, "--name", "NAME", "name of the one MODEL in requests and answers (as MODEL)")]
 Cors = Annotated[list[str] | None, flag(SERVER, "--cors", "ORIGIN",
-                                        "let web pages of this origin send requests, such as https://chat.example; * is all; may be "
-                                        "repeated (those of this machine)")]
+                                        "let web pages of this origin send requests, such as https://chat.example, and answer to its "
+                                        "name; * is all pages; may be repeated (those of this machine)")]
 SlotSavePath = Annotated[str | None, flag(SERVER, "--slot-save-path", "DIR",
                                           "folder where programs may save and restore slots, with llama-server's /slots/N (nowhere)")]
 Queue = Annotated[int, flag(SERVER, "--queue", "N", "how many requests may wait their turn (32)")]
