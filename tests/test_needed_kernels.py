@@ -10,7 +10,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import mlx_checkpoints
 import pytest
+import test_imported
 from conversions import FABLE, odd_model, options, run
 from gguf_samples import write_model
 from hub_server import Hub
@@ -53,6 +55,15 @@ def test_a_gguf_file_needs_those_of_its_types(tmp_path: Path, kind: str, needed:
     write_model(FABLE, path, kind)
     kinds = folder_kinds(path, EngineOptions())
     assert formats_in(kinds) == needed and set(kinds) == set(kinds_when_open(path))
+
+
+@pytest.mark.parametrize("name", ["awq", "gptq 4, act order", "nvfp4", "int4, zero points", "fp8 blocks", "nf4", "bytes by row", "mlx"])
+def test_a_folder_of_another_tool_needs_the_formats_that_its_codes_are_held_in(tmp_path: Path, name: str,
+                                                                              monkeypatch: pytest.MonkeyPatch) -> None:
+    mlx_checkpoints.written(tmp_path / "m", "affine 4") if name == "mlx" else test_imported.written(tmp_path / "m", name)
+    opened = formats_in(kinds_when_open(tmp_path / "m"))
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
+    assert formats_in(folder_kinds(tmp_path / "m", EngineOptions())) == opened and len(opened) < 3
 
 
 def test_where_formats_are_not_known_all_are_compiled() -> None:

@@ -20,6 +20,7 @@ from ..source import is_low_bit, kept_specs, quantization_of
 from ..sparse.bundles import is_bundled
 from ..speculation.draft_types import draft_in
 from ..stores.container import Container, read_container
+from ..stores.expected_formats import expected_specs
 from ..stores.import_config import are_floats
 
 if TYPE_CHECKING:
@@ -125,6 +126,10 @@ def folder_needs(folder: Path) -> Needs:
         if container is not None or is_gguf(folder):
             formats = _formats(kept_specs(folder) if container is None else (each.spec for each in container.tensors.values()))
         foreign = container is None and (low_bit or (not is_gguf(folder) and quantization_of(folder) is not None))
-        floats = low_bit and foreign and not is_gguf(folder) and are_floats(quantization_of(folder) or {})
-        layers = layer_needs(read_config(folder))
+        section = {} if is_gguf(folder) else quantization_of(folder) or {}
+        floats = low_bit and foreign and are_floats(section)
+        config = read_config(folder)
+        layers = layer_needs(config)
+        if foreign and low_bit and section and warm.is_cold(FORMATS) and (specs := expected_specs(config, section)) is not None:
+            low_bit, formats = bool(specs), _formats(specs)
     return Needs(low_bit, bundled, foreign, floats=floats, formats=formats if low_bit else frozenset()) | layers

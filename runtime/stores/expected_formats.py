@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 
 from ...quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4, ternary
 from ...quant.spec import QuantSpec
+from .. import families
+from ..config import ModelConfig
 from ..families import TensorRule, expert_of, kind_of
 from .import_config import (
     BYTES,
@@ -50,6 +52,17 @@ def expected_formats(section: Mapping[str, object]) -> Formats:
         return None if place is None or any(is_named(module, rule.name) for module in named) else each[place](role, rule)
 
     return formats
+
+
+def expected_specs(config: ModelConfig, section: Mapping[str, object]) -> set[QuantSpec] | None:
+    """The formats of few bits that matrices of a repository will be held in. None where its config does not tell: MLX names single
+    modules in its own words."""
+    if section.get("quant_method") == MLX and any(isinstance(own, dict) for own in section.values()):
+        return None
+    formats, family = expected_formats(section), families.get(config.family)
+    groups = (family.outer_tensors(config), *(family.layer_tensors(config, layer) for layer in range(config.num_hidden_layers)))
+    found = {formats(role, rule) for rules in groups for role, rule in rules.items() if expert_of(role) in (None, 0)}
+    return {spec for spec in found if spec is not None and not spec.is_raw}
 
 
 def _of_one_kind(section: Mapping[str, object]) -> Formats:
