@@ -15,7 +15,7 @@ from hypothesis import settings
 if not Path("/dev/nvidiactl").exists():
     os.environ["TRITON_INTERPRET"] = "1"  # read where a kernel is defined, Triton's own when it is first imported, by whatever library
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path.insert(0, str(Path(__file__).parent))  # what files of tests share lies beside them
 from hub_server import Hub, running
 from pulls import Person
 from served import MINUTE, Served, serving

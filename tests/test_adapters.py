@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 import re
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,7 +13,15 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES, Case
+from gpu_runs import card_here, simulated
+from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from newer_cases import NEWER
 from safetensors.torch import save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
+from streamed_models import streaming
 
 import effllm
 from effllm import EffllmError
@@ -32,16 +39,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import open_weights
 from effllm.runtime.tensors import check_tensors, typed
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, Case
-from gpu_runs import card_here, simulated
-from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
-from newer_cases import NEWER
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
-from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 ALL = {**CASES, **NEWER}

@@ -3,25 +3,22 @@ weight's go, in folders and in files that have them in another order."""
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import save_file
-
-from effllm import EffllmError
-from effllm.runtime.adapters.merge import Merged, merge
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from export_models import MODELS, exported, model
 from family_models import Case
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from safetensors.torch import save_file
 from saved_models import saved
 from test_adapters import assert_near, logits, of_all_matrices, opened
+
+from effllm import EffllmError
+from effllm.runtime.adapters.merge import Merged, merge
 
 # Model -> the matrix of its checkpoints that holds others, and the part of a layer that is all adapters of it change.
 JOINED = {"gpt2": "attn.c_attn", "gpt_neox": "attention.query_key_value", "internlm2": "attention.wqkv", "falcon": "query_key_value",

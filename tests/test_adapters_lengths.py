@@ -3,25 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-from effllm import EffllmError
-from effllm.runtime.adapters.adapted import adapted
-from effllm.runtime.adapters.adapter_lengths import OPENING, RATE
-from effllm.runtime.adapters.merge import merge
-from effllm.runtime.config import read_config
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from gpu_runs import card_here, simulated
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
+from safetensors.torch import load_file, save_file
 from saved_models import saved
 from streamed_models import streaming
 from test_adapters import (  # noqa: F401  a fixture
@@ -37,6 +28,12 @@ from test_adapters import (  # noqa: F401  a fixture
 )
 from test_chosen_adapters import CHOICES, alone_and_together, logits_of
 from test_cli_eval import Ran
+
+from effllm import EffllmError
+from effllm.runtime.adapters.adapted import adapted
+from effllm.runtime.adapters.adapter_lengths import OPENING, RATE
+from effllm.runtime.adapters.merge import merge
+from effllm.runtime.config import read_config
 
 
 def lengthened(folder: Path, out: Path, seed: int = 1) -> Path:

@@ -2,24 +2,21 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
-
-from effllm import EffllmError
-from effllm.runtime.adapters.merge import Merged, merge
-
-sys.path.insert(0, str(Path(__file__).parent))
 from export_models import SIZES, exported
 from family_models import CASES, Case
 from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 from test_adapters import opened
+
+from effllm import EffllmError
+from effllm.runtime.adapters.merge import Merged, merge
 
 EXPERTS, KINDS = 5, {"w1": "ffn_gate_exps", "w3": "ffn_up_exps", "w2": "ffn_down_exps"}
 TABLE = "model.embed_tokens"

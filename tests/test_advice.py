@@ -6,16 +6,14 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from streamed_models import long_context, long_context_mixture
+from test_forecast import CPU, DISK, KINDS, KNOWN, MACHINE, fable
 
 from effllm.cli.plan import speeds, verdict
 from effllm.offload.predict import KindRate
 from effllm.runtime.planning.forecast import forecast, suggest
 from effllm.runtime.planning.roofs import Roofs
 from effllm.runtime.prepare import prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import long_context, long_context_mixture
-from test_forecast import CPU, DISK, KINDS, KNOWN, MACHINE, fable
 
 
 def test_fewer_bits_are_advised_where_they_help() -> None:

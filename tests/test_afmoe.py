@@ -2,11 +2,15 @@
 of what every token visits and of its experts. Laguna too, whose layers differ in query heads, Flint, and Kolibri, where logits are
 corrected for the choice of experts."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options, run
+from family_models import CASES, Case
+from made_smaller import assert_calibration_is_a_pass
+from saved_models import saved
+from streamed_models import paging, streaming
 
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
@@ -19,13 +23,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, Case
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from streamed_models import paging, streaming
 
 GATES = {"afmoe": "gate_proj", "laguna": "g_proj"}  # what their matrices are called
 SHARED = {"afmoe": "shared_experts", "kolibri1": "shared_experts", "laguna": "shared_expert", "flint": "shared_expert"}

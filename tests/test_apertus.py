@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import LLAMA, refused
+from conversions import options, run
+from export_models import exported, model, scores
+from gguf_samples import Reader
 from safetensors.torch import load_file, save_file
 
 from effllm import EffllmError
@@ -27,12 +30,6 @@ from effllm.runtime.config_rope import RopeConfig
 from effllm.runtime.gguf import apertus
 from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from conversions import options, run
-from export_models import exported, model, scores
-from gguf_samples import Reader
 
 OWN = Curve(0.83, 1.27)
 EXTREMES = (0.0, -0.0, 1e-7, -1e-7, -1e-6, -2e-6, 1e-3, -1e-3, -0.349, -0.35, -0.351, -1.0, -5.0, -80.0, -1e4, 3.0, 1e4)

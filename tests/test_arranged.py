@@ -1,12 +1,12 @@
 """Codes of other tools put in order by compiled functions: the very bytes that NumPy's decoders and `put_rows` make, whatever lay there."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from test_instruction_sets import X86, child
 
 from effllm.kernels import tiles
 from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
@@ -29,9 +29,6 @@ from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, put_rows, put_tables, unpack
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_instruction_sets import X86, child
 
 STALE = 0xA5
 WIDE = {kind: 256 if spec.scheme in tiles.IN_SUPERS else 64 if kind == "NVFP4" else 32 for kind, spec in KEPT.items()}  # inputs of a block

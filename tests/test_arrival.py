@@ -1,12 +1,17 @@
 """Experts that are put in order as they arrive: the bytes of a whole load, nothing beyond what is counted, and what is damaged named."""
 
-import sys
 import tracemalloc
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+import test_imported
+from family_models import CASES, Case
+from gguf_samples import counts, write_model
+from made_mixtures import GPTQ_SHAPE, imported_mixture
+from saved_models import saved
+from test_mxfp4 import packed_model
 
 from effllm.kernels import warm
 from effllm.offload import arrival
@@ -20,14 +25,6 @@ from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
 from effllm.runtime.stores import expert_store, made_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-import test_imported
-from family_models import CASES, Case
-from gguf_samples import counts, write_model
-from made_mixtures import GPTQ_SHAPE, imported_mixture
-from saved_models import saved
-from test_mxfp4 import packed_model
 
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1", "NVFP4")
 SMALL = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32,

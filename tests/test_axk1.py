@@ -1,18 +1,15 @@
 """A.X K1 as it is published: no corrections of scores, norms behind layers without experts; and what its configs say."""
 
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from config_samples import refused
+from family_models import CASES, Case, assert_scored_as, scored, text, written
 from safetensors.torch import load_file, save_file
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import parse_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from family_models import CASES, Case, assert_scored_as, scored, text, written
 
 PUBLISHED = {
     "architectures": ["AXK1ForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "auto_map": {

@@ -2,14 +2,21 @@
 models are in `test_families.py` and `test_chosen_models.py`."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import SMALL, refused
+from conversions import options, run
+from export_models import SIZES
+from family_models import CASES
+from made_smaller import assert_calibration_is_a_pass
 from safetensors.numpy import load_file, save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
+from streamed_models import paging, streaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.kernels.cpu.candidates import default_registry
@@ -26,16 +33,6 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import SMALL, refused
-from conversions import options, run
-from export_models import SIZES
-from family_models import CASES
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
-from streamed_models import paging, streaming
 
 HIDDEN, RANK, QUERIES = 96, 12, 20
 PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "axk2", "architectures": ["AXK2ForCausalLM"], "attention_bias": False,

@@ -1,13 +1,10 @@
 """Models in our own folder that `-o` put there, and those that `run --keep`, `quantize` and `export` were making when they were stopped."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, Person
 

@@ -7,13 +7,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-
-import effllm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from family_models import Case
 from gpu_runs import card_here, simulated
 from saved_models import saved
+
+import effllm
 
 ROOT = Path(__file__).resolve().parent.parent
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"

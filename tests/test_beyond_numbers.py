@@ -3,13 +3,14 @@
 import hashlib
 import json
 import struct
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA, refused
+from conversions import short_fable
 
 from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError
@@ -24,10 +25,6 @@ from effllm.runtime.sessions.conversation_file import load_conversation, parse_c
 from effllm.runtime.sessions.saved_format import Malformed, SavedSession, parse_saved
 from effllm.runtime.sparse import predictors, sparsity_file
 from effllm.runtime.stores.container import FILE, read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from conversions import short_fable
 
 BEYOND = 10**400  # a whole number that is no float
 

@@ -7,12 +7,14 @@ last digits are texts of one token, of longer ones the mean.
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from bitnet_models import AUTO, LINEARS, ONLINE, PLAIN, logits, oracle, write
+from conversions import options as conversion
+from conversions import run as convert_run
 from safetensors.torch import load_file, save_file
 
 from effllm import EffllmError
@@ -25,11 +27,6 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.planning.expected import ExpectedStore
 from effllm.runtime.source import is_low_bit, is_rounded, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bitnet_models import AUTO, LINEARS, ONLINE, PLAIN, logits, oracle, write
-from conversions import options as conversion
-from conversions import run as convert_run
 
 CASES = {
     "packed": ("bitnet", AUTO, {"tie_word_embeddings": True}),

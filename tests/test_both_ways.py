@@ -2,24 +2,21 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from embedders import FABLE
+from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
+from gguf_samples import add_fable_tokenizer, write_model
+from pulls import Person
 from safetensors.numpy import load_file
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.answers.embedding import MEAN, dense_of, pooling_of, vector
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import FABLE
-from embedding_models import INNER, WIDTH, as_gguf, both_ways, mean_of, turned_both_ways
-from gguf_samples import add_fable_tokenizer, write_model
-from pulls import Person
 
 LENGTHS = (1, 2, 9, 10, 40, 300, 512)
 

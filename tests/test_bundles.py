@@ -3,15 +3,20 @@
 import ctypes
 import os
 import shutil
-import sys
 import threading
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed
+from conversions import options as conversion
+from conversions import run as convert_run
+from family_models import Case
+from gguf_samples import FABLE, fable_gguf
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_models import saved
 
 from effllm import UsageError
 from effllm.kernels import warm
@@ -29,14 +34,6 @@ from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import FILE, read_container
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bundle_models import CASES, RELU, bundled, folders, found, resident, windowed
-from conversions import options as conversion
-from conversions import run as convert_run
-from family_models import Case
-from gguf_samples import FABLE, fable_gguf
-from saved_models import saved
 
 __all__ = ["folders"]  # a fixture
 MINUTE = 60.0

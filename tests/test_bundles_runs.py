@@ -2,22 +2,19 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from streamed_models import larger_than_memory
+from test_forecast import KNOWN
+from test_streamed_runs import MIB, answer, finish, peak, start
 
 from effllm.cli.plan import lines, report
 from effllm.offload.size import format_size
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.planning.forecast import forecast, suggest
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory
-from test_forecast import KNOWN
-from test_streamed_runs import MIB, answer, finish, peak, start
 
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="memory is read from /proc")]
 

@@ -1,13 +1,10 @@
 """The head on a GPU that has all layers: where it is planned, what crosses for it, and that its logits are the processor's."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
 from family_models import CASES, Case
 from gpu_runs import CTX, divergence, logits, opened, simulated

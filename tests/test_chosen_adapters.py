@@ -4,12 +4,17 @@ read with one choice is used for another."""
 from __future__ import annotations
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_runs import card_here, simulated
+from streamed_models import streaming
+from test_adapters import assert_near, low_bit, of_all_matrices, opened  # noqa: F401  a fixture
+from test_cli_chat import STORY, Chat
+from test_cli_eval import SAMPLE, Ran
+from test_side_by_side import one_by_one, tokens_of, written
 
 import effllm
 from effllm import UsageError
@@ -24,14 +29,6 @@ from effllm.runtime.sessions.saved import SavedSessions
 from effllm.runtime.sessions.saved_cache import identity
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gpu_runs import card_here, simulated
-from streamed_models import streaming
-from test_adapters import assert_near, low_bit, of_all_matrices, opened  # noqa: F401  a fixture
-from test_cli_chat import STORY, Chat
-from test_cli_eval import SAMPLE, Ran
-from test_side_by_side import one_by_one, tokens_of, written
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(3, 256, 160).tolist()

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import io
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from conversions import FABLE
+from gguf_samples import fable_gguf
+from gpu_runs import simulated
+from test_gpu_tier import planned
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
@@ -21,12 +24,6 @@ from effllm.runtime.planning.chosen_kernels import EITHER, ChosenKernels, chosen
 from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights import lookup
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import FABLE
-from gguf_samples import fable_gguf
-from gpu_runs import simulated
-from test_gpu_tier import planned
 
 SPARSE = "ternary"  # the one preset whose codes can be looked up
 

@@ -4,29 +4,12 @@ A choice among many is one of numbers of which two may be nearly the same. So th
 would have, and then attends to that.
 """
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
-from transformers import PreTrainedModel
-
-from effllm import UsageError
-from effllm.runtime.answers.side_by_side import side_by_side
-from effllm.runtime.conversion.convert_plan import plan_conversion
-from effllm.runtime.engine import Engine
-from effllm.runtime.planning import fitted, forecast
-from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache
-from effllm.runtime.sessions.saved_prefix import lend
-from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.sessions.shared_prefix import lend as copied
-from effllm.runtime.stores.container import read_container
-from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import CHOOSING, LIKE_OTHERS, guided, noted
 from conversions import options, run
 from family_models import assert_close, oracle, share_angles, written
@@ -44,6 +27,20 @@ from same_bits import (
     save,
 )
 from streamed_models import streaming
+from transformers import PreTrainedModel
+
+from effllm import UsageError
+from effllm.runtime.answers.side_by_side import side_by_side
+from effllm.runtime.conversion.convert_plan import plan_conversion
+from effllm.runtime.engine import Engine
+from effllm.runtime.planning import fitted, forecast
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache
+from effllm.runtime.sessions.saved_prefix import lend
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.sessions.shared_prefix import lend as copied
+from effllm.runtime.stores.container import read_container
+from effllm.runtime.weights import parts
 
 __all__ = ["engine", "folder"]  # fixtures
 

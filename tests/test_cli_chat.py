@@ -15,8 +15,6 @@ from pathlib import Path
 import pexpect
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from endless_model import endless
 
 NUMBERS = count()

@@ -12,13 +12,11 @@ from types import SimpleNamespace
 import pexpect
 import pytest
 from command_line import Ran
+from test_cli_session import FLAGS, MINUTE, MORE, STORY, THIRD, _compiled, home, told
 
 from effllm.cli.conversation import Conversation
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_cli_session import FLAGS, MINUTE, MORE, STORY, THIRD, _compiled, home, told
 
 __all__ = ["_compiled", "home", "told"]  # fixtures
 

@@ -2,13 +2,10 @@
 
 import base64
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scripted_model import LAST, scripted
 from test_cli_chat import CTRL_D, Chat
 

@@ -4,11 +4,11 @@ import io
 import json
 import os
 import resource
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from embedders import FABLE, embedder, expected
 
 from effllm import DiskFull
 from effllm.cli.app import main
@@ -18,9 +18,6 @@ from effllm.runtime.answers.text_prompts import prompts_of
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import FABLE, embedder, expected
 
 PROMPTS = "config_sentence_transformers.json"
 TEXTS = ["The fox was made king of all beasts.", "The sea was calm."]

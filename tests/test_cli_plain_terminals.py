@@ -7,8 +7,6 @@ import time
 from pathlib import Path
 
 import pexpect
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_cli_chat import CTRL_D, ENTER, STORY, TIMEOUT_S, Chat
 
 

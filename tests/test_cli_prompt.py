@@ -4,9 +4,9 @@ import io
 import os
 import sys
 import threading
-from pathlib import Path
 
 import pytest
+from test_cli_screen import Terminal, screen, texts
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.attachment import written_in_editor
@@ -14,9 +14,6 @@ from effllm.cli.conversation import next_step
 from effllm.cli.editor import is_open, unquoted
 from effllm.cli.figures import margin
 from effllm.cli.prompt import read_prompt
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_cli_screen import Terminal, screen, texts
 
 
 def test_the_prompt_is_file_then_argument(tmp_path) -> None:

@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conversions import lines_of
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
@@ -23,9 +24,6 @@ from effllm.runtime.config import read_config
 from effllm.runtime.conversion.on_load import PREFIX
 from effllm.runtime.files.lasting_folder import LOCK
 from effllm.runtime.kv.kv_profile_file import load_profile
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import lines_of
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 MINUTE = 60

@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from command_line import Ran
 from scripted_model import AFTER, LAST, calls, scripted
 from test_cli_chat import CTRL_C, CTRL_D, ENTER, WAITS, Chat, plain

@@ -18,11 +18,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, sharded
+from safetensors.numpy import save_file
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress

@@ -1,12 +1,9 @@
 """What people complain of in packed caches elsewhere (`test_complaints.py`): where they run, what they forget, keys and values apart."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import running
 from pulls import FABLE, Person
 

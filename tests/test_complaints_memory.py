@@ -2,13 +2,10 @@
 
 import re
 import resource
-import sys
 from functools import partial
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, Typed, on_disk, tiny
 from streamed_models import streaming

@@ -3,12 +3,9 @@
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 import pexpect
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, Person, tiny
 

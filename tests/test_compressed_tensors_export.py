@@ -10,8 +10,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import lines_of
+from gguf_samples import FABLE, fable_gguf, weights
 from hypothesis import given
 from hypothesis import strategies as st
+from test_imported import written
 
 from effllm import UsageError
 from effllm.cli.app import main
@@ -23,11 +26,6 @@ from effllm.runtime.conversion.compressed_tensors import CompressedFolder, expor
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.gguf.export import export_gguf
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import lines_of
-from gguf_samples import FABLE, fable_gguf, weights
-from test_imported import written
 
 
 def exported(out: Path, kind: str) -> CompressedFolder:

@@ -1,14 +1,17 @@
 """Exports of families whose checkpoints differ from Llama's: experts, joined matrices, a text part of a model that takes images."""
 
 import json
-import sys
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case
+from gguf_samples import FABLE, weights
+from retold_models import LIKE
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 
 from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
@@ -20,12 +23,6 @@ from effllm.runtime.families import FAMILIES, MAKING_VECTORS, RENAMED
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import folder_files, open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import ERNIE_EXPERTS, GLM_EXPERTS, GRANITE, GRANITE_4, GROWING, TWO_ROPES, Case
-from gguf_samples import FABLE, weights
-from retold_models import LIKE
-from saved_models import saved
 
 IDS = [0, 1, 17, 200, 2, 40]
 SIZES = {"hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "initializer_range": 0.08}

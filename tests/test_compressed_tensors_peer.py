@@ -10,18 +10,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_samples import FABLE
 from safetensors.numpy import load_file
+from saved_models import saved
+from test_compressed_tensors_families import CASES as FAMILIES
+from test_compressed_tensors_families import logits
 
 from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE
-from saved_models import saved
-from test_compressed_tensors_families import CASES as FAMILIES
-from test_compressed_tensors_families import logits
 
 IDS = [0, 1, 17, 300, 2, 400]
 # Loads a folder, lets the package unpack it at the first pass, and keeps logits and weights in float32.

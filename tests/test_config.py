@@ -1,13 +1,13 @@
 """config.json: what transformers writes is read as transformers means it, and what is not supported is named."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import DOTS, LLAMA, SMALL, in_a_file, in_one, keys_read, refused
 from transformers import (
     ArceeConfig,
     Dots1Config,
@@ -52,9 +52,6 @@ from effllm.runtime import config as config_module
 from effllm.runtime import families
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import DOTS, LLAMA, SMALL, in_a_file, in_one, keys_read, refused
 
 # What transformers has no numbers for.
 GRANITE_4 = {"num_local_experts": 0, "position_embedding_type": "rope", "mamba_n_heads": 4}

@@ -1,10 +1,10 @@
 """config.json that is malformed or absurd: one line that names the key, whatever it holds."""
 
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, SMALL, keys_read, refused, small_config
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,9 +12,6 @@ from effllm import EffllmError, ModelNotFound
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config, read_config
 from effllm.runtime.config_reader import FILE_LIMIT, ConfigError, Keys
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, keys_read, refused, small_config
 
 
 @pytest.mark.parametrize("name", SMALL)

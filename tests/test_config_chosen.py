@@ -1,20 +1,16 @@
 """config.json of families whose tokens choose what they see: what chooses, in which layers, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, refused
+from test_config_newer_families import PUBLISHED
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.kernels.index_shape import IndexShape
 from effllm.kernels.layout import PAGE
 from effllm.runtime.config import parse_config
 from effllm.runtime.indexed import without_index
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from test_config_newer_families import PUBLISHED
 
 
 def test_how_tokens_choose_what_they_see() -> None:

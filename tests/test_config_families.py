@@ -2,12 +2,11 @@
 
 import copy
 import json
-import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA, keys_read, refused
 from transformers import AutoConfig, Gemma3Config, Gemma3TextConfig
 
 from effllm import EffllmError
@@ -15,9 +14,6 @@ from effllm.runtime import families
 from effllm.runtime.config import Defaults, ModelConfig, decoder_config, parse_config
 from effllm.runtime.config_reader import Keys
 from effllm.runtime.gguf.architectures import architecture
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, keys_read, refused
 
 
 def test_biases() -> None:

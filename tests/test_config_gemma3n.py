@@ -1,21 +1,17 @@
 """config.json of Gemma 3n: what is read of it, as transformers reads it, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
 from transformers import Gemma3nTextConfig
 from transformers.models.gemma3n.modeling_gemma3n import Gemma3nRotaryEmbedding
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.rope import rope_table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 # What the published checkpoints state of their text part.
 E4B = {"activation_sparsity_pattern": [0.95] * 10 + [0.0] * 25, "altup_active_idx": 0, "altup_coef_clip": 120.0, "altup_correct_scale":

@@ -1,12 +1,11 @@
 """config.json of Gemma 4: what is read of it, as transformers reads it, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
 from transformers import Gemma4TextConfig
 from transformers.models.gemma4.modeling_gemma4 import Gemma4TextRotaryEmbedding
 
@@ -14,9 +13,6 @@ from effllm.quant.kv import codec
 from effllm.runtime.config import parse_config
 from effllm.runtime.kv.cache_parts import layer_codecs
 from effllm.runtime.rope import rope_table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 ROPES = {"full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
          "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"}}

@@ -1,15 +1,11 @@
 """Configs of Kolibri 1 and of families that came with it, as they are published, and what of them is refused."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import refused
 
 from effllm.runtime.config import parse_config
 from effllm.runtime.families import kolibri1, mimo_v2_flash
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 WINDOW = "sliding_attention"
 KOLIBRI = {

@@ -1,14 +1,10 @@
 """Configs of Laguna, Flint and Mamba 2 as they are published, and what of them is refused."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import refused
 
 from effllm.runtime.config import parse_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 LAYERS = 40
 WINDOW = "sliding_attention"

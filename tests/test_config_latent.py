@@ -1,20 +1,16 @@
 """config.json of models with latent attention: what published ones state, what transformers takes for absent keys, tensors, refusals."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
+from config_samples import in_a_file, refused
 from transformers import AutoModelForCausalLM, DeepseekV2Config, DeepseekV3Config, Glm4MoeLiteConfig
 
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config
 from effllm.runtime.stores.composite import text_alone
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import in_a_file, refused
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 6, "eos_token_id": 7}

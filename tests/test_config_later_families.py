@@ -1,13 +1,12 @@
 """config.json of the families that came later: what is read of it, as transformers reads it, and what is refused by name."""
 
 import json
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import LLAMA, SMALL, refused
 from transformers import Ministral3Config, Mistral3Config, MistralConfig, Olmo3Config, Qwen3_5Config, Qwen3_5TextConfig
 from transformers.models.ministral3.modeling_ministral3 import get_llama_4_attn_scale
 
@@ -15,9 +14,6 @@ from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.rope import rope_table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {

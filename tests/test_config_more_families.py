@@ -1,16 +1,12 @@
 """Configs of families as they are published, beside those of test_config_later_families.py: known to the last key, or refused by one."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, refused
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.mixture import Mixture
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
 
 PUBLISHED = {
     "granitemoeshared": {

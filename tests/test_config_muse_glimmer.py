@@ -1,19 +1,16 @@
 """Muse Glimmer's config as it is published, what of it is refused, and what a file says of its heads."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.gguf.export import export_gguf
-
-sys.path.insert(0, str(Path(__file__).parent))
 from config_samples import refused
 from conversions import options, run
 from export_models import model, scores
+
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.gguf.export import export_gguf
 
 KINDS = [*["sliding_attention"] * 3, "full_attention"] * 13
 TEXT = {

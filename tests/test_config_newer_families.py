@@ -1,13 +1,15 @@
 """config.json of the families that came last: what is read of it, as transformers reads it, and what is refused by name."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import LLAMA, SMALL, refused
+from family_models import CASES
+from saved_models import saved
 from transformers import Llama4TextConfig, Qwen2_5_VLConfig, Qwen3VLConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
@@ -19,11 +21,6 @@ from effllm.runtime.mixture import Mixture
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import rope_table, rope_tables
 from effllm.runtime.stores.composite import SIZE_KEYS, SIZES, text_alone
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
-from family_models import CASES
-from saved_models import saved
 
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {

@@ -1,17 +1,13 @@
 """Configs of the newest families: what is read of them, and what of them is refused."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, refused
 
 from effllm.kernels.lightning_shape import LightningShape
 from effllm.runtime.config import parse_config
 from effllm.runtime.families import dbrx, minimax
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
 
 RAMP = [1.0 + 0.1 * i for i in range(48)]
 # As it is published, but for what its parts that see and hear say.

@@ -1,18 +1,14 @@
 """config.json of families of the years before rotary halves and shared heads: what is read of it, and what is refused by name."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import refused
 from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.runtime.config import parse_config
 from effllm.runtime.families import codegen
 from effllm.runtime.rope import rope_table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 SUMMARY = {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "summary_type": "cls_index",
            "summary_use_proj": True}

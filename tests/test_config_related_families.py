@@ -1,16 +1,12 @@
 """config.json of families that are close to others: what is read of it, as transformers reads it, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, SMALL, refused
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.runtime.config import parse_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
 
 # What checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {

@@ -1,11 +1,10 @@
 """config.json and GGUF files of Cohere, Cohere 2, Hunyuan, MiniMax M2 and K-EXAONE: what is read of them, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA, SMALL, refused
 from transformers import AutoConfig
 from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1RotaryEmbedding
 
@@ -14,9 +13,6 @@ from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf.config_out import exported_as
 from effllm.runtime.rope import rope_table
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"}
 # What the published checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.

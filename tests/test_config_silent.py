@@ -1,17 +1,13 @@
 """What configs say by saying nothing, of every family that transformers has: it is what transformers takes then."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from family_models import CASES
+from retold_models import LIKE
 from transformers import AutoConfig
 
 from effllm.runtime.config import parse_config
 from effllm.runtime.families import FAMILIES
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES
-from retold_models import LIKE
 
 SIZES = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
          "num_key_value_heads": 2}

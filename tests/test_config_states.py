@@ -1,16 +1,12 @@
 """config.json of the families that remember in other states than those before them: what is read of it, and what is refused by name."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, refused
 
 from effllm.kernels.kda_shape import KdaShape
 from effllm.kernels.mamba1_shape import Mamba1Shape
 from effllm.runtime.config import parse_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
 
 ATTENDING = [4, 8, 12, 16, 20, 24, 27]  # layers of Kimi Linear, counted from 1
 LINEAR = {"full_attn_layers": ATTENDING, "head_dim": 128, "kda_layers": [layer for layer in range(1, 28) if layer not in ATTENDING],

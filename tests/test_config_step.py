@@ -1,10 +1,10 @@
 """Configs of Step 3.5 Flash and 3.7 Flash, in the words of the code that checkpoints brought and in those of transformers."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import refused
 from transformers import CONFIG_MAPPING
 
 from effllm.offload.gguf import GgufHeader
@@ -12,9 +12,6 @@ from effllm.offload.header import CheckpointError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf import step35
 from effllm.runtime.gguf.windows import Given
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 KINDS = [GLOBAL, LOCAL, LOCAL, LOCAL] * 12  # of 45 layers and three that guess ahead

@@ -1,18 +1,14 @@
 """config.json of Granite Swash, CWM, VaultGemma, LFM3 and Helium: what is read of it, as transformers does, and what is refused by name."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from config_samples import LLAMA, SMALL, refused
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
 from effllm.runtime.config_rope import RopeConfig
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, SMALL, refused
 
 # What checkpoints state, shortened by the sizes that every config has: nothing in it is unknown.
 PUBLISHED = {

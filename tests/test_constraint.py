@@ -4,13 +4,15 @@ search through the vocabulary finds; reasoning before the answer is free; what i
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_session_channels import THOUGHT, write_folder
+from test_session_continue import REASONS, said
+from test_speculation import Ticks
 
 import effllm
 from effllm import EffllmError
@@ -26,11 +28,6 @@ from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import SuffixMatch
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_session_channels import THOUGHT, write_folder
-from test_session_continue import REASONS, said
-from test_speculation import Ticks
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 GPT2 = [path for parent in Path(__file__).resolve().parents if (path := parent / "shared" / "vocabs" / "gpt-2.gguf").is_file()]

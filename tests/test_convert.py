@@ -1,13 +1,13 @@
 """Conversion: the bytes that it makes, in every format and by every method, whatever the blocks, threads and shards."""
 
 import json
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import FABLE, check_whole, contents, odd_model, options, originals, run, short_fable
 from safetensors.torch import load_file, save_file
 
 from effllm import UsageError
@@ -23,9 +23,6 @@ from effllm.runtime.conversion import convert_estimate, convert_plan, convert_st
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE, check_whole, contents, odd_model, options, originals, run, short_fable
 
 
 @pytest.fixture(scope="module")

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run, short_fable
 from safetensors.torch import load_file, save_file
 
 from effllm import DoesNotFit, EffllmError, UsageError
@@ -24,9 +25,6 @@ from effllm.runtime.conversion import convert_stream
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.files.written import foreign
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE, ODD, check_whole, contents, odd_model, options, run, short_fable
 
 MINUTE = 60
 

@@ -1,10 +1,10 @@
 """How long a conversion is said to take: the arithmetic, with numbers that were worked out by hand."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from conversions import FABLE
 
 from effllm.quant.methods import smooth
 from effllm.quant.recipe import Recipe
@@ -18,9 +18,6 @@ from effllm.runtime.conversion.convert_plan import ConversionPlan, plan_conversi
 from effllm.runtime.families import expert_role
 from effllm.runtime.mixture import Mixture
 from effllm.runtime.planning.timing import turns
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE
 
 COSTS = Costs(depth=256, input_s=1e-4, weight_s=4e-7, factor_s=1e-3, plain_s=1e-8, rate=1e11)
 WEIGHTS, INPUTS = 5_767_168, 6 * (6 * 256 + 768) + 256  # of fable's matrices; each of them is one block

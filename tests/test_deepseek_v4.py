@@ -2,34 +2,18 @@
 and converted folders make of such a model. Kernels are in `test_compressed_keys.py`."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
-from safetensors.torch import load_file, save_file
-from transformers import DeepseekV4Config, PreTrainedModel
-
-from effllm import EffllmError, UsageError
-from effllm.kernels.index_shape import IndexShape
-from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.engine import Engine
-from effllm.runtime.planning import forecast
-from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.sessions.saved_cache import restore_cache
-from effllm.runtime.sessions.session_store import SessionStore
-from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
 from choosing_models import guided, noted
 from family_models import Case, assert_close, oracle, written
 from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
 from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
+from newer_cases import CHOOSES, DEEPSEEK_4, HEAVY, WINDOWED
+from safetensors.torch import load_file, save_file
 from same_bits import (
     FEWER,
     assert_a_session_goes_on,
@@ -44,6 +28,19 @@ from same_bits import (
     save,
 )
 from streamed_models import streaming
+from transformers import DeepseekV4Config, PreTrainedModel
+
+from effllm import EffllmError, UsageError
+from effllm.kernels.index_shape import IndexShape
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.engine import Engine
+from effllm.runtime.planning import forecast
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.sessions.saved_cache import restore_cache
+from effllm.runtime.sessions.session_store import SessionStore
+from effllm.runtime.weights import parts
 
 __all__ = ["engine", "folder"]  # fixtures
 

@@ -2,7 +2,6 @@
 powers of two for 32 inputs), and names without `model.`."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,14 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import Case, assert_close, oracle
+from float_checkpoints import as_fp8, as_mxfp4
+from hybrid_models import IDS, anew, opened, read
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from streamed_models import paging, streaming
+from test_deepseek_v4 import WIDE
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, PreTrainedModel
 
 from effllm.offload.checkpoint import CheckpointError
@@ -24,15 +30,6 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.stored_names import cut_groups
 from effllm.runtime.tensors import check_tensors, parameters
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import Case, assert_close, oracle
-from float_checkpoints import as_fp8, as_mxfp4
-from hybrid_models import IDS, anew, opened, read
-from saved_models import saved
-from streamed_models import paging, streaming
-from test_deepseek_v4 import WIDE
 
 STATED = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}
 EIGHT = ("wq_a.weight", "wq_b.weight", "wkv.weight", "wo_a.weight", "wo_b.weight")

@@ -1,20 +1,16 @@
 """Linear attention by a gated delta rule: the reference against transformers. Kernels are in `test_state_kernels.py`."""
 
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from state_kinds import DELTAS, EPS, KDAS, assert_close, expected, inputs, weights
 from transformers.models.kimi_linear import modeling_kimi_linear as kimi
 from transformers.models.qwen3_5 import modeling_qwen3_5 as oracle
 
 from effllm.kernels import reference_delta
 from effllm.kernels.delta_shape import DeltaShape
 from effllm.kernels.kda_shape import KdaShape
-
-sys.path.insert(0, str(Path(__file__).parent))
-from state_kinds import DELTAS, EPS, KDAS, assert_close, expected, inputs, weights
 
 
 @pytest.mark.parametrize("shape", DELTAS.values(), ids=DELTAS)

@@ -1,6 +1,5 @@
 """The working memory that is planned for a device against what torch allocates: never less, and not wildly more."""
 
-import sys
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -9,13 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
 from family_models import CASES, Case
 from gpu_runs import opened, simulated
 from saved_models import saved
+from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Allocations(TorchDispatchMode):

@@ -1,14 +1,25 @@
 """DiffLlama through the program: values of two heads side by side, the numbers of a layer, profiles, packed caches, what methods may move,
 and what a config may say."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA, refused
+from conversions import options, run
+from family_models import assert_close, oracle, written
 from family_sizes import Case
+from hybrid_models import CTX, IDS, anew, opened
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+)
 from transformers import CONFIG_MAPPING
 
 from effllm.kernels.cpu.candidates import default_registry
@@ -23,20 +34,6 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.families.diffllama import share_of
 from effllm.runtime.kv.kv_recording import _grams
 from effllm.runtime.sessions.session_store import SessionStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from conversions import options, run
-from family_models import assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, opened
-from same_bits import (
-    assert_a_saved_text_goes_on,
-    assert_company_changes_nothing,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    engine,
-)
 
 __all__ = ["engine"]  # fixtures
 

@@ -3,11 +3,12 @@
 import errno
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_cli_run import shell
+from test_kv_tiers import Feed, cache_of, full_after, proc_says
 
 from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
 from effllm.offload.pages import DiskTier
@@ -16,10 +17,6 @@ from effllm.runtime.conversion.on_load import temporary_folder
 from effllm.runtime.files.whole_file import write_whole
 from effllm.runtime.planning.pressure import Watch
 from effllm.runtime.sparse.sparsity import Trace
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_cli_run import shell
-from test_kv_tiers import Feed, cache_of, full_after, proc_says
 
 LIMIT = 'ulimit -f 64; trap "" XFSZ; '  # 64 KiB
 COMMANDS = {

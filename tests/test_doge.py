@@ -1,11 +1,21 @@
 """Doge through the program: numbers of keys, what it may not have, and what a run, sessions, drafts and company make of such a model."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA, refused
 from family_sizes import Case
+from hybrid_models import CTX, IDS, anew
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+)
+from saved_models import saved
 from transformers import CONFIG_MAPPING
 
 from effllm import UsageError
@@ -21,19 +31,6 @@ from effllm.runtime.engine import Engine
 from effllm.runtime.kv.kv_profile_run import recorded
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from hybrid_models import CTX, IDS, anew
-from same_bits import (
-    assert_a_saved_text_goes_on,
-    assert_company_changes_nothing,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    engine,
-)
-from saved_models import saved
 
 __all__ = ["engine"]  # fixtures
 

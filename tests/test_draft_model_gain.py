@@ -5,12 +5,12 @@ import json
 import random
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_draft_gain import COSTS, Replayed
 
 import effllm
 from effllm import UsageError
@@ -24,9 +24,6 @@ from effllm.runtime.speculation.draft_length import COMPUTING, STEADY, WAITING, 
 from effllm.runtime.speculation.draft_model import KIND
 from effllm.runtime.speculation.drafts import Draft
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_draft_gain import COSTS, Replayed
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 GREEDY = SamplerSettings(temperature=0)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import sys
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -11,6 +10,8 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from drafted import both_ways
+from gguf_samples import fable_gguf
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -25,10 +26,6 @@ from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
 from effllm.runtime.sampling.dry import MOST_TOKENS, Breakers, breakers_of
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.token_bytes import bytes_of
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drafted import both_ways
-from gguf_samples import fable_gguf
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 NEUTRAL = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0, "typical_p": 1.0, "seed": 0}

@@ -1,13 +1,17 @@
 """Vectors of texts: those that transformers makes, by the way that a model's files state, which goes along where one is made smaller."""
 
 import json
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
+import embedders
 import gguf
 import numpy as np
 import pytest
+from embedders import ENDS, FABLE, MODULES, embedder, expected
+from gguf_samples import fable_gguf
+from hub_server import running
+from pulls import Person, sharded
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.answers.embedding import LAST, MEAN, pooling_of, unit, vector
@@ -15,13 +19,6 @@ from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import embedders
-from embedders import ENDS, FABLE, MODULES, embedder, expected
-from gguf_samples import fable_gguf
-from hub_server import running
-from pulls import Person, sharded
 
 TEXTS = ("Once upon a time there was a fox.", "The king saw the fox and the fox saw the king. " * 40)
 

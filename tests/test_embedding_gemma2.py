@@ -1,12 +1,16 @@
 """EmbeddingGemma 2: vectors as transformers makes them, from folders, quantized ones and GGUF files, several in a pass; what is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from config_samples import refused
+from embedders import FABLE
+from embedding_models import INNER, WIDTH, embedding_gemma2, mean_of
+from gguf_samples import add_fable_tokenizer
+from pulls import Person
 from safetensors.numpy import load_file
 from transformers import EmbeddingGemma2Config, EmbeddingGemma2TextConfig
 
@@ -19,13 +23,6 @@ from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.kv.both_ways import LONGEST, as_one_pass
 from effllm.runtime.kv.texts_cache import takes_texts
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from config_samples import refused
-from embedders import FABLE
-from embedding_models import INNER, WIDTH, embedding_gemma2, mean_of
-from gguf_samples import add_fable_tokenizer
-from pulls import Person
 
 LENGTHS = (1, 8, 9, 10, 40, 300, 512)
 

@@ -1,16 +1,13 @@
 """Engines that cannot be made: what they had opened by then is closed, so that a program that goes on has lost nothing."""
 
 import os
-import sys
 import threading
 from pathlib import Path
 
 import pytest
+from saves import opened
 
 from effllm import EffllmError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from saves import opened
 
 
 @pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="open files are counted in /proc")

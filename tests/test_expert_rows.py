@@ -1,22 +1,19 @@
 """Experts of which all gates, ups or downs lie in one matrix (DBRX): each by itself, paged and quantized like any other."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from test_paged_models import paged, resident
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.source import open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES
-from saved_models import saved
-from test_paged_models import paged, resident
 
 PLACE = "transformer.blocks.1.ffn.experts."
 

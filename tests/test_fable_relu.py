@@ -2,20 +2,17 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import bundled, resident, windowed
 
 from effllm.offload.neurons import MOST_TOKENS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine
 from effllm.runtime.sparse import sparsity
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bundle_models import bundled, resident, windowed
 
 MODEL = Path(__file__).resolve().parent.parent / "models" / "fable-relu"
 

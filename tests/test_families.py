@@ -7,7 +7,6 @@ kinds anew as a text grows; effllm fixes them for its context, so the oracle is 
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -17,7 +16,10 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
+from family_models import CASES, CONTEXT, Case, assert_close, oracle, rotary_of, share_angles, text, written
 from safetensors.torch import load_file, save_file
+from same_bits import assert_a_prompt_ends_as_a_whole_one
+from saved_models import saved
 from transformers import PreTrainedModel
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -33,11 +35,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, CONTEXT, Case, assert_close, oracle, rotary_of, share_angles, text, written
-from same_bits import assert_a_prompt_ends_as_a_whole_one
-from saved_models import saved
 
 LENGTHS = (1, 5, 63, 64, 65, 191, 192, 193, 340)
 DECODE_FROM = (5, 180, 310)  # steps cross the edges at 64 and 192, and the sealing of the first page at 320

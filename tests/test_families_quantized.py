@@ -5,7 +5,6 @@ One model of each is enough: that it computes what transformers does is shown in
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from io import StringIO
@@ -15,6 +14,9 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conversions import options, run
+from family_models import CASES, Case
+from saved_models import saved
 
 import effllm
 from effllm import UsageError
@@ -33,11 +35,6 @@ from effllm.runtime.conversion.convert_tensors import Converter
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, Case
-from saved_models import saved
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 # Weights drawn less wide than where exactness is judged: attention is then no lottery that any rounding decides.

@@ -1,20 +1,17 @@
 """What a family alone has, taken away while the tensors stay as they are: the comparison with transformers must fail then."""
 
-import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import CASES, TOLERANCE, oracle, text, written
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_prepared
 from effllm.runtime.prepare import EngineOptions, prepare_with
 from effllm.runtime.source import open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, TOLERANCE, oracle, text, written
 
 # Case -> what of its config can be taken away while the tensors stay as they are.
 PECULIAR = {

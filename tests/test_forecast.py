@@ -3,13 +3,13 @@
 import io
 import json
 import os
-import sys
 import time
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from streamed_models import larger_than_memory, streaming
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
@@ -33,9 +33,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.speculate import Counts
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory, streaming
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 CPU = EngineOptions(device="cpu", threads=2)

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from test_constraint import engine, tokenizer
 
 from effllm import UsageError
 from effllm.runtime.forms.constraint import (
@@ -16,9 +15,6 @@ from effllm.runtime.forms.constraint import (
 )
 from effllm.runtime.forms.multiples import MOST_LISTED, listed
 from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_constraint import engine, tokenizer
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

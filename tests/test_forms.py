@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
 
 from effllm import EffllmError, UsageError
 from effllm.runtime.forms.as_read import as_read
@@ -20,9 +19,6 @@ from effllm.runtime.forms.constraint import (
     grammar_form,
     schema_form,
 )
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

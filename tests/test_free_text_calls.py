@@ -1,13 +1,9 @@
 """Free text in calls of tools: what a model may write in JSON, on a channel and between tags, where the text has a grammar."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_call_replies import ASKED, CHANNELS, FABLE, HERMES, marked
 
 from effllm import UsageError

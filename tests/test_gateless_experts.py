@@ -5,14 +5,18 @@ from __future__ import annotations
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES, text, written
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from streamed_models import paging
+from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
@@ -32,13 +36,6 @@ from effllm.runtime.families import expert_role
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, text, written
-from saved_models import saved
-from streamed_models import paging
-from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 NARROWED = "nemotron_h, experts of fewer numbers"
 TOKENS = (1, 2, 5, MOST_COLUMNS, MOST_COLUMNS + 1, 70, CHUNK)

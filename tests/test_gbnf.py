@@ -4,20 +4,16 @@ comes with; what is wrong is one line."""
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_constraint import engine, narrowed, tokenizer
 
 from effllm import UsageError
 from effllm.runtime.forms.constraint import Vocabulary, grammar_form
 from effllm.runtime.forms.gbnf import GbnfError, to_lark
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_constraint import engine, narrowed, tokenizer
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

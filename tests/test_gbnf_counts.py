@@ -1,18 +1,14 @@
 """Counts in GBNF: one that says what several say of each other, none at all, and what is wrong with one, by its place."""
 
-import sys
 import time
-from pathlib import Path
 
 import pytest
+from test_constraint import engine, tokenizer
 
 from effllm import UsageError
 from effllm.runtime.forms.constraint import form_of_grammar, in_own_words
 from effllm.runtime.forms.gbnf import GbnfError, place, to_lark
 from effllm.runtime.forms.gbnf_counts import Count
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_constraint import engine, tokenizer
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

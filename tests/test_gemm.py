@@ -6,14 +6,14 @@ exact and float32 follows in one order, so results are held against the definiti
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import pytest
+from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes, seed_of
+from test_instruction_sets import X86, child, runs_here
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import Kernel
@@ -26,10 +26,6 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.tiles import SCHEMES
 from effllm.quant.codes import Codes, dequantize, values
 from effllm.quant.spec import QuantSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import _outliers, _range, factors_of, low_bit, random_codes, seed_of
-from test_instruction_sets import X86, child, runs_here
 
 WAYS = (gemm.SCALED, gemm.GROUPED)
 CODEBOOKS = "codebook4:16", "codebook3:16", "codebook2:16+0.02"  # what STEPPED takes

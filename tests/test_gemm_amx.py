@@ -3,13 +3,14 @@ to a machine without it is tested alone."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import pytest
+from low_bit_samples import FORMATS, WITH_OUTLIERS
+from test_gemm import Kernels, Operand, sample
+from test_gemm import product as gemm_product
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels import target
@@ -31,11 +32,6 @@ from effllm.kernels.cpu.intrinsics import i64_at
 from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.kernels.registry import Call
 from effllm.quant.codes import dequantize
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS
-from test_gemm import Kernels, Operand, sample
-from test_gemm import product as gemm_product
 
 needs_amx = pytest.mark.skipif(not amx.AMX, reason="no matrix unit here")
 ALL = tuple(text for text in (*FORMATS, *WITH_OUTLIERS) if not text.startswith("float8"))  # those are multiplied as float32 everywhere

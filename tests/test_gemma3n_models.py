@@ -1,14 +1,20 @@
 """Gemma 3n in few bits, from the disk, with spilled and packed caches, on two devices and under calibration: the same model everywhere."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import assert_close, oracle, text, written
+from family_sizes import GEMMA_3N, Case
+from made_smaller import assert_calibration_is_a_pass
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
+from streamed_models import streaming
 
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -27,15 +33,6 @@ from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import assert_close, oracle, text, written
-from family_sizes import GEMMA_3N, Case
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
-from streamed_models import streaming
 
 WIDE = {**GEMMA_3N, "hidden_size": 128, "intermediate_size": [384, 384, 352, 384, 416, 384], "hidden_size_per_layer_input": 32,
         "vocab_size": 384, "vocab_size_per_layer_input": 370, "laurel_rank": 64, "max_position_embeddings": 1024}

@@ -1,12 +1,16 @@
 """Gemma 4 in few bits, from the disk, with spilled and packed caches, on two devices and under calibration: the same model everywhere."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import GEMMA_4, GEMMA_EXPERTS, KEYS_AS_VALUES, Case, assert_close, oracle, text, written
+from made_smaller import assert_calibration_is_a_pass
+from saved_models import saved
+from streamed_models import paging, streaming
 
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -27,13 +31,6 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import GEMMA_4, GEMMA_EXPERTS, KEYS_AS_VALUES, Case, assert_close, oracle, text, written
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from streamed_models import paging, streaming
 
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "hidden_size_per_layer_input": 32, "vocab_size": 384, "max_position_embeddings": 1024}
 KINDS = {"small": {**GEMMA_4, **WIDE, "vocab_size_per_layer_input": 384},

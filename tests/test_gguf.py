@@ -2,13 +2,13 @@
 
 import ctypes
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_samples import FABLE, Reader, fable_gguf, write_model
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -27,9 +27,6 @@ from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, Reader, fable_gguf, write_model
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234, 5, 77, 901, 3]
 SMALL = {"vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from bitnet_models import ONLINE, is_linear, ternary, write
 from gguf.quants import quantize
+from gguf_samples import write_model
 from safetensors.torch import load_file, save_file
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bitnet_models import ONLINE, is_linear, ternary, write
-from gguf_samples import write_model
 
 CHANGES = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2, "tie_word_embeddings": True}
 

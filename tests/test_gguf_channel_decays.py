@@ -4,7 +4,6 @@ import dataclasses
 import json
 import re
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,7 +11,12 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from export_models import scores
+from family_sizes import KIMI, Case
+from newer_cases import LING
 from safetensors.torch import load_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -21,13 +25,6 @@ from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import scores
-from family_sizes import KIMI, Case
-from newer_cases import LING
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 # Widths of which blocks are made: 64 and 96 numbers of a row.

@@ -1,20 +1,16 @@
 """Which layers of a GGUF file choose for themselves what they see, and what is refused of an indexer."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model
 
 from effllm import EffllmError
 from effllm.offload.gguf import GgufHeader
 from effllm.runtime.config import ModelConfig
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.store import read_header
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model
 
 NAMES = ("deepseek_v32", "glm_moe_dsa", "hy_v4")
 GLM_5 = (0, 0, 2)

@@ -1,26 +1,23 @@
 """GGUF files of DeepSeek V4 as llama.cpp's converter writes them: read as the folder that they were made from, and by llama.cpp alike."""
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from family_models import Case
+from gguf_samples import add_fable_tokenizer, blocks_near
+from hybrid_models import IDS, anew, opened
 from safetensors.torch import load_file
+from saved_models import saved
+from test_deepseek_v4 import WIDE
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.deepseek4 import NAMES, WHOLE
 from effllm.runtime.source import open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case
-from gguf_samples import add_fable_tokenizer, blocks_near
-from hybrid_models import IDS, anew, opened
-from saved_models import saved
-from test_deepseek_v4 import WIDE
 
 YARN = {"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 64, "beta_fast": 32.0, "beta_slow": 1.0}
 MODEL = {**WIDE, "head_dim": 128, "index_head_dim": 64, "compress_rates": {"compressed_sparse_attention": 4, "heavily_compressed_attention":

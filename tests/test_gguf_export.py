@@ -3,7 +3,6 @@
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace as changed
 from pathlib import Path
 
@@ -11,7 +10,9 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from gguf_samples import FABLE, Reader, separated, weights
 from safetensors.torch import load_file, save_file
+from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from effllm import EffllmError, UsageError
@@ -29,10 +30,6 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.generation_config import read_generation_config
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, Reader, separated, weights
-from saved_tokenizers import with_words_of_fable
 
 VOCABULARIES = sorted(path for parent in Path(__file__).resolve().parents for path in (parent / "shared" / "vocabs").glob("*.gguf"))
 PROMPTS = ("Once upon a time", "The king said to his daughter:", "There was a fox who", "In a dark forest", "The old woman",

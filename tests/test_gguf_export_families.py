@@ -1,12 +1,16 @@
 """Every family that llama.cpp runs, exported: the file is read back as the model that it was, and llama.cpp writes the same tokens."""
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import MODELS, exported, model, opened, scores
+from family_models import GROWING, SHARPENED, Case, rope
+from family_sizes import SAME_SCALES
+from gguf_samples import Reader, write_model
+from saved_models import saved
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -16,13 +20,6 @@ from effllm.runtime.gguf.config_out import NOT_WRITTEN, exported_as
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import MODELS, exported, model, opened, scores
-from family_models import GROWING, SHARPENED, Case, rope
-from family_sizes import SAME_SCALES
-from gguf_samples import Reader, write_model
-from saved_models import saved
 
 PROMPTS, STEPS = (1, 12, 70), 24
 FIRST = {case.family: name for name, case in reversed(MODELS.items())}.values()  # of each family

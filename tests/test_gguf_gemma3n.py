@@ -1,7 +1,6 @@
 """GGUF files of Gemma 3n as converters write them: the same models, in blocks too, and what is refused by name."""
 
 import math
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +8,11 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from export_models import scores
+from family_sizes import GEMMA_3N, Case
 from safetensors.torch import load_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
@@ -17,12 +20,6 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import scores
-from family_sizes import GEMMA_3N, Case
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 SIZES = {**GEMMA_3N, "hidden_size": 64, "intermediate_size": [96, 96, 64, 96, 128, 96], "vocab_size": 4096, "head_dim": 32,

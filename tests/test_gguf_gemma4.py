@@ -1,22 +1,19 @@
 """GGUF files of Gemma 4 as converters write them: what they say otherwise than ours, and what is refused by name."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import exported, model, scores
+from gguf_samples import Reader
+from test_gguf_tokenizer import LLAMA, header
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model, scores
-from gguf_samples import Reader
-from test_gguf_tokenizer import LLAMA, header
 
 IDS = np.random.default_rng(3).integers(0, 4096, 60).tolist()
 GEMMA = "gemma4."

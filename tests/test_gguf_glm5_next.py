@@ -3,23 +3,20 @@ tensor, and what is refused."""
 
 import dataclasses
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import scores
+from newest_cases import GLM_5_NEXT
 from safetensors.torch import load_file
+from saved_models import saved
+from test_gguf_channel_decays import PARTS, Case
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import scores
-from newest_cases import GLM_5_NEXT
-from saved_models import saved
-from test_gguf_channel_decays import PARTS, Case
 
 CASE = Case("glm5_next_text", {
     **GLM_5_NEXT, "vocab_size": 4096, "num_key_value_heads": 4, "num_attention_heads": 4, "kv_lora_rank": 64, "q_lora_rank": 64,

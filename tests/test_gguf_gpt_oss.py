@@ -2,24 +2,21 @@
 
 import re
 import shutil
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import exported, model, scores
 from safetensors.torch import load_file, save_file
+from test_mxfp4 import packed_model
+from test_paged_models import paged, resident
 
 from effllm import EffllmError
 from effllm.quant.imports.gguf import quantize
 from effllm.runtime.config import read_config
 from effllm.runtime.events import Notice
 from effllm.runtime.gguf.export import export_gguf
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model, scores
-from test_mxfp4 import packed_model
-from test_paged_models import paged, resident
 
 TOKENIZER = {"tokenizer.ggml.model": "no_vocab"}
 

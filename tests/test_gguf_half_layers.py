@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model, scores
+from gguf_samples import Reader
+from test_paged_models import paged, resident
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf import half_layers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model, scores
-from gguf_samples import Reader
-from test_paged_models import paged, resident
 
 MIXED, DENSE, NARROWED = "nemotron_h, experts", "nemotron_h", "nemotron_h, experts of fewer numbers"
 

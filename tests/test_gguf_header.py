@@ -2,11 +2,11 @@
 
 import os
 import struct
-import sys
 import tracemalloc
 from pathlib import Path
 
 import pytest
+from gguf_bytes import ARRAY, STRING, U32, file, pair, small_model, tensor, text
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -15,9 +15,6 @@ from effllm.offload.checkpoint import CheckpointError, open_regular
 from effllm.offload.gguf import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, MAX_TEXT, GgufHeader, read_gguf_header
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.gguf.tokenizer import load_tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_bytes import ARRAY, STRING, U32, file, pair, small_model, tensor, text
 
 FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 

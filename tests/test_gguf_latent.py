@@ -4,13 +4,16 @@ That llama.cpp runs what is exported as we do is in `test_gguf_export_families.p
 """
 
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import exported, model, scores
+from family_models import LATENT, Case, oracle, text, written
+from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
+from gguf_samples import Reader, write_model
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
@@ -26,12 +29,6 @@ from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.pull.gguf_head import _config
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model, scores
-from family_models import LATENT, Case, oracle, text, written
-from family_sizes import OF_BLOCKS, ONE_GROUP, SAME_SCALES
-from gguf_samples import Reader, write_model
 
 MODELS = {
     "deepseek_v2": Case("deepseek_v2", {**LATENT, **OF_BLOCKS, "q_lora_rank": None, "n_group": 4, "topk_group": 2, **SAME_SCALES,

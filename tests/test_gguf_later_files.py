@@ -1,11 +1,12 @@
 """What files of MiMo V2 Flash, MiniMax M3, MPT, StarCoder 1 and DBRX say in their own way, and what is refused of it."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model
+from gguf_samples import Reader
 
 from effllm import EffllmError
 from effllm.offload.gguf import GgufHeader
@@ -14,10 +15,6 @@ from effllm.runtime.gguf.architectures import architecture
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.contents import GgufFile, contents
 from effllm.runtime.gguf.store import open_gguf_store, read_header
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model
-from gguf_samples import Reader
 
 NAMES = ("mimo_v2_flash", "minimax_m3_vl_text", "mpt", "gpt_bigcode", "dbrx", "bloom", "jais2")
 

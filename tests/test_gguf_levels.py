@@ -6,15 +6,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_samples import fable_gguf
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.offload.gguf import BLOCKS
 from effllm.quant.imports import gguf_levels, mxfp4
 from effllm.quant.imports.gguf import DECODERS, dequantize
 from effllm.runtime.gguf.store import open_gguf_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import fable_gguf
 
 
 def test_products_with_every_level_and_scale_stay_below_24_bits() -> None:

@@ -4,21 +4,18 @@ types, and none needs memory for what it claims."""
 import io
 import json
 import os
-import sys
 import tracemalloc
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_bytes import TOKENS, small_model
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf import tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_bytes import TOKENS, small_model
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 F32, Q4_0, Q8_0, IQ1_S, I32 = 0, 2, 8, 19, 26

@@ -4,7 +4,6 @@ Their heads of values go around those of keys. The files are written here from a
 """
 
 import json
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,17 +11,6 @@ from pathlib import Path
 import gguf
 import numpy as np
 import pytest
-from safetensors.numpy import save_file
-
-from effllm.offload.header import CheckpointError
-from effllm.quant.imports.gguf import KEPT
-from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.gguf.store import open_gguf_store
-from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import oracle, written
 from gguf_linear import ARCH, CASES, NEXT, write
@@ -31,8 +19,17 @@ from gpu_runs import opened as with_card
 from gpu_runs import simulated
 from hub_server import Hub
 from pulls import Person
+from safetensors.numpy import save_file
 from saved_models import saved
 from test_paged_models import paged, resident
+
+from effllm.offload.header import CheckpointError
+from effllm.quant.imports.gguf import KEPT
+from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.engine import open_engine
+from effllm.runtime.gguf.export import export_gguf
+from effllm.runtime.gguf.store import open_gguf_store
+from effllm.runtime.prepare import EngineOptions, prepare
 
 IDS = np.random.default_rng(4).integers(0, 300, 90).tolist()
 DENSE, MIXTURE = CASES

@@ -1,13 +1,15 @@
 """Mixtures of experts, and models in several files, as GGUF: what the folder with the same weights answers, against transformers too."""
 
 import os
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from family_models import ERNIE_EXPERTS, FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
+from gguf_samples import FABLE, counts, fable_gguf, write_model
 from safetensors.numpy import load_file, save_file
+from saved_models import saved
 
 from effllm import EffllmError, ModelNotFound
 from effllm.offload.header import CheckpointError
@@ -16,11 +18,6 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.names import part_names
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import ERNIE_EXPERTS, FEW_EXPERTS, GLM_EXPERTS, GRANITE, Case, oracle, text, written
-from gguf_samples import FABLE, counts, fable_gguf, write_model
-from saved_models import saved
 
 QUICK = {"device": "cpu", "kv": "32bit", "ctx": 256, "threads": 1}
 SIZES = {"intermediate_size": 96, "hidden_size": 64}  # multiples of a block

@@ -1,6 +1,5 @@
 """GGUF files of families that turn neighbouring channels, as other programs write them: rows are those of the checkpoint."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -8,18 +7,16 @@ import gguf
 import numpy as np
 import pytest
 import torch
+from family_models import Case, rope
+from gguf_samples import weights, write_model
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, rope
-from gguf_samples import weights, write_model
-from saved_models import saved
 
 SIZES = {"intermediate_size": 96}  # whole blocks
 CASES = {  # the family's model, and the architecture of its files

@@ -1,11 +1,11 @@
 """Files of every type that llama.cpp writes and effllm reads: the same greedy text in both."""
 
 import ctypes
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_samples import FABLE, Reader, add_scales, fable_gguf
 
 from effllm.quant.imports.gguf import DECODERS
 from effllm.runtime.config import read_config
@@ -13,9 +13,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, Reader, add_scales, fable_gguf
 
 # What llama.cpp calls a file, the number that asks for it, and the types of blocks in it.
 FILES = {"ALL_F32": (0, {"F32"}), "MOSTLY_F16": (1, {"F16"}), "MOSTLY_BF16": (32, {"BF16"}), "MOSTLY_Q8_0": (7, {"Q8_0"}),

@@ -1,22 +1,19 @@
 """GGUF files of Qwen 4: what is read of the keys that it alone has, and what no file of it can say; its export is among those of all
 families."""
 
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model, scores
 
 from effllm.offload.gguf import GgufHeader
 from effllm.offload.header import CheckpointError
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.source import open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model, scores
 
 TABLE = "model.layers.1.ple.ple_embedding.ngram_embedding.weight"
 IDS = np.random.default_rng(3).integers(10, 4000, 60).tolist()

@@ -1,22 +1,19 @@
 """GGUF files that no family runs, that contradict themselves or lack a tokenizer are refused in one line that names what it is."""
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from gguf_samples import write_model
+from test_gguf import QUICK, small
 
 from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import write_model
-from test_gguf import QUICK, small
 
 
 def key(name: str, value: object):

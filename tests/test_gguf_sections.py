@@ -1,19 +1,16 @@
 """GGUF files of models that take images: their text part answers as its folder does, and as llama.cpp's own graph of it says."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import model, scores
+from gguf_samples import write_model
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import model, scores
-from gguf_samples import write_model
 
 IDS = list(range(5, 90))
 # Architecture -> the model that its text part is, and its sections, as converters write them: 8 or 16 pairs of channels.

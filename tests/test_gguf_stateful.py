@@ -3,12 +3,12 @@
 That a file means what its folder does, and what llama.cpp makes of it, is in `test_gguf_export_families.py`.
 """
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model
 
 from effllm import EffllmError
 from effllm.offload.gguf import GgufHeader
@@ -16,9 +16,6 @@ from effllm.runtime.config import ModelConfig, read_config
 from effllm.runtime.gguf.architectures import file_architecture
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.store import read_header
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model
 
 CONV, MOE, MAMBA, MIXED = "lfm2", "lfm2_moe", "granitemoehybrid, state spaces", "granitemoehybrid, experts"
 JAMBA, ALONE, NORMED = "jamba", "mamba", "falcon_mamba"

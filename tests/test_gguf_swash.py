@@ -3,12 +3,11 @@
 That a file means what its folder does, and what llama.cpp makes of it, is in `test_gguf_export_families.py`.
 """
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
+from export_models import exported, model
 
 from effllm import EffllmError
 from effllm.offload.gguf import GgufHeader
@@ -16,9 +15,6 @@ from effllm.runtime.config import ModelConfig, read_config
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.config_out import exported_as
 from effllm.runtime.gguf.store import read_header
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported, model
 
 DENSE, MIXED = "granite_swa", "granitemoe_swa, a shared expert"
 

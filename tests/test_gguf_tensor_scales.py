@@ -1,22 +1,19 @@
 """NVFP4 in GGUF files: a number for a matrix, or for each expert of a stack, stands beside the scales in its blocks."""
 
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.offload.checkpoint import CheckpointError
-from effllm.quant.weight import Weight
-from effllm.runtime.gguf.store import open_gguf_store
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import FABLE, SCALES, add_scales, counts, fable_gguf, write_model
 from saved_models import saved
 from test_gguf import IDS, folder_of, logits
 from test_gguf_mixtures import MIXTURES
+
+from effllm.offload.checkpoint import CheckpointError
+from effllm.quant.weight import Weight
+from effllm.runtime.gguf.store import open_gguf_store
 
 SCALED = {"model.layers.0.mlp.up_proj.weight": "blk.0.ffn_up", "model.layers.1.self_attn.q_proj.weight": "blk.1.attn_q",
           "model.layers.2.mlp.down_proj.weight": "blk.2.ffn_down"}

@@ -1,11 +1,11 @@
 """Tokenizers built from GGUF metadata: on published vocabularies the ids that their test set expects, and every broken list named."""
 
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 from effllm.offload.gguf import GgufHeader
 from effllm.runtime.engine import open_engine
@@ -16,9 +16,6 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.text import Tokenizer, TokenizerError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 # Real vocabularies with texts and ids, where a checkout has them beside it.
 FOLDERS = [parent / "shared" / "vocabs" for parent in Path(__file__).resolve().parents]

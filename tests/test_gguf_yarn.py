@@ -2,13 +2,13 @@
 
 import json
 import math
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import CheckpointError
@@ -17,9 +17,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 FACTOR, TRAINED = 4.0, 128
 USUAL = 0.1 * math.log(FACTOR) + 1

@@ -1,7 +1,6 @@
 """GLM 5.3 Flash through the program: choices among pools of tokens against transformers, keys of pools against their meaning, and what a
 run, its plan, sessions, drafts, company and converted folders make of such a model."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,7 +9,23 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from choosing_models import AS_GOOD, noted
+from config_samples import refused
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from newest_cases import GLM_5_NEXT
+from same_bits import (
+    FEWER,
+    assert_a_session_goes_on,
+    assert_another_question_reads_that_alone,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
+)
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.glm5_next import modeling_glm5_next as theirs_of
 
@@ -27,24 +42,6 @@ from effllm.quant.weight import Norm
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from choosing_models import AS_GOOD, noted
-from config_samples import refused
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from same_bits import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    engine,
-    folder,
-)
 
 __all__ = ["engine", "folder"]  # fixtures
 

@@ -1,11 +1,8 @@
 """What a template of Ollama writes, told by its tokens, and the chat templates of those formats."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gguf_bytes import small_model
 from library_trees import OllamaTree
 from pulls import Person

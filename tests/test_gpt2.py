@@ -1,23 +1,20 @@
 """Folders of GPT-2: matrices that lie inputs before outputs, under the names of the first ones and of later ones."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import Case, scored, text, written
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.source import open_store
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import Case, scored, text, written
-from saved_models import saved
 
 TINY = Case("gpt2", {"eos_token_id": 7, "bos_token_id": 7})
 

@@ -1,13 +1,10 @@
 """Sessions beside a card to which long passes copy layers: what is lent of them has the bits of reading the prompt whole there."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE
 from gpu_runs import opened, simulated
 from saves import read, save, tokens

@@ -1,18 +1,15 @@
 """Passes of few tokens on a card, recorded and run again: the numbers of passes that are run anew."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from conversions import FABLE, options, run
 from family_models import GROWING, Case
 from gpu_runs import divergence, opened, simulated
 from saved_models import saved
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from effllm.kernels.cuda.device import SimulatedDevice
 from effllm.kernels.cuda.repeated import Repeats

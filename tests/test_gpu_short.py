@@ -1,11 +1,13 @@
 """A card that is short of memory, or asked for in vain: what a run does then, and what a person is told."""
 
-import sys
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
 
 import pytest
 import torch
+from conversions import FABLE
+from gpu_runs import logits, opened, simulated, typed
+from test_gpu_tier import planned
 
 from effllm import DoesNotFit, UsageError
 from effllm.kernels.cuda import device
@@ -16,11 +18,6 @@ from effllm.offload.size import format_size
 from effllm.runtime.planning import devices
 from effllm.runtime.planning.process_memory import weighed
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import FABLE
-from gpu_runs import logits, opened, simulated, typed
-from test_gpu_tier import planned
 
 LINK = 2e9
 

@@ -1,6 +1,5 @@
 """Families of which a layer's streams, its states or its routers go beside the one stream of others, with layers on a simulated GPU."""
 
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -8,6 +7,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
+from gpu_runs import divergence, logits, opened, simulated
+from hybrid_models import IDS, anew
+from newer_cases import DEEPSEEK_4
+from same_bits import assert_a_saved_text_goes_on
+from test_device_memory import watched
 from transformers import PreTrainedModel
 
 from effllm.kernels import reference_cca, reference_compressed, reference_index, reference_ngrams
@@ -25,15 +31,6 @@ from effllm.quant.wide_weights import Compressor
 from effllm.runtime.kv.states import controls
 from effllm.runtime.rope import RopeTable
 from effllm.runtime.sessions.session_store import SessionStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, CONTEXT, Case, assert_close, oracle, written
-from gpu_runs import divergence, logits, opened, simulated
-from hybrid_models import IDS, anew
-from newer_cases import DEEPSEEK_4
-from same_bits import assert_a_saved_text_goes_on
-from test_device_memory import watched
 
 LATER = [pytest.param(name, marks=pytest.mark.slow) for name in (
     "qwen4_exp, two tables, sigmoids, other layers, bfloat16", "zaya, windows, longer convolutions, bfloat16",

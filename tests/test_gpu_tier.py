@@ -2,13 +2,18 @@
 
 import gc
 import json
-import sys
 from dataclasses import replace
 from functools import cache, partial
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import RELU, bundled
+from conversions import FABLE, options, run
+from family_models import Case
+from gpu_runs import CTX, card_here, divergence, logits, opened, simulated, typed
+from saved_models import saved
+from streamed_models import larger_than_memory
 
 from effllm import DoesNotFit, UsageError
 from effllm.kernels.cuda.device import SimulatedDevice
@@ -16,14 +21,6 @@ from effllm.offload.plan_gpu import LinkRates, copied_from
 from effllm.runtime.engine import Engine
 from effllm.runtime.planning import demands, devices, process_memory
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from bundle_models import RELU, bundled
-from conversions import FABLE, options, run
-from family_models import Case
-from gpu_runs import CTX, card_here, divergence, logits, opened, simulated, typed
-from saved_models import saved
-from streamed_models import larger_than_memory
 
 LAYERS, LINK = 6, 2e9
 

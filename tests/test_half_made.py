@@ -1,13 +1,9 @@
 """A `pull --bits` that was stopped: listed, told of, planned, gone on with and removed by the name that was typed."""
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import FABLE, Person, sharded
 

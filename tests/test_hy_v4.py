@@ -3,13 +3,20 @@ may not say. Whole models are in `test_families.py` and `test_chosen_models.py`.
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import SMALL, refused
+from conversions import options, run
+from export_models import SIZES
+from family_models import CASES
+from made_smaller import assert_calibration_is_a_pass
 from safetensors.numpy import load_file, save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
+from streamed_models import paging, streaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from effllm.kernels import reference_hyper
@@ -26,16 +33,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.stores.native_names import translated
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import SMALL, refused
-from conversions import options, run
-from export_models import SIZES
-from family_models import CASES
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
-from streamed_models import paging, streaming
 
 PUBLISHED = {**SMALL, "num_key_value_heads": 6, "model_type": "hy_v4", "architectures": ["HYV4ForCausalLM"], "attention_bias": False,
              "attention_dropout": 0.0, "bos_token_id": 1, "dtype": "bfloat16", "eos_token_id": 2, "first_k_dense_replace": 1, "hc_eps":

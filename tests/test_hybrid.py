@@ -8,13 +8,24 @@ That they compute what transformers does is in `test_families.py`, what a state 
 # ruff: noqa: F811
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_samples import FABLE
+from gpu_runs import logits, simulated
+from gpu_runs import opened as with_card
+from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
 from safetensors.numpy import save_file
+from same_bits import (
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    rows_of,
+)
+from streamed_models import streaming
+from test_speculation import Ticks
 
 from effllm import EffllmError
 from effllm.kernels.cpu.candidates import default_registry
@@ -37,20 +48,6 @@ from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from gguf_samples import FABLE
-from gpu_runs import logits, simulated
-from gpu_runs import opened as with_card
-from hybrid_models import CTX, IDS, anew, answer, engine, folder, opened, read, small  # noqa: F401
-from same_bits import (
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    rows_of,
-)
-from streamed_models import streaming
-from test_speculation import Ticks
 
 
 def test_threads_and_chunks_change_no_bit(folder: Path, small: Path) -> None:

@@ -4,13 +4,14 @@
 # ruff: noqa: F811
 
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
+from same_bits import assert_a_saved_text_goes_on, save
 
 from effllm import EffllmError
 from effllm.runtime.engine import Engine
@@ -23,10 +24,6 @@ from effllm.runtime.sessions.saved import SavedSessions
 from effllm.runtime.sessions.saved_cache import identity, restore_cache
 from effllm.runtime.sessions.saved_prefix import lend
 from effllm.runtime.sessions.session_store import SessionStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hybrid_models import CTX, IDS, anew, engine, folder, opened, paged, read, small  # noqa: F401
-from same_bits import assert_a_saved_text_goes_on, save
 
 
 @pytest.fixture

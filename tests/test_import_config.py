@@ -1,12 +1,9 @@
 """What a plan expects of another tool's quantized checkpoint before it is here, against what its files turn out to be; what is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from float_checkpoints import quark
 from gguf_samples import FABLE

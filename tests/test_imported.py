@@ -1,13 +1,16 @@
 """Quantized checkpoints of other tools: packed here by each format's description, one number at a time, and read as what they mean."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from float_checkpoints import as_fbgemm, as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4, quark
+from gguf_samples import FABLE, weights
+from level_checkpoints import as_bytes_by_row, as_levels
 from safetensors.torch import save_file
+from saved_tokenizers import with_words_of_fable
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import CheckpointError
@@ -19,12 +22,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import is_low_bit, open_store, open_weights
-
-sys.path.insert(0, str(Path(__file__).parent))
-from float_checkpoints import as_fbgemm, as_fp8, as_mxfp4, as_mxfp4_packed, as_mxfp8, as_nvfp4, quark
-from gguf_samples import FABLE, weights
-from level_checkpoints import as_bytes_by_row, as_levels
-from saved_tokenizers import with_words_of_fable
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 GROUP = 64

@@ -1,6 +1,5 @@
 """Quantized checkpoints whose parts are not what they should be: every one of them is refused in one line, whatever it claims."""
 
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from test_imported import CASES
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.header import TensorInfo
@@ -17,9 +17,6 @@ from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
 from effllm.runtime.stores.imported import ImportedStore
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_imported import CASES
 
 BASE = "model.layers.0.mlp.up_proj."
 SHAPE = (192, 256)

@@ -10,14 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from float_checkpoints import as_fp8, as_mxfp4_packed, as_mxfp8, as_nvfp4
 from gguf_samples import weights
+from hypothesis import given
+from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from saved_models import saved
 from test_imported import as_awq, as_bytes, as_compressed, as_gptq
 

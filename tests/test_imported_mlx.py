@@ -1,21 +1,18 @@
 """Folders that MLX quantized: packed here by its description, read as what they mean, run from their codes where kernels can."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import Case
 from family_models import written as random_model
 from gguf_samples import FABLE
+from hypothesis import given
+from hypothesis import strategies as st
 from mlx_checkpoints import CASES, CODES, affine, stream, switched, written
+from safetensors.torch import load_file, save_file
 from test_paged_arrivals import QWEN, SLOTS
 from test_paged_models import paged, resident
 

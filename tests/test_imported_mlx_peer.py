@@ -9,8 +9,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from mlx_families import CASES, MENDED, ROUNDED, random_folder
 
 from effllm.runtime.engine import EngineOptions, open_engine

@@ -3,19 +3,16 @@ published model, held against transformers with the values that codes mean."""
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options
 from mlx_checkpoints import switched
 from mlx_families import ROUNDED, random_folder
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.notes import Fallback

@@ -1,17 +1,14 @@
 """Folders that MLX quantized of models that see: towers under other names and turned over, and heads that are the embedding again."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options
 from mlx_checkpoints import affine
+from safetensors.torch import load_file, save_file
 from sight_cases import CASES
 from sight_models import PICTURES, opened, seeing
 

@@ -2,12 +2,14 @@
 
 import json
 import random
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from gguf_samples import FABLE, add_fable_tokenizer, write_model
+from infilling import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
+from test_cli_config import Ran
 
 from effllm import ContextOverflow
 from effllm.offload.gguf import GgufHeader
@@ -19,11 +21,6 @@ from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
 from effllm.runtime.tokens.plain_text import PlainText
 from effllm.runtime.tokens.stream_filters import Indented
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_samples import FABLE, add_fable_tokenizer, write_model
-from infilling import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
-from test_cli_config import Ran
 
 VOCABS = [folder for parent in Path(__file__).resolve().parents if (folder := parent / "shared" / "vocabs").is_dir()]
 needs_vocabularies = pytest.mark.skipif(not VOCABS, reason="no vocabularies beside this checkout")

@@ -18,6 +18,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from low_bit_samples import FORMATS, WITH_OUTLIERS, by_halves, dims_for, few, low_bit, random_codes
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
@@ -27,9 +28,6 @@ from effllm.kernels.target import target
 from effllm.kernels.tiles import LEVEL_SHIFT, scales_nbytes
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, by_halves, dims_for, few, low_bit, random_codes
 
 HERE = Path(__file__).resolve().parent
 X86 = platform.machine() in ("x86_64", "AMD64")

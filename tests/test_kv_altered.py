@@ -1,18 +1,14 @@
 """KV pages that come back from the disk other than they were written: found, named, and made again."""
 
 import os
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
+from test_kv_tiers import PREADV, Feed, cache_of, same
 
 from effllm.offload.checksum import word_sums
 from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_kv_tiers import PREADV, Feed, cache_of, same
 
 
 def summed(row: bytes) -> int:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import kv_samples
 import numpy as np
 import pytest
+from kv_samples import FINE, Stream, as_they_lie, excess, fine_error, moments_basis, packed_cache, relative, worst_error
+from test_instruction_sets import X86, child, runs_here
 
 from effllm import UsageError
 from effllm.kernels.compile import cpu_features
@@ -19,11 +19,6 @@ from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import CacheShape
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-import kv_samples
-from kv_samples import FINE, Stream, as_they_lie, excess, fine_error, moments_basis, packed_cache, relative, worst_error
-from test_instruction_sets import X86, child, runs_here
 
 
 @pytest.mark.parametrize("kv", ("10bit", "8bit", "6bit", "5bit", "4bit", "3bit", "2bit", "k8v2", "k2v8", "k10v4", "k2v10"))

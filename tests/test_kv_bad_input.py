@@ -2,20 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from kv_samples import Stream, as_they_lie, moments_basis, packed_cache, relative
 
 from effllm import EffllmError, UsageError
 from effllm.kernels.layout import HEADER_NBYTES, PAGE
 from effllm.quant.kv import PackedCodec, codec
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.cache import CacheShape
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kv_samples import Stream, as_they_lie, moments_basis, packed_cache, relative
 
 HEADS = 8
 

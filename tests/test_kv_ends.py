@@ -1,13 +1,13 @@
 """Which tokens a packed cache keeps exact, by attention's output: on made-up attention that looks where it is told to, and on fable."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from test_kv_price import ROWS, SIZE, TOKENS, layer, output
 
 import effllm
 from effllm.kernels.kv_layout import GROUP_K
@@ -24,9 +24,6 @@ from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.measuring.evaluate import windows
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_kv_price import ROWS, SIZE, TOKENS, layer, output
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 BITS = [(3, 2), (2, 4)]

@@ -1,19 +1,16 @@
 """Estimates of pages that are not read: sums of signs to the last bit, masses and outputs as defined, on every instruction set."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from estimate_samples import LEAD, SHAPES, Pages, bits, check_pages, check_sums
+from test_instruction_sets import X86, child, runs_here
 
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from estimate_samples import LEAD, SHAPES, Pages, bits, check_pages, check_sums
-from test_instruction_sets import X86, child, runs_here
 
 
 def test_sums_of_signs_are_exact() -> None:

@@ -2,13 +2,14 @@
 
 import errno
 import os
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from saves import FABLE, opened, read, tokens
+from test_cli_chat import CTRL_D, Chat
 
 from effllm import DiskFull
 from effllm.kernels.layout import PAGE
@@ -22,10 +23,6 @@ from effllm.runtime.sessions.saved import SavedSessions
 from effllm.runtime.sessions.saved_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from saves import FABLE, opened, read, tokens
-from test_cli_chat import CTRL_D, Chat
 
 PREADV = os.preadv
 TIER = ("-c", "2048", "--kv", "16bit", "--kv-ram", "6M", "--device", "cpu")

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import io
 import os
-import sys
 from collections.abc import Callable
 from math import ceil
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import GPT_OSS, Case
 from hypothesis import given
 from hypothesis import strategies as st
+from kv_samples import SHARE, Stream, moments_basis, packed_cache, relative
+from saved_models import saved
 
 import effllm
 from effllm import UsageError
@@ -36,11 +38,6 @@ from effllm.runtime.policy import POLICIES, mikv, open_policy, zipcache
 from effllm.runtime.policy.keep import Action, Keep, PageStats
 from effllm.runtime.policy.salient import Salient
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from family_models import GPT_OSS, Case
-from kv_samples import SHARE, Stream, moments_basis, packed_cache, relative
-from saved_models import saved
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

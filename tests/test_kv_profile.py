@@ -1,7 +1,6 @@
 """Profiles of a real model, recorded through its own forward pass."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -21,8 +20,6 @@ from effllm.runtime.kv.kv_profile_run import recorded
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 CTX = 640

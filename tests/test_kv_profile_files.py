@@ -4,12 +4,14 @@ import io
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options as conversion
+from conversions import run
+from test_config_latent import published
 
 import effllm
 from effllm import UsageError
@@ -26,11 +28,6 @@ from effllm.runtime.kv.kv_profile_file import ARRAYS, FILE, load_profile, save_p
 from effllm.runtime.kv.kv_profile_run import recorded
 from effllm.runtime.kv.kv_setting import chosen, profile_for
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import options as conversion
-from conversions import run
-from test_config_latent import published
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 TEXT = built_in_text()[:9000]

@@ -4,11 +4,15 @@ import io
 import json
 import os
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gpu_runs import card_here, simulated
+from gpu_runs import opened as opened_beside
+from hybrid_models import MODELS
+from pulls import FABLE
+from saved_models import saved
 
 from effllm import UsageError
 from effllm.cli.app import main
@@ -19,13 +23,6 @@ from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gpu_runs import card_here, simulated
-from gpu_runs import opened as opened_beside
-from hybrid_models import MODELS
-from pulls import FABLE
-from saved_models import saved
 
 MAMBA = MODELS["mamba"]
 TIER = {"ctx": 2048, "kv_ram": "8M", "device": "cpu"}

@@ -4,12 +4,12 @@ import os
 import subprocess
 import sys
 import zlib
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_kv_codec import GOLDEN, GOLDEN_WIDE, moments, rotary, turned, wide_page
 
 from effllm.kernels import raw_pages
 from effllm.kernels.cpu.ops import CpuOps
@@ -21,9 +21,6 @@ from effllm.quant.kv import exact_sides
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_codec import decode, encode
 from effllm.quant.kv_seal import Sealer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_kv_codec import GOLDEN, GOLDEN_WIDE, moments, rotary, turned, wide_page
 
 SIZES = (64, 80, 96, 128, 256, 272, 512, 576)
 

@@ -3,7 +3,6 @@
 import errno
 import os
 import resource
-import sys
 import threading
 from pathlib import Path
 
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_samples import moments_basis
 
 from effllm import EffllmError
 from effllm.kernels.cpu.ops import CpuOps
@@ -26,9 +26,6 @@ from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
 from effllm.runtime.planning.pressure import Watch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kv_samples import moments_basis
 
 PREADV, PWRITE = os.preadv, os.pwrite
 SHAPE = CacheShape(1536, sink=64, window=16, chunk=256)

@@ -4,12 +4,9 @@ import json
 import os
 import re
 import signal
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import long_context, long_context_mixture
 from test_streamed_runs import BUFFERED, HANGS, MIB, MINUTES, finish, peak, start
 

@@ -4,7 +4,6 @@ so. That they compute what transformers does is in `test_families.py`, their pro
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +11,21 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conversions import options, run
+from gguf_samples import FABLE
+from hybrid_models import IDS, anew, answer, opened, read
+from latent_models import CTX, LATENT_CASES, latent_model
+from made_mixtures import imported_mixture
+from same_bits import (
+    assert_a_saved_text_goes_on,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    rows_of,
+)
+from streamed_models import paging, streaming
+from test_hybrid_caches import Numbers
+from test_speculation import Ticks
 
 from effllm.kernels import reference_latent
 from effllm.kernels.threads import ThreadPool
@@ -31,23 +45,6 @@ from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from gguf_samples import FABLE
-from hybrid_models import IDS, anew, answer, opened, read
-from latent_models import CTX, LATENT_CASES, latent_model
-from made_mixtures import imported_mixture
-from same_bits import (
-    assert_a_saved_text_goes_on,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    rows_of,
-)
-from streamed_models import paging, streaming
-from test_hybrid_caches import Numbers
-from test_speculation import Ticks
 
 
 @pytest.fixture(scope="module", params=[pytest.param(name, marks=pytest.mark.slow if name == "glm4_moe_lite" else ())

@@ -1,12 +1,18 @@
 """Zamba 2: blocks of attention and an MLP that layers share, each with branches of its own, over the stream and the embedding beside it. In
 few bits, from the disk, with packed caches and under calibration."""
 
-import sys
 from math import prod
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import refused
+from conversions import options, run
+from family_models import CASES, Case
+from made_smaller import assert_calibration_is_a_pass
+from saved_models import saved
+from streamed_models import streaming
+from test_afmoe import found_by, resident
 
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
@@ -18,15 +24,6 @@ from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import prepare
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights.lent_weights import uses
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from conversions import options, run
-from family_models import CASES, Case
-from made_smaller import assert_calibration_is_a_pass
-from saved_models import saved
-from streamed_models import streaming
-from test_afmoe import found_by, resident
 
 # Matrices large enough to be read one by one, weights less wide than where exactness is judged.
 WIDE = {"hidden_size": 128, "intermediate_size": 192, "adapter_rank": 24, "initializer_range": 0.06}

@@ -1,13 +1,10 @@
 """A licence that the hub alone states: kept in a folder of our own when a model is pulled, told from then on, and gone with the model."""
 
 import re
-import sys
 from pathlib import Path
 
 import gguf
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import Reader, add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person

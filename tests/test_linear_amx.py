@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
+from low_bit_samples import NO_NORM, dims_for
+from test_gemm import Buffer
 
 from effllm.kernels.cpu import linear, linear_amx
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import ACTIVATIONS
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.weight import Linear, Norm, Weight
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import NO_NORM, dims_for
-from test_gemm import Buffer
 
 pytestmark = pytest.mark.skipif(not linear_amx.AMX_FLOATS, reason="no matrix unit for floats here")
 SHAPES = ((17, 33, 1), (1, 300, 50), (33, 128, 64), (40, 97, 200), (70, 2 * linear_amx.SPAN + 40, 3 * linear_amx.BLOCK_ROWS + 5))

@@ -1,12 +1,13 @@
 """Ling 3: queries by way of a few numbers, as its smallest model has them and transformers' class has not; and what its configs say."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from family_models import CASES, Case, assert_scored_as, text, written
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 from transformers.models.bailing_hybrid.modeling_bailing_hybrid import BailingHybridExperts, BailingHybridMLP
@@ -16,10 +17,6 @@ from effllm.kernels.layout import capped_silu
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from family_models import CASES, Case, assert_scored_as, text, written
 
 RANK = 20
 # What Ling 3.0 tiny and flash have in common as they are published; flash states bounds of its last layers' gates besides.

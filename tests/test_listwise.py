@@ -2,15 +2,18 @@
 two matrices; texts of several documents each, marks in documents, and what is refused."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from embedders import FABLE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from pulls import Person
 from safetensors.torch import load_file, save_file
+from served import serving
 from tokenizers import Tokenizer as Cut
 from transformers import AutoModel, Qwen3Config, Qwen3Model
 
@@ -23,12 +26,6 @@ from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library.local_model import local_model
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from config_samples import refused
-from embedders import FABLE
-from pulls import Person
-from served import serving
 
 WIDTH, MARKS = 64, (4096, 4097)
 QUERY, DOCUMENTS = "Who is king?", ["The fox was made king of all beasts.", "The sea was calm. " * 9, "A king.", "Boats came, {query}."]

@@ -1,12 +1,15 @@
 """LongCat Flash: the published config, experts that hand on what they are given, against the definition, and the same bits however a text
 is cut, whatever the threads and wherever its experts lie."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import refused
+from conversions import options, run
+from family_models import CASES, oracle, scored, text, written
+from test_moe import EXPERTS, TOP, Layer, close, dims, inputs
 
 from effllm.kernels import reference_moe
 from effllm.kernels.cpu.ops import CpuOps
@@ -16,12 +19,6 @@ from effllm.runtime.calibrate import LayerStats, calibrate
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from conversions import options, run
-from family_models import CASES, oracle, scored, text, written
-from test_moe import EXPERTS, TOP, Layer, close, dims, inputs
 
 PUBLISHED = {
     "architectures": ["LongcatFlashForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "attention_method": "MLA",

@@ -6,13 +6,12 @@ and activations, whose sums the compiler may reorder, are given one.
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
+from low_bit_samples import FORMATS, NO_NORM, WITH_OUTLIERS, dims_for, few, low_bit, many, random_codes, seed_of
 
 from effllm.kernels import reference
 from effllm.kernels import reference_low_bit as definition
@@ -22,9 +21,6 @@ from effllm.kernels.workspace import Workspace
 from effllm.quant.codes import Codes, bf16, dequantize
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight, from_f32
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import FORMATS, NO_NORM, WITH_OUTLIERS, dims_for, few, low_bit, many, random_codes, seed_of
 
 ALL = FORMATS + WITH_OUTLIERS
 # One of every loop, and the kinds of scales, zeros and corrections around them.

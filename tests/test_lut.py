@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
+from low_bit_samples import FORMATS, NO_NORM, dims_for, factors_of, few, low_bit, many, random_codes, seed_of
+from test_instruction_sets import TARGETS, X86, child, runs_here
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
@@ -21,10 +21,6 @@ from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import values
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import FORMATS, NO_NORM, dims_for, factors_of, few, low_bit, many, random_codes, seed_of
-from test_instruction_sets import TARGETS, X86, child, runs_here
 
 OUTLIERS = ("affine3:64+0.02", "ternary:128+0.05")
 LOOKED_UP = tuple(text for text in FORMATS if not lut_order.declines(*(getattr(QuantSpec.parse(text), name) for name in

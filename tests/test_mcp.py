@@ -11,8 +11,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from tool_server import PIXEL, TOOLS, answered
 
 from effllm import UsageError

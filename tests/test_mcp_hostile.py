@@ -5,15 +5,11 @@ import base64
 import json
 import os
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_mcp import client, entry, found, never, told, web  # noqa: F401
 from tool_server import TOOLS
 

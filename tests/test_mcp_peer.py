@@ -8,8 +8,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import until
 
 from effllm.runtime.mcp.client import Client

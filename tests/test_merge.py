@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import math
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from family_models import DELTA, Case, assert_scored_as, text
+from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
 from safetensors.torch import save_file
+from saved_models import saved
 from transformers import AutoModelForCausalLM
 
 from effllm import EffllmError
@@ -19,11 +21,6 @@ from effllm.runtime.adapters import merge as merging
 from effllm.runtime.adapters.adapter import is_quick
 from effllm.runtime.adapters.merge import Merged, merge
 from effllm.runtime.events import Notice
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import DELTA, Case, assert_scored_as, text
-from lora_adapters import PREFIX, RANK, adapter, peft, random, weights
-from saved_models import saved
 
 LAYER = "model.layers.1."
 MODULES = ("self_attn.q_proj", "self_attn.v_proj", "mlp.down_proj")

@@ -5,6 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+from conversions import check_whole, run, short_fable
 
 from effllm import UsageError
 from effllm.quant import methods
@@ -14,9 +15,6 @@ from effllm.quant.stats import Stats
 from effllm.runtime.conversion import convert_estimate
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
 from effllm.runtime.events import Notice
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import check_whole, run, short_fable
 
 TEXT = "Once upon a time a fox met a king at the river, and they talked about the weather, the harvest and the price of bread. " * 25
 NAME = "mine"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import ctypes
 import math
 import statistics
-import sys
 import time
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted import both_ways
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -21,9 +21,6 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import BANNED, Sampler, SamplerSettings
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drafted import both_ways
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

@@ -2,13 +2,16 @@
 `test_chosen_models.py`."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from choosing_models import CHOOSING
+from config_samples import refused
+from hybrid_models import IDS, opened
 from safetensors.numpy import load_file, save_file
+from saved_models import saved
 from transformers import CONFIG_MAPPING
 
 from effllm import UsageError
@@ -20,12 +23,6 @@ from effllm.kernels.workspace import Dims
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import LOGARITHMS
-
-sys.path.insert(0, str(Path(__file__).parent))
-from choosing_models import CHOOSING
-from config_samples import refused
-from hybrid_models import IDS, opened
-from saved_models import saved
 
 HEADS, DEPTH = 6, 24
 

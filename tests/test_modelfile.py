@@ -1,15 +1,12 @@
 """Modelfiles of Ollama as aliases with settings: what they say, where it is written, and what has no counterpart."""
 
-import sys
 import tomllib
 from pathlib import Path
 
 import pytest
+from gguf_bytes import small_model
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_bytes import small_model
 from library_trees import OllamaTree
 from pulls import FABLE, Person
 

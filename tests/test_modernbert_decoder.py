@@ -1,22 +1,19 @@
 """ModernBERT decoders: the published config, and what is particular in a matrix that stands before the head: what calibration sees behind
 it, what vectors of texts are, which is what is before it, and that no head is copied twice."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from conversions import options, run
+from family_models import CASES, oracle, scored, text, written
 from safetensors.torch import load_file, save_file
 
 from effllm.runtime.calibrate import calibrate
 from effllm.runtime.config import parse_config
 from effllm.runtime.source import open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from conversions import options, run
-from family_models import CASES, oracle, scored, text, written
 
 PUBLISHED = {
     "architectures": ["ModernBertDecoderForCausalLM"], "attention_bias": False, "attention_dropout": 0.0, "bos_token_id": 50281,

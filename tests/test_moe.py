@@ -6,12 +6,12 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from low_bit_samples import low_bit, random_codes
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu.candidates import default_registry
@@ -25,9 +25,6 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.methods import rtn
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Expert, Linear, Norm, Weight, from_f32
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import low_bit, random_codes
 
 DEPTH, WIDTH, EXPERTS, TOP = 96, 137, 9, 3
 CHUNK = 256

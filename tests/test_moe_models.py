@@ -2,7 +2,6 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from math import prod
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conversions import FABLE, check_whole, contents, options, originals, run
 from safetensors.torch import save_file
 
 from effllm import UsageError
@@ -32,9 +32,6 @@ from effllm.runtime.model import Model
 from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import FABLE, check_whole, contents, options, originals, run
 
 EXPERTS, TOP, HIDDEN, WIDTH = 6, 2, 64, 96
 

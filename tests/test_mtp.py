@@ -1,13 +1,19 @@
 """Drafts by a model's own layer for multi-token prediction: what the layer computes, that guesses are right where it knows, and that an
 answer is the same whatever they are."""
 
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options, run
+from drafted import answer
+from family_models import CASES, Case
+from hybrid_models import CALM, CTX, IDS, opened
+from low_bit_samples import FORMATS, low_bit, random_codes
+from mtp_models import Own, own_logits, with_layer
+from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
 from effllm.offload.placement import Residency
 from effllm.quant.spec import QuantSpec
@@ -25,15 +31,6 @@ from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
 from effllm.runtime.weights.streamed import Streams
 from effllm.runtime.weights.weight_tiers import weight_tiers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from drafted import answer
-from family_models import CASES, Case
-from hybrid_models import CALM, CTX, IDS, opened
-from low_bit_samples import FORMATS, low_bit, random_codes
-from mtp_models import Own, own_logits, with_layer
-from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
 
 FEW = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 MODELS = {"qwen3_5_text": Case("qwen3_5_text", {**CASES["qwen3_5_text"].changes, **CALM, "attention_bias": False}),

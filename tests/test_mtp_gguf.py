@@ -3,24 +3,21 @@
 import ctypes
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import gguf
 import numpy as np
 import pytest
+from export_models import exported
 from gguf_linear import CASES, write
+from gguf_samples import Reader
+from hybrid_models import answer, opened
+from mtp_models import own_logits, source, with_layer
 from safetensors.numpy import load_file, save_file
 
 from effllm import UsageError
 from effllm.kernels.reference import normalise
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
-from export_models import exported
-from gguf_samples import Reader
-from hybrid_models import answer, opened
-from mtp_models import own_logits, source, with_layer
 
 DENSE = "qwen3_5_text"
 IDS = np.random.default_rng(5).integers(0, 300, 150).tolist()

@@ -2,12 +2,16 @@
 
 import json
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from drafted import answer
+from family_models import CASES, Case
+from hybrid_models import CTX, IDS, opened
+from mtp_models import with_layer
 from safetensors.numpy import load_file, save_file
+from test_mtp import FEW, FIRST, MIXTURES, Made, drafting, folder, made, small
 
 from effllm import UsageError
 from effllm.offload.notes import Fallback
@@ -16,13 +20,6 @@ from effllm.runtime.planning import process_memory
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.speculation.speculation_plan import BESIDE_GPU, NO_ROOM, decide
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drafted import answer
-from family_models import CASES, Case
-from hybrid_models import CTX, IDS, opened
-from mtp_models import with_layer
-from test_mtp import FEW, FIRST, MIXTURES, Made, drafting, folder, made, small
 
 __all__ = ["folder", "made", "small"]  # fixtures
 

@@ -1,16 +1,13 @@
 """What becomes of a layer for multi-token prediction where a text decides how weights are rounded: none of it goes through that layer."""
 
-import sys
 from pathlib import Path
 
 import pytest
+from conversions import options, run
+from mtp_models import source
 
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.stores.container import read_container
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from mtp_models import source
 
 TEXT = "Once upon a time a fox met a king at the river, and they talked about the weather and the price of bread. " * 60
 

@@ -1,6 +1,5 @@
 """States that a model's own layer for drafts is shown and does not take at once: where nobody asks it, and of wide passes."""
 
-import sys
 import tracemalloc
 from collections.abc import Iterator
 from itertools import count
@@ -8,7 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted import answer
+from family_models import CASES, Case
+from hybrid_models import CALM, CTX, IDS, opened
+from mtp_models import own_logits, with_layer
 from safetensors.numpy import load_file, save_file
+from test_speculation import GREEDY, SEEDED, Silent, Ticks
 
 from effllm.kernels.cpu.ops import FEW
 from effllm.kernels.layout import PAGE
@@ -19,13 +23,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation import state_drafts
 from effllm.runtime.speculation.mtp import OwnDrafts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drafted import answer
-from family_models import CASES, Case
-from hybrid_models import CALM, CTX, IDS, opened
-from mtp_models import own_logits, with_layer
-from test_speculation import GREEDY, SEEDED, Silent, Ticks
 
 SMALL = {"initializer_range": 0.08, "max_position_embeddings": CTX, "vocab_size": 300}
 

@@ -2,7 +2,6 @@
 
 import json
 import os
-import sys
 import zlib
 from collections.abc import Iterator
 from dataclasses import replace
@@ -12,7 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from config_samples import LLAMA, refused
+from conversions import FABLE, options, run
+from family_models import CASES, oracle, text, written
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 from transformers import AutoModelForCausalLM, GptOssConfig, GptOssForCausalLM, Mxfp4Config, PreTrainedModel
 
 from effllm import UsageError
@@ -37,12 +40,6 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.source import is_low_bit, open_store
 from effllm.runtime.stores.container import check_stored, read_container
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from conversions import FABLE, options, run
-from family_models import CASES, oracle, text, written
-from saved_models import saved
 
 EXPERTS, HIDDEN, WIDTH, LAYERS = 5, 64, 96, 3
 SHAPES = {"gate_up_proj": (2 * WIDTH, HIDDEN), "down_proj": (HIDDEN, WIDTH)}

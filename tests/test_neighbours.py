@@ -4,24 +4,21 @@ Whatever comes behind the rotation (pages, packed pages, the equalisers of a KV 
 """
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_models import Case, rope
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv.kv_recording import record
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, rope
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
 
 SIZES = {"vocab_size": 4096, "head_dim": 32, "initializer_range": 0.1, "tie_word_embeddings": False, "eos_token_id": None}
 CASES = {"ernie4_5": Case("ernie4_5", {**SIZES, **rope("linear", factor=2.0), "use_bias": True}, dtype="float16"),

@@ -2,13 +2,18 @@
 that a text has no use for nothing is read, or said to be missed."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from config_samples import SMALL, refused
+from conversions import contents, options, run
+from export_models import SIZES
+from family_models import CASES
 from safetensors.torch import save_file
+from saved_models import saved
+from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig
 
 from effllm.runtime.config import parse_config, read_config
@@ -19,14 +24,6 @@ from effllm.runtime.source import open_store
 from effllm.runtime.stores.composite import text_alone
 from effllm.runtime.stores.unread import unread
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import SMALL, refused
-from conversions import contents, options, run
-from export_models import SIZES
-from family_models import CASES
-from saved_models import saved
-from saved_tokenizers import with_words_of_fable
 
 NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {
     "AutoConfig": "configuration.NemotronH_Nano_Omni_Reasoning_V3_Config"}, "downsample_ratio": 0.5, "force_image_size": 512,

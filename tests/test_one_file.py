@@ -1,14 +1,11 @@
 """Models that see in one file, as Ollama's own converter writes them: logits, with a picture and without, against transformers'."""
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from gguf_bytes import KEYS, SHAPES, file, small_model, tensor, text, typed
 from library_trees import OllamaTree
 from ollama_files import WRITTEN, write_one

@@ -3,13 +3,12 @@ that of transformers."""
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from low_bit_samples import NO_NORM, dims_for, few, low_bit, many, random_codes, seed_of
 from transformers.integrations.bitnet import ActQuant as Rounding
 
 from effllm.kernels import reference_low_bit as definition
@@ -20,9 +19,6 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.quant.codes import dequantize
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import NO_NORM, dims_for, few, low_bit, many, random_codes, seed_of
 
 SHAPES = ((16, 32), (31, 100), (50, 257), (203, 1024))
 COLUMNS = (1, 2, 5, 8, 16)

@@ -2,15 +2,12 @@
 
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
+from gguf_bytes import small_model
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_bytes import small_model
 from library_trees import OllamaTree, put, state
 from pulls import FABLE, Person
 

@@ -1,12 +1,13 @@
 """Outliers whose places were altered: refused with the tensor's name before a kernel goes there, which was the end of the process."""
 
 import re
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import run, short_fable
+from low_bit_samples import random_codes
 
 from effllm.kernels.tiles import MOST_COLUMNS, ROWS
 from effllm.offload.checkpoint import CheckpointError, TensorStore
@@ -20,10 +21,6 @@ from effllm.runtime.stores.container import read_container
 from effllm.runtime.tensors import ModelTensor
 from effllm.runtime.weights import outliers
 from effllm.runtime.weights.outliers import check_outliers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import run, short_fable
-from low_bit_samples import random_codes
 
 SPEC, SHAPE = QuantSpec.parse("codebook4:16+2%"), (40, 100)  # 80 outliers in three blocks, the last of 8 rows
 AT = SPEC.sections(SHAPE)

@@ -1,11 +1,8 @@
 """The person's own file of aliases: what it says of what comes with effllm, and what stays of what they wrote there by hand."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pulls import FABLE, Person
 
 from effllm.runtime.catalog import resolve

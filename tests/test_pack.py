@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-import sys
 from dataclasses import fields, replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 from effllm.kernels.tiles import PLANES
 from effllm.quant.codes import Codes, Sparse, bf16, dequantize, scale_values
@@ -18,9 +17,6 @@ from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, unpack, unpack_tiles
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 # sha256 of the blob of `counted(spec)`, its first 16 digits. A change here is a new version of the layout: old files become unreadable.
 GOLDEN = {

@@ -4,16 +4,13 @@ be more than text."""
 import json
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from served import Served, serving, until
 
 from effllm.runtime.sessions.conversation_file import load_conversation
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import Served, serving, until
 
 playwright = pytest.importorskip("playwright.sync_api")
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)

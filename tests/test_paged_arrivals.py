@@ -2,20 +2,10 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm import DoesNotFit
-from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.size import format_size
-from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.tensors import check_tensors
-from effllm.runtime.weights.paged_experts import RECORD_NBYTES, cut_experts
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import FEW_EXPERTS, Case
 from gguf_samples import add_fable_tokenizer, counts, write_model
 from made_mixtures import imported_mixture
@@ -25,6 +15,13 @@ from test_mxfp4 import packed_model
 from test_paged_models import logits, paged, resident
 from test_paged_runs import answer
 from test_streamed_runs import MIB, finish, peak, start
+
+from effllm import DoesNotFit
+from effllm.offload.checkpoint import CheckpointError
+from effllm.offload.size import format_size
+from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.tensors import check_tensors
+from effllm.runtime.weights.paged_experts import RECORD_NBYTES, cut_experts
 
 QWEN = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, **FEW_EXPERTS, "head_dim": 32, "moe_intermediate_size": 256,
                           "norm_topk_prob": True})

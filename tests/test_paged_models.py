@@ -1,22 +1,19 @@
 """Experts from the disk give the bits of experts in memory: families, formats, policies, prompts and answers, whatever the slots."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.offload.experts import POLICIES
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.weights.paged_experts import LayerExperts
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES
 from saved_models import saved
 from streamed_models import paging
 from test_moe_models import mixture_model
+
+from effllm.offload.experts import POLICIES
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.weights.paged_experts import LayerExperts
 
 
 def logits(engine: Engine, prompt: int = 150, answer: int = 30) -> np.ndarray:

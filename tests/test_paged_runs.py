@@ -6,19 +6,16 @@ import re
 import shutil
 import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.offload.expert_pager import TRACE_TOKENS
-from effllm.runtime.weights import expert_trace
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from streamed_models import FABLE, differing, random_folder
 from test_streamed_runs import HANGS, MIB, MINUTES, finish, peak, start
+
+from effllm.offload.expert_pager import TRACE_TOKENS
+from effllm.runtime.weights import expert_trace
 
 LAYERS, EXPERTS, TOP = 6, 24, 2
 

@@ -1,21 +1,18 @@
 """A block whose attention and MLP read side by side (Cohere, GPT-NeoX, Phi): what streams is read in the order in which it is used."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import CASES
+from saved_models import saved
+from streamed_models import streaming
 
 from effllm.offload.turns import Turns
 from effllm.runtime import families
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES
-from saved_models import saved
-from streamed_models import streaming
 
 IDS = np.random.default_rng(0).integers(0, 300, 30).tolist()
 

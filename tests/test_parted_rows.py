@@ -1,14 +1,17 @@
 """Folders whose matrices lie in one another row by row (Qwen 3 Next): what a store makes of them, whatever lies in them."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES
+from hybrid_models import CALM, IDS, anew, answer, opened
 from safetensors.torch import load_file, save_file
+from saved_models import saved
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
@@ -16,12 +19,6 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import check_mapping, open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES
-from hybrid_models import CALM, IDS, anew, answer, opened
-from saved_models import saved
 
 # Every token visits all experts, so that no rounding chooses others.
 CASE = replace(CASES["qwen3_next"], changes={**CASES["qwen3_next"].changes, **CALM, "num_experts": 3})

@@ -1,11 +1,12 @@
 """Products with parts of matrices that have come are one job, and their input is packed once: with the bits of whole matrices."""
 
-import sys
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options, run
+from streamed_models import streaming
 
 import effllm
 from effllm.kernels.compile import Kernel
@@ -17,10 +18,6 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IDS = np.random.default_rng(3).integers(0, 2000, 70).tolist()

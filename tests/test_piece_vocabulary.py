@@ -2,19 +2,16 @@
 
 import json
 import struct
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from config_samples import LLAMA
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf.tokenizer import Vocabulary, backend
 from effllm.runtime.text import Tokenizer, TokenizerError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA
 
 CONFIG = parse_config(LLAMA)
 WORDS = ["▁", "a", "b", "c", "d", "▁a", "ab", "▁ab", "cd", "abcd", "▁abcd", "▁▁"]

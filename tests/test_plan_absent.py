@@ -1,13 +1,10 @@
 """`effllm plan` of a model that is not here: the report that a run would bear out, from what the hub says of it."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import fable_gguf
 from hub_server import Hub, running
 from pulls import FABLE, MINUTE, Person, sharded

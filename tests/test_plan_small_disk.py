@@ -1,7 +1,6 @@
 """Plans for a disk that takes little of the KV cache: none refuses what memory holds alone, and a hint names what is planned next."""
 
 import re
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -9,6 +8,8 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from streamed_models import random_model
+from test_plan_kv import BLOCK, EXPERTS, MB, SPILL, UNITS, demand
 
 from effllm import DoesNotFit
 from effllm.offload.demand import Demand
@@ -17,10 +18,6 @@ from effllm.offload.plan import plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
 from effllm.offload.size import SPARE, parse_size
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from streamed_models import random_model
-from test_plan_kv import BLOCK, EXPERTS, MB, SPILL, UNITS, demand
 
 SMALL = replace(SPILL, where="--disk allows", capped=True)
 PAGE_NBYTES = 100_000 * PAGE

@@ -4,13 +4,14 @@ import io
 import json
 import os
 import shutil
-import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import bundled, logits, resident, windowed
+from streamed_models import FABLE
 
 from effllm import UsageError
 from effllm.cli.app import main
@@ -21,10 +22,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sparse import predictors, sparsity, sparsity_file
 from effllm.runtime.sparse.sparsity_file import PredictorRates, Sparsity
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bundle_models import bundled, logits, resident, windowed
-from streamed_models import FABLE
 
 RELU = FABLE.parent / "fable-relu"
 

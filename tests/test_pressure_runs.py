@@ -2,12 +2,9 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from streamed_models import long_context, long_context_mixture
 from test_streamed_runs import finish, start
 

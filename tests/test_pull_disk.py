@@ -8,15 +8,12 @@ import os
 import re
 import shutil
 import subprocess
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, Reply, Request
 from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
 

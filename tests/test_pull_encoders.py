@@ -1,11 +1,8 @@
 """Encoders come as any other model, with what says how they make vectors; what they take is told when they are here."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from encoding_files import write_encoder
 from encoding_models import made_encoder, random_model
 from hub_server import Hub

@@ -1,12 +1,9 @@
 """What a pull of a GGUF file says beforehand, from the beginning of the file: memory, speed, and whether it will run at all."""
 
-import sys
 from pathlib import Path
 
 import gguf
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person

@@ -1,12 +1,9 @@
 """Pulls of what other tools quantized: parts of a weight in two shards, and what such a repository is planned at."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import Person, sharded
 from test_imported import written

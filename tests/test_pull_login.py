@@ -7,7 +7,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import Person, on_disk, tiny
 

@@ -1,12 +1,9 @@
 """`effllm pull` of what `effllm quantize` made and somebody shared: it comes whole, is planned as the folder is, and runs the same."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, on_disk

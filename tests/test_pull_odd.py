@@ -3,13 +3,10 @@ step, the right exit code, and nothing under a final name that is not whole."""
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, Reply, Request, always, etag
 from pulls import Person, measure_nothing, on_disk, tiny
 

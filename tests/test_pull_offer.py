@@ -1,12 +1,9 @@
 """What is offered where a model is absent, requests that make no sense, and a hub that lies."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Repo, always
 from pulls import FABLE, Person, measure_nothing, on_disk, tiny

@@ -2,15 +2,12 @@
 
 import json
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from urllib.request import urlopen
 
 import psutil
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, on_disk, sharded, tiny
 

@@ -5,16 +5,13 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
+from hub_server import Hub, Reply, Request, etag
 from hypothesis import given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub, Reply, Request, etag
 from pulls import MINUTE, Person, on_disk, tiny
 
 from effllm.offload import transfer

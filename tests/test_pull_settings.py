@@ -1,13 +1,10 @@
 """A format beside a model that is not here: after the name of a file, in a flag, in a variable. What comes, what is rounded, and what is
 said of it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, running
 from pulls import FABLE, Person, measure_nothing

@@ -1,13 +1,10 @@
 """A model that sees, quantized as its shards come: what it sees with is kept shard by shard, over stops too."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person, sharded
 from sight_models import PICTURES, opened

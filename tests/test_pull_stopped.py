@@ -2,13 +2,9 @@
 
 import fcntl
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub, Reply, Request, running, sha256
 from pulls import FABLE, Person, sharded, tiny

@@ -10,8 +10,6 @@ from pathlib import Path
 
 import pexpect
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import FABLE, MINUTE, Person, on_disk, sharded, tiny
 

@@ -5,15 +5,12 @@ import socket
 import socketserver
 import ssl
 import subprocess
-import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, running
 from pulls import Person, on_disk, tiny
 

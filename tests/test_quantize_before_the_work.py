@@ -1,13 +1,10 @@
 """`quantize`, and a run that quantizes: what would be refused, or could not be done in the end, is said before it begins, and by its
 plan."""
 
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_cli_quantize import FABLE, Ran, copy, made
 
 from effllm.kernels import warm

@@ -2,7 +2,6 @@
 wherever a text is cut, and what a run, its plan, sessions, drafts, company and converted folders make of such a model."""
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 from unittest.mock import patch
@@ -10,8 +9,24 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
+from choosing_models import AS_GOOD, noted
+from conversions import options
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from newer_cases import QWEN_4
 from safetensors.torch import load_file, save_file
+from same_bits import (
+    FEWER,
+    assert_a_session_goes_on,
+    assert_another_question_reads_that_alone,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
+)
 from transformers import PreTrainedModel, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
 
@@ -28,24 +43,6 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.weights.weight_tiers import weight_tiers
-
-sys.path.insert(0, str(Path(__file__).parent))
-from choosing_models import AS_GOOD, noted
-from conversions import options
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, opened_as, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from same_bits import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    engine,
-    folder,
-)
 
 __all__ = ["engine", "folder"]  # fixtures
 

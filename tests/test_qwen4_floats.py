@@ -2,27 +2,24 @@
 
 import json
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from newer_cases import QWEN_4
-from safetensors.torch import load_file, save_file
-
-from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime.source import open_store
-from effllm.runtime.stores.container import read_container
-from effllm.runtime.stores.scaled_tables import Scaled
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import Case, written
 from float_checkpoints import as_fp8
 from hybrid_models import CTX, IDS, anew, opened
 from made_smaller import assert_answers_stay_near
+from newer_cases import QWEN_4
+from safetensors.torch import load_file, save_file
 from streamed_models import paging
+
+from effllm.offload.checkpoint import CheckpointError
+from effllm.runtime.source import open_store
+from effllm.runtime.stores.container import read_container
+from effllm.runtime.stores.scaled_tables import Scaled
 
 EXPERT, TABLE = re.compile(r".+\.experts\.\d+\.(?:gate|up|down)_proj\.weight"), "ngram_embedding."
 SCALE = "model.layers.1.ple.ple_embedding.ngram_embedding.weight_scale"

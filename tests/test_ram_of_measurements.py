@@ -10,8 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
-
-sys.path.insert(0, str(Path(__file__).parent))
 from test_complaints_memory import MEASURED
 
 import effllm

@@ -1,11 +1,15 @@
 """Scores of documents: those that transformers' logits come to, by the tokens and the template that a model's files state."""
 
 import json
-import sys
 from pathlib import Path
 
 import gguf
 import pytest
+from embedders import FABLE
+from gguf_samples import fable_gguf
+from hub_server import running
+from pulls import Person, sharded
+from rankers import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.answers.ranking import Ranking, ranking_of
@@ -13,13 +17,6 @@ from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import FABLE
-from gguf_samples import fable_gguf
-from hub_server import running
-from pulls import Person, sharded
-from rankers import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 
 QUERY, DOCUMENTS = "Who is king?", ("The fox was made king of all beasts.", "The sea was calm. " * 30, "A boat {query} {document}.")
 

@@ -2,12 +2,14 @@
 
 import errno
 import os
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options, run
+from streamed_models import FABLE, paging
+from test_moe_models import mixture_model
 
 from effllm.kernels.cpu.angles import Turner, put_angles
 from effllm.kernels.cpu.jobs import Jobs
@@ -18,11 +20,6 @@ from effllm.offload.page_stream import PagesLost
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.rope import RopeTable
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from streamed_models import FABLE, paging
-from test_moe_models import mixture_model
 
 CACHE = {"ctx": 1024, "kv": "4bit", "kv_sink": 0, "kv_window": 0}
 

@@ -1,17 +1,10 @@
 """Passes of several tokens come again as recorded, each number of them by itself: with the bits of passes that are prepared anew."""
 
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.kernels.layout import REPEATED
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
 from conversions import options, run
 from family_models import CASES
 from family_sizes import OF_ALL_KINDS
@@ -19,6 +12,10 @@ from saved_models import saved
 from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 from test_recorded_passes import Counted, opened
+
+from effllm.kernels.layout import REPEATED
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
 
 PASSES = 120
 FIRST = {case.family: name for name, case in reversed(CASES.items())}  # of each family the first

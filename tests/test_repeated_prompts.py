@@ -1,24 +1,21 @@
 """A prompt that comes again, or begins as the one before, has the bits that reading it whole has, whatever the weights: few tokens alone
 would go to the kernels of an answer, which round low-bit weights' activations otherwise."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from conversions import options, run, short_fable
 from hypothesis import given
 from hypothesis import strategies as st
+from saves import read, tokens
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.passes import FEW, cut, goes_on_from
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculation.draft_model import DraftModel
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run, short_fable
-from saves import read, tokens
 
 ENDS = (FEW + 1, 40, 300, 448 + 40)  # a chunk ends behind 448 tokens
 

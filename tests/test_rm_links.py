@@ -1,12 +1,9 @@
 """`effllm rm` of a model that is reached another way than by its folder's path: nothing goes that was not named."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pulls import Person
 
 from effllm.quant.recipe import Recipe

@@ -1,12 +1,9 @@
 """`effllm rm` takes what was named and nothing beside it: one revision of a repository, and of folders what effllm wrote there."""
 
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, sharded, tiny
 

@@ -6,14 +6,18 @@ with states in `test_hybrid.py`.
 """
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from conversions import options, run
+from family_models import Case, assert_close, oracle, scored, text, written
+from rwkv7_files import file_of
 from safetensors.torch import load_file, save_file
+from state_kinds import cpu, normal
 
 from effllm import EffllmError
 from effllm.kernels.layout import REPEATED
@@ -26,13 +30,6 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.convert import plan_conversion
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.kv.states import controls
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from conversions import options, run
-from family_models import Case, assert_close, oracle, scored, text, written
-from rwkv7_files import file_of
-from state_kinds import cpu, normal
 
 # As llama.cpp wants heads, and wide enough for blocks of 256.
 CASE = Case("rwkv7", {"hidden_size": 256, "head_dim": 64, "intermediate_size": 256, "num_hidden_layers": 2, "decay_low_rank_dim": 32,

@@ -1,12 +1,9 @@
 """`effllm search` against a hub on the loopback: what it asks for, what it says of each model, and what can be in the way."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub, always
 from pulls import FABLE, Person, Terminal, tiny
 

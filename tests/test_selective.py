@@ -2,14 +2,14 @@
 
 import errno
 import os
-import sys
 import threading
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from kv_samples import relative
+from test_kv_tiers import SHAPE, Feed, cache_of, same
 
 from effllm.kernels.cpu.kv import selective
 from effllm.kernels.cpu.kv.selective import abstract_nbytes, choose
@@ -20,10 +20,6 @@ from effllm.offload.direct import Interrupted
 from effllm.offload.page_slots import PageSlots
 from effllm.offload.page_stream import PagesLost
 from effllm.offload.pages import DiskTier
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kv_samples import relative
-from test_kv_tiers import SHAPE, Feed, cache_of, same
 
 PREADV = os.preadv
 

@@ -9,11 +9,9 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from served import ASKED, MINUTE, QUESTION, Served, serving
 
 import effllm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, MINUTE, QUESTION, Served, serving
 
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}
 

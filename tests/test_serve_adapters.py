@@ -1,19 +1,16 @@
 """`effllm serve MODEL --lora ADAPTER`: requests choose how much of each adapter they have, by number as llama-server has it or by name as
 vLLM has it. A real process with the packaged model."""
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-import effllm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import embedder
 from served import ASKED, Served, serving
 from test_adapters import of_all_matrices
+
+import effllm
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 SEA, FOX = [{"id": 0, "scale": 1}], [{"id": 1, "scale": 0.5}, {"id": 0, "scale": 0.0}]

@@ -1,12 +1,8 @@
 """Responses that go on in the background, and conversations made short: what OpenAI's clients ask for beside an answer."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, QUESTION, Reply, Served, serving, until
 
 from effllm.cli.server.sealing import unsealed

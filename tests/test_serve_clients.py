@@ -1,15 +1,11 @@
 """What clients say for a model where they know an address alone, against a real server of one model and of all: huggingface_hub's."""
 
 import json
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from huggingface_hub import ChatCompletionInputFunctionName, ChatCompletionInputToolChoiceClass, InferenceClient
 from huggingface_hub.errors import HfHubHTTPError
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, Served, serving
 
 TELLER = {"type": "function", "function": {"name": "tell", "description": "Tells.", "parameters": {

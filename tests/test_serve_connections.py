@@ -6,14 +6,10 @@ import gc
 import os
 import signal
 import socket
-import sys
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE, until
 
 from effllm.cli.server import listening

@@ -1,16 +1,12 @@
 """Conversations of OpenAI's API: a request of Responses goes on with one by its name, and its items are listed, added and removed."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from served import ASKED, QUESTION, Reply, Served
 
 from effllm.cli.server.conversations import Conversations
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served
 
 NEXT = "And then?"
 PATH = "/v1/conversations"

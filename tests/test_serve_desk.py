@@ -1,16 +1,12 @@
 """The line in front of the engine: who has a place in it, who is written beside whom, and when a place is free again."""
 
 import asyncio
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from functools import partial
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE
 from test_serve_parts import DONE
 

@@ -1,18 +1,15 @@
 """`effllm serve` makes vectors of texts, as OpenAI's API and Ollama's ask for them: over HTTP, with the packaged model made for it."""
 
 import base64
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from embedders import ENDS, FABLE, embedder, expected
+from served import ASKED, Reply, Served, serving
 
 from effllm.runtime.config import read_config
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import ENDS, FABLE, embedder, expected
-from served import ASKED, Reply, Served, serving
 
 TEXTS = ["The fox wanted to be king.", "A king."]
 

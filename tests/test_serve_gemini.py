@@ -1,12 +1,9 @@
 """`effllm serve` answers as Google's Gemini API does: over HTTP with the real model."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import embedder
 from scripted_model import AFTER, calls, scripted
 from served import QUESTION, Reply, Served, serving

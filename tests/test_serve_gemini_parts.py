@@ -4,12 +4,12 @@ waits."""
 import asyncio
 import base64
 import json
-import sys
 import threading
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_serve_gemini import TOOLS, text_of
+from test_serve_parts import STATS, Client
 
 from effllm.cli.server import papers, pictures, streams
 from effllm.cli.server.desk import Desk
@@ -24,10 +24,6 @@ from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, PromptRead, TextDelta
 from effllm.runtime.sampler import SamplerSettings
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_serve_gemini import TOOLS, text_of
-from test_serve_parts import STATS, Client
 
 
 def asked(*parts: object, role: str = "user", **fields: object) -> GenerateAsked:

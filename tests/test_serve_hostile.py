@@ -14,12 +14,10 @@ from pathlib import Path
 
 import psutil
 import pytest
+from served import MINUTE, Served, serving, until
 from starlette.applications import Starlette
 from starlette.responses import Response
 from starlette.routing import Mount
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import MINUTE, Served, serving, until
 
 from effllm.cli.server import bodies, guard, listening
 from effllm.cli.server.desk import Desk

@@ -2,13 +2,10 @@
 tokens for it."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from infilling import OF_CODESTRAL, OF_QWEN, filling_model, model_of
 from served import Reply, Served, serving
 from test_infill import VOCABS, needs_vocabularies

@@ -6,8 +6,6 @@ import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE, Served, serving, started
 
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,

@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 import pytest
+from served import MINUTE, serving
 
 import effllm
 from effllm.cli.server.conversations import Conversations
@@ -20,9 +21,6 @@ from effllm.cli.server.messages_fields import MessagesAsked
 from effllm.cli.server.responses_fields import ResponsesAsked
 from effllm.cli.server.threads import Threads
 from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import MINUTE, serving
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 MOST = 256 << 10

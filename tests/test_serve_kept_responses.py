@@ -1,18 +1,14 @@
 """Responses that a server keeps: a request names one, or its items, and means what it would else have sent again."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from served import ASKED, QUESTION, Served
+from test_serve_responses import TOOL
 
 from effllm.cli.server.kept_bytes import OF_AN_ENTRY, nbytes_of
 from effllm.cli.server.kept_responses import KeptResponses
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Served
-from test_serve_responses import TOOL
 
 NEXT = "And then?"
 

@@ -1,18 +1,14 @@
 """`effllm serve` speaks llama.cpp's own API: a real process with the packaged model, and several behind one address."""
 
 import json
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
-
-import effllm
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, Reply, Served, serving, until
 from test_serve_many import here, states  # noqa: F401  a fixture
+
+import effllm
 
 ONCE = "Once upon a time"
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}

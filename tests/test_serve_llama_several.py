@@ -1,9 +1,6 @@
 """Several answers to one request of llama.cpp's own `/completion`: to each of its prompts, and `n_cmpl` to each."""
 
-import sys
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import Served
 from test_serve_llama import ONCE, completed, events
 

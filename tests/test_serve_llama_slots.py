@@ -1,13 +1,10 @@
 """What a sequence of `effllm serve` holds, saved, restored and erased as llama-server's programs ask for it: real processes, real files."""
 
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import FABLE
 from served import MINUTE, Reply, Served, serving, started
 from test_adapters import of_all_matrices

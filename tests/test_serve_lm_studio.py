@@ -1,11 +1,12 @@
 """LM Studio's REST API v1, by a real server: a chat that the server holds, and models that are listed, loaded and ended."""
 
 import json
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served import QUESTION, Reply, Served, serving
+from test_serve import thinking_model
 
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.lm_studio_chat import LmStudioAsked, LmStudioShape, arranged, responses_of
@@ -14,10 +15,6 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import Names
 from effllm.cli.server.responses_shape import ResponseShape
 from effllm.runtime.events import PromptRead, TextDelta
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import QUESTION, Reply, Served, serving
-from test_serve import thinking_model
 
 CHAT, MODELS = "/api/v1/chat", "/api/v1/models"
 

@@ -1,11 +1,15 @@
 """How likely tokens were, as `effllm serve` tells it: against a float64 softmax over the engine's own logits, in every API that has it."""
 
-import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
 import pytest
+from drafted import both_ways
+from served import ASKED, Served, serving
+from test_call_replies import WEATHER
+from test_serve import thinking_model
+from test_side_by_side import FOX, opened, rounds_of, wish, written
 
 import effllm
 from effllm.cli.server.logprobs import TokenColumns
@@ -19,13 +23,6 @@ from effllm.runtime.sampling.token_chances import LEAST, Chances, Trail, chances
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.reasoning import ThinkFilter
 from effllm.runtime.tokens.stream_filters import StopStrings
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from drafted import both_ways
-from served import ASKED, Served, serving
-from test_call_replies import WEATHER
-from test_serve import thinking_model
-from test_side_by_side import FOX, opened, rounds_of, wish, written
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 NEAR = 1e-9

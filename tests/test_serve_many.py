@@ -6,20 +6,17 @@ import json
 import os
 import re
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
 import pytest
+from served import ASKED, Reply, Served, serving, until
 
 import effllm
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, Reply, Served, serving, until
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 ENDLESS = {"prompt": "Once", "temperature": 0, "ignore_eos": True, "stream": True, "max_tokens": -1}

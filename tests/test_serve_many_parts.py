@@ -11,6 +11,7 @@ import threading
 from pathlib import Path
 
 import pytest
+from gguf_samples import add_fable_tokenizer, write_model
 
 import effllm
 from effllm.cli.environment import Environment
@@ -31,9 +32,6 @@ from effllm.cli.server.streams import Record
 from effllm.offload import hardware
 from effllm.runtime.catalog import resolve
 from effllm.runtime.events import Progress
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_samples import add_fable_tokenizer, write_model
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 MIB = 1 << 20

@@ -1,11 +1,12 @@
 """`effllm serve` answers as Anthropic's Messages API does: over HTTP with the real model, and by part with what that does not write."""
 
 import json
-import sys
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served import ASKED, QUESTION, Reply, Served, serving
+from test_call_replies import WEATHER
+from test_serve_responses import SCHEMA
 
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.messages_fields import MessagesAsked, chat_of
@@ -16,11 +17,6 @@ from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, PromptRead, TextDelta
 from effllm.runtime.sampler import SamplerSettings
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served, serving
-from test_call_replies import WEATHER
-from test_serve_responses import SCHEMA
 
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": WEATHER["function"]["parameters"]}
 PATHS = ("/v1/messages", "/v1/messages/count_tokens")

@@ -1,12 +1,8 @@
 """Whatever a program sends, it is told in its API's form what is wrong and what would be right, and the next request is answered."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, Reply, Served
 
 CHAT, TEXT, LLAMA = "/v1/chat/completions", "/v1/completions", "/completion"

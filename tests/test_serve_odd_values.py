@@ -1,10 +1,9 @@
 """Values of another type than a field has, in the parts of a request that are taken as they come: a 400 that names the field."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
+from test_call_replies import FABLE, WEATHER
 
 from effllm import UsageError
 from effllm.cli.server.fields import ChatAsked, messages_of, parsed
@@ -22,9 +21,6 @@ from effllm.runtime.calls.calling import Calling
 from effllm.runtime.config import read_config
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_call_replies import FABLE, WEATHER
 
 ODD = [[], {}, [1], {"a": 1}, 3, 0.5, True]
 USER = {"role": "user", "content": "Is it raining?"}

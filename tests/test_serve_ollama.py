@@ -2,13 +2,10 @@
 
 import json
 import re
-import sys
 from datetime import datetime
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve import thinking_model

@@ -3,13 +3,16 @@
 import asyncio
 import json
 import shutil
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served import MINUTE, Reply
+from test_call_replies import WEATHER
+from test_serve_ollama import lines
+from test_serve_parts import STATS, Client
 
 import effllm
 from effllm import EffllmError
@@ -28,12 +31,6 @@ from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import MINUTE, Reply
-from test_call_replies import WEATHER
-from test_serve_ollama import lines
-from test_serve_parts import STATS, Client
 
 
 def body(kind: type[Body], **fields: object) -> Body:

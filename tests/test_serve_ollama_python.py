@@ -1,11 +1,8 @@
 """Ollama's own client against `effllm serve`: what it is told, it understands."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import embedder
 from served import ASKED, QUESTION, serving
 from test_serve import thinking_model

@@ -1,13 +1,10 @@
 """The chat that `effllm serve` shows browsers: what is given to whom. What a browser makes of it, `test_page_in_browser.py` holds."""
 
 import re
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import Served, serving
 
 FOLDER = Path(__file__).resolve().parent.parent / "cli" / "server" / "browser"

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from pypdf import PdfReader
+from served import Served
 
 from effllm import UsageError
 from effllm.cli.server import papers
@@ -19,9 +20,6 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.responses_fields import ResponsesAsked, chat_of
 from effllm.runtime.files import pdf_pages
 from effllm.runtime.files.pdf_pages import pages_of
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import Served
 
 TEXT = "Foxes rule.\n"
 # What the library is to the process that reads: each word of the file is a page, and some words are what a broken file may do.

@@ -9,8 +9,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import MINUTE, Served, serving, until
 
 FOX = "The fox asked the king for bread and the king gave him none. "

@@ -7,7 +7,6 @@ import os
 import re
 import signal
 import socket
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -15,10 +14,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from starlette.requests import Request
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pulls import Terminal
+from starlette.requests import Request
 
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.cli.environment import Environment

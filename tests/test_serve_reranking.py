@@ -1,12 +1,9 @@
 """`effllm serve` ranks documents, as Jina's API, llama-server's and that of text embeddings inference ask for it."""
 
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from embedders import FABLE
 from rankers import WORDS, ranker
 from served import ASKED, Reply, Served, serving

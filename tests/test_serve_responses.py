@@ -2,13 +2,14 @@
 
 import asyncio
 import json
-import sys
 import threading
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served import ASKED, MINUTE, QUESTION, Reply, Served
+from test_call_replies import WEATHER
+from test_serve_parts import Client
 
 from effllm.cli.server import streams
 from effllm.cli.server.desk import Desk
@@ -21,11 +22,6 @@ from effllm.cli.server.responses_shape import ResponseShape
 from effllm.cli.server.shapes import Shape
 from effllm.cli.server.streams import EventStream, Listener, Record
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, MINUTE, QUESTION, Reply, Served
-from test_call_replies import WEATHER
-from test_serve_parts import Client
 
 STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, reasoning_tokens=1, stop_string=None)
 TOOL = {"type": "function", **WEATHER["function"]}

@@ -2,13 +2,9 @@
 
 import json
 import re
-import sys
 import time
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import QUESTION, serving
 from test_serve_responses import TOOL
 

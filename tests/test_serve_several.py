@@ -1,11 +1,7 @@
 """Several answers to one request of `effllm serve`: each is the one that a request of its own has."""
 
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, Served, serving
 
 PROMPTS = ["Once upon a time", "The king said", "A fox"]

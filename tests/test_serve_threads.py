@@ -1,17 +1,13 @@
 """Threads of Anthropic's Messages API: a request names the answer before it and means the conversation that led to it."""
 
-import sys
-from pathlib import Path
 
 import pytest
+from served import ASKED, QUESTION, Reply, Served
 
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.messages_fields import MessagesAsked
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.threads import Threads
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, QUESTION, Reply, Served
 
 NEXT = [{"role": "user", "content": [{"type": "text", "text": "And then?"}]}]
 TOOLS = [{"name": "f", "description": "x", "input_schema": {"type": "object", "properties": {"a": {"type": "string"}}, "required": ["a"]}}]

@@ -3,11 +3,12 @@
 import json
 import re
 import shutil
-import sys
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from served import ASKED, serving
+from test_call_replies import FABLE, HERMES, TIME, WEATHER
 
 from effllm.cli.server import responses_fields
 from effllm.cli.server.fields import ChatAsked, parsed
@@ -16,10 +17,6 @@ from effllm.cli.server.responses_fields import ResponsesAsked
 from effllm.cli.server.shapes import ChatShape
 from effllm.cli.server.tools import tools_asked
 from effllm.runtime.events import Call, TextDelta
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, serving
-from test_call_replies import FABLE, HERMES, TIME, WEATHER
 
 TOOLS = [WEATHER, TIME]
 NAMED = {"type": "function", "function": {"name": "weather"}}

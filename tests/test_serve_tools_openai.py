@@ -1,12 +1,8 @@
 """OpenAI's own client and calls of tools: what it sends is understood, what it gets is what it takes for calls."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from served import ASKED, serving
 from test_serve_tools import MORE, NAMED, TOOLS, knowing_folder
 

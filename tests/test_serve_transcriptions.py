@@ -1,24 +1,21 @@
 """Sounds that are written down: OpenAI's forms with a file, to a tiny random model that hears, and to one that does not."""
 
 import base64
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from hearing_models import as_wav, sound, written_hearing
 from hypothesis import given
 from hypothesis import strategies as st
+from served import Reply, Served, serving
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
 from effllm.runtime.sounds.tower_hearing import Hearing
 from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.sounds.voxtral import Voxtral
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from hearing_models import as_wav, sound, written_hearing
-from served import Reply, Served, serving
 
 PATH, BOUNDARY = "/v1/audio/transcriptions", "a38b1f6dd4ab4bf5b3c2b4b7b7c1d4a2"
 WAV = as_wav(sound(0.7))

@@ -2,10 +2,10 @@
 
 import json
 import shutil
-import sys
 from pathlib import Path
 
 import pytest
+from saved_tokenizers import byte_level, special
 
 import effllm
 from effllm.runtime.config import read_config
@@ -15,9 +15,6 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from saved_tokenizers import byte_level, special
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 MARKS = ("<|startoftext|>", "<|endoftext|>", "<|return|>", "<|constrain|>", "<|channel|>", "<|start|>", "<|end|>", "<|message|>",

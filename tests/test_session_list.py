@@ -3,12 +3,9 @@
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pulls import Terminal
 
 from effllm.cli.app import main

@@ -4,11 +4,11 @@ import io
 import json
 import os
 import shlex
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from session_samples import save
 
 from effllm import EffllmError, UsageError, typed
 from effllm.cli.app import main
@@ -18,9 +18,6 @@ from effllm.runtime.sessions.saved_cache import refuse_other
 from effllm.runtime.sessions.saved_format import SavedCache, SavedSession
 from effllm.runtime.sessions.session_name import LONGEST_NAME, check_name
 from effllm.runtime.sessions.session_store import SessionStore, stuck_note
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from session_samples import save
 
 ODD = ("my tale", "$(x)", "it's", "a;b", "*", "~", "für Anna")
 

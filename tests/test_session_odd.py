@@ -8,15 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from session_samples import check, save
 
 from effllm import EffllmError, UsageError
 from effllm.cli.options import complete_session
 from effllm.runtime.sessions.conversation_file import parse_conversation
 from effllm.runtime.sessions.saved_format import LARGEST, Malformed, _checksum, parse_saved
 from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from session_samples import check, save
 
 HISTORY = {"format": "effllm-session", "version": 1, "system": None, "messages": []}
 

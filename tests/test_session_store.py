@@ -10,14 +10,12 @@ import time
 from pathlib import Path
 
 import pytest
+from session_samples import PAGE_NBYTES, SHARED, check, save
 
 from effllm import EffllmError, UsageError
 from effllm.offload.page_file import sync_folder
 from effllm.runtime.sessions import session_store
 from effllm.runtime.sessions.session_store import DamagedSession, NoSession, SessionStore, stuck_note
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from session_samples import PAGE_NBYTES, SHARED, check, save
 
 CHILD = [sys.executable, str(Path(__file__).resolve().parent / "session_samples.py")]
 GENEROUS = 1 << 30

@@ -4,12 +4,9 @@ to judge is judged before a model is downloaded or quantized."""
 import io
 import json
 import os
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from command_line import Ran
 from hub_server import Hub
 from pulls import FABLE, Person, Terminal

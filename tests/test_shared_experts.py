@@ -4,13 +4,17 @@ against the definition, what calibration shows of such layers, and what a folder
 from __future__ import annotations
 
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import LLAMA, refused
+from conversions import FABLE, check_whole, options, run
+from family_models import CASES, oracle, scored, text, written
+from saved_tokenizers import with_words_of_fable
+from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 from effllm.kernels import reference, reference_moe
 from effllm.kernels.cpu import moe
@@ -23,13 +27,6 @@ from effllm.kernels.workspace import Dims
 from effllm.quant.weight import Linear, Norm, SharedExpert, Weight
 from effllm.runtime.calibrate import LayerStats, calibrate
 from effllm.runtime.config import parse_config, read_config
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import LLAMA, refused
-from conversions import FABLE, check_whole, options, run
-from family_models import CASES, oracle, scored, text, written
-from saved_tokenizers import with_words_of_fable
-from test_moe import CHUNK, DEPTH, EXPERTS, TOP, WIDTH, Layer, close, inputs, linear
 
 TOKENS = (1, 3, MOST_COLUMNS, MOST_COLUMNS + 1, 70)
 SHARED_WIDTH = 211

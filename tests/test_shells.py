@@ -5,12 +5,9 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from pathlib import Path
 
 import pexpect
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from pulls import FABLE, Person
 
 from effllm.quant.kv import ASKED, CODECS

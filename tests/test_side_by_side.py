@@ -1,6 +1,5 @@
 """Answers that are written at once, on the real model: each is, token for token, what it is alone, and one goes on while another reads."""
 
-import sys
 from collections.abc import Iterator
 from functools import partial
 from itertools import count
@@ -8,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from test_speculation import Ticks
 
 import effllm
 from effllm import EffllmError, UsageError
@@ -25,9 +25,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_speculation import Ticks
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "The fox asked the king for bread and the king gave him none. "

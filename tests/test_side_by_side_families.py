@@ -1,20 +1,17 @@
 """A pass with a token of each of several texts, in every family: each text's logits are, bit for bit, those of passes of its own."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.runtime.answers.side_by_side import Want, side_by_side
-from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.prepare import EngineOptions
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES
 from family_sizes import OF_ALL_KINDS
 from saved_models import saved
 from streamed_models import paging, random_model, streaming
+
+from effllm.runtime.answers.side_by_side import Want, side_by_side
+from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.prepare import EngineOptions
 
 # One case of each family.
 BY_FAMILY = {case.family: case for case in reversed(CASES.values()) if not case.images and not case.inside}

@@ -1,12 +1,9 @@
 """What `quantize` says a model took before: the bytes of its files, whatever they are widened to as they are read."""
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from gguf_samples import fable_gguf
 from test_imported import written
 from test_mxfp4 import packed_model

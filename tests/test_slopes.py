@@ -1,13 +1,18 @@
 """MPT and BLOOM: scores that grow with the place of a key, by more channels of each head. In few bits, from the disk, at 16 bits of
 cache, which holds places exactly, and never packed. And values that are narrower than keys, by the same ops."""
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from conversions import options, run
+from family_models import CASES, Case, assert_scored_as, scored, text, written
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from streamed_models import streaming
+from test_afmoe import found_by, resident
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
@@ -21,14 +26,6 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.families import bloom, mpt
 from effllm.runtime.prepare import prepare
 from effllm.runtime.rope import PLACES, place_fronts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from conversions import options, run
-from family_models import CASES, Case, assert_scored_as, scored, text, written
-from saved_models import saved
-from streamed_models import streaming
-from test_afmoe import found_by, resident
 
 # Matrices large enough to be read one by one.
 WIDE = {"mpt": {"n_heads": 8, "hidden_size": 256, "initializer_range": 0.06},

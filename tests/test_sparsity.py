@@ -4,12 +4,18 @@ import errno
 import json
 import os
 import shutil
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from bundle_models import RELU, bundled, folders, found, resident, windowed
+from command_line import Ran
+from conversions import options as conversion
+from conversions import run as convert_run
+from family_models import Case
+from saved_models import saved
+from streamed_models import FABLE, long_context_mixture, random_model, streams
 
 from effllm import UsageError
 from effllm.cli import calibrate_sparsity
@@ -27,15 +33,6 @@ from effllm.runtime.sparse.bundles import Windows, places
 from effllm.runtime.sparse.sparsity_file import Sparsity
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from bundle_models import RELU, bundled, folders, found, resident, windowed
-from command_line import Ran
-from conversions import options as conversion
-from conversions import run as convert_run
-from family_models import Case
-from saved_models import saved
-from streamed_models import FABLE, long_context_mixture, random_model, streams
 
 __all__ = ["folders"]  # a fixture
 

@@ -1,12 +1,13 @@
 """Models that speak (Qwen 2.5-Omni and 3-Omni): what writes in them is read as the text model that it is, whatever else they hold."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import assert_close, oracle, scored
 from safetensors.torch import load_file, save_file
 from transformers import (
     Qwen2_5OmniThinkerConfig,
@@ -20,10 +21,6 @@ from effllm.runtime.config import read_config
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.unread import unread_notices
 from effllm.runtime.tensors import check_tensors
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import assert_close, oracle, scored
 
 TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,
         "num_key_value_heads": 2, "max_position_embeddings": 512, "initializer_range": 0.2, "pad_token_id": None}

@@ -2,21 +2,16 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 from effllm import UsageError
 from effllm.kernels.tiles import PLANES, sections
 from effllm.quant.pack import pack
 from effllm.quant.spec import BITS, DEFAULTS, GROUPS, RAW_BITS, QuantSpec
-
-sys.path.insert(0, str(Path(__file__).parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 SHAPES = ((1, 1), (16, 32), (17, 33), (31, 128), (48, 129), (5, 640))
 

@@ -3,7 +3,6 @@ whatever was guessed: greedy, seeded, with penalties, packed caches, streamed we
 
 import importlib
 import random
-import sys
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import cache
@@ -11,6 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import options, run
+from family_models import CASES
+from saved_models import saved
+from streamed_models import streaming
 
 import effllm
 from effllm.kernels.cpu.ops import FEW
@@ -24,12 +27,6 @@ from effllm.runtime.speculation.draft_model import DraftModel
 from effllm.runtime.speculation.drafts import Draft, RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES
-from saved_models import saved
-from streamed_models import streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."

@@ -3,12 +3,12 @@
 import json
 import re
 import shutil
-import sys
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
 import pytest
+from streamed_models import larger_than_memory
 
 import effllm
 from effllm import DoesNotFit, EffllmError, ModelNotFound, UsageError
@@ -23,9 +23,6 @@ from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import prepare_draft
 from effllm.runtime.speculation.drafts import Draft
 from effllm.runtime.speculation.speculation_plan import MIXTURE, NEURONS, NO_DRAFT, decide
-
-sys.path.insert(0, str(Path(__file__).parent))
-from streamed_models import larger_than_memory
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

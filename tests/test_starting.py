@@ -9,12 +9,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from test_architecture import FOLDERS, ROOT
 
 import effllm
 from effllm.cli.app import COMMANDS, named
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_architecture import FOLDERS, ROOT
 
 EXIT_CODES = {1, 2, 3, 4, 5, 6}
 

@@ -3,19 +3,15 @@
 That references compute what transformers does is in the tests of their kinds.
 """
 
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
+from state_kinds import SHAPES, Layer, assert_close, cpu, expected, inputs
 
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.layout import REPEATED
 from effllm.kernels.state_shape import NO_SLOT, StateShape
-
-sys.path.insert(0, str(Path(__file__).parent))
-from state_kinds import SHAPES, Layer, assert_close, cpu, expected, inputs
 
 
 @pytest.fixture(params=SHAPES)

@@ -3,19 +3,16 @@
 What engines do with them is in `test_hybrid.py` and `test_hybrid_caches.py`, what they compute in `test_families.py`.
 """
 
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
-
-from effllm.runtime.config import read_config
-from effllm.runtime.prepare import EngineOptions, prepare
-
-sys.path.insert(0, str(Path(__file__).parent))
 from family_models import CASES, Case, written
 from hybrid_models import opened, read
 from saved_tokenizers import with_words_of_fable
+
+from effllm.runtime.config import read_config
+from effllm.runtime.prepare import EngineOptions, prepare
 
 
 @pytest.fixture(scope="module", params=["mamba", "falcon_mamba", "mamba2", "rwkv7"])

@@ -1,13 +1,10 @@
 """Ctrl-C when a model has just been made: it is whole, which is said, since the same command would not go on but be refused."""
 
 import os
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from test_cli_quantize import FABLE, Ran, private  # noqa: F401  a fixture
 
 from effllm.offload import writer

@@ -8,11 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hub_server import Hub
 from hypothesis import example, given
 from hypothesis import strategies as st
-
-sys.path.insert(0, str(Path(__file__).parent))
-from hub_server import Hub
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError

@@ -14,6 +14,12 @@ import torch
 
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
+from conversions import options, run
+from family_models import Case
+from gpu_runs import divergence, logits, opened, simulated
+from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
+from saved_models import saved
+
 from effllm.kernels.cuda import products, stored_product
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.low_bit import Format
@@ -21,13 +27,6 @@ from effllm.kernels.cuda.low_bit import opened as opened_by_torch
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from conversions import options, run
-from family_models import Case
-from gpu_runs import divergence, logits, opened, simulated
-from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
-from saved_models import saved
 
 ON = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SOME = ("codebook4:16", "affine5:64", "symmetric8:128", "ternary:32", "block4:32", "mxfp4:32", "offset8:32", "super5:32",

@@ -1,24 +1,21 @@
 """Weights from the disk give the bits of weights in memory: every format, family and kernel, prompt and answer, threads and caches."""
 
-import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
+from conversions import odd_model, options, run
+from family_models import CASES
+from saved_models import saved
+from streamed_models import random_model, streaming
 
 import effllm
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import odd_model, options, run
-from family_models import CASES
-from saved_models import saved
-from streamed_models import random_model, streaming
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 

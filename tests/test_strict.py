@@ -2,13 +2,10 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import running
 from pulls import FABLE, Person
 from test_imported import written

@@ -1,19 +1,16 @@
 """What a model is sure of: chosen tokens by hand, and against llama.cpp's sampler for infilling."""
 
 import ctypes
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from gguf_samples import FABLE, fable_gguf
 
 from effllm.runtime.config import read_config
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.sure import Sure
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from gguf_samples import FABLE, fable_gguf
 
 TOP = {"top_k": 40, "top_p": 0.99}
 

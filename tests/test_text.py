@@ -2,18 +2,15 @@
 
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from saved_tokenizers import CONFIG, FABLE, byte_level, save, sentencepiece_like, special
 from tokenizers import Tokenizer as Backend
 from tokenizers import processors
 
 from effllm.runtime.text import Tokenizer
-
-sys.path.insert(0, str(Path(__file__).parent))
-from saved_tokenizers import CONFIG, FABLE, byte_level, save, sentencepiece_like, special
 
 TEXTS = [
     "",

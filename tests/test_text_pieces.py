@@ -7,15 +7,13 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from test_rank_vocabulary import SNIPPETS, TEXTS
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
 from effllm.runtime.tokens import text_pieces
 from effllm.runtime.tokens.text_pieces import encoding, in_the_end, pieces
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from test_rank_vocabulary import SNIPPETS, TEXTS
 
 FABLE = Path(__file__).parents[1] / "models" / "fable"
 KINDS = sorted(set(CUTTERS.values()), key=lambda cutter: cutter.patterns)

@@ -1,11 +1,13 @@
 """Several texts in one pass: the bits that each has alone, whatever lies beside it."""
 
-import sys
 from collections.abc import Generator
 from pathlib import Path
 
 import numpy as np
 import pytest
+from embedders import FABLE
+from embedding_models import both_ways
+from gguf_samples import fable_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,11 +18,6 @@ from effllm.runtime.events import Progress
 from effllm.runtime.kv.texts_cache import RAW, TextsCache, bounds_of, passes_of, takes_texts
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.passes import FEW
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from embedders import FABLE
-from embedding_models import both_ways
-from gguf_samples import fable_gguf
 
 LENGTHS = (1, 3, 3, 8, 9, 16, 17, 40, 40, 100, 130, 300, 700)
 

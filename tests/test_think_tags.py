@@ -1,10 +1,10 @@
 """Tags of reasoning and of answers, and marks that end a turn, from vocabularies and templates."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 from tokenizers import AddedToken
 
 from effllm.runtime.engine import open_engine
@@ -14,9 +14,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.reasoning import ANSWER_TAGS, ThinkFilter
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 
 
 def test_other_tags_of_reasoning(tmp_path: Path) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from served import ASKED, serving
+from test_constraint import FOX, QUESTION, Insisting, reasoning_folder
+from test_serve_tools import knowing_folder
+from test_session_channels import write_folder
+from test_session_continue import said
 
 import effllm
 from effllm.cli.options import AnswerFlags
@@ -31,13 +35,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.thought_limit import ThoughtLimit
 from effllm.runtime.session import Session
 from effllm.runtime.text import NOTHING_TO_LIMIT, Tokenizer
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from served import ASKED, serving
-from test_constraint import FOX, QUESTION, Insisting, reasoning_folder
-from test_serve_tools import knowing_folder
-from test_session_channels import write_folder
-from test_session_continue import said
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"

@@ -2,20 +2,16 @@
 
 import json
 import os
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
+from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 from tokenizers import AddedToken
 
 from effllm import EffllmError, ModelNotFound
 from effllm.runtime.templates.template import TemplateError
 from effllm.runtime.text import Tokenizer, TokenizerError
 from effllm.runtime.tokens.panics import unsaid
-
-sys.path.insert(0, str(Path(__file__).parent))
-from saved_tokenizers import CONFIG, FABLE, byte_level, copy_of_fable, save, special
 
 
 @pytest.fixture(scope="module")

@@ -7,8 +7,6 @@ from contextlib import closing
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from scripted_model import AFTER, LAST, calls, scripted
 from test_call_styles import CALLED, TEMPLATES
 

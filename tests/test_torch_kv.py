@@ -1,11 +1,10 @@
 """Packed KV pages on a torch device: the codec's numbers bit for bit, and attention over them against softmax over the pages decoded."""
 
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from kv_samples import form_of, moments_basis
 
 from effllm.kernels import reference
 from effllm.kernels.cuda import attention, packed_pages
@@ -18,9 +17,6 @@ from effllm.quant.kv_codec import decode, encode
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from kv_samples import form_of, moments_basis
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here"))
 

@@ -1,21 +1,17 @@
 """Low-bit weights on the torch backend: opened to the numbers of the codec bit for bit, multiplied as float32, whole models included."""
 
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
 
 from effllm.kernels.cuda import low_bit as opening
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
-from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
 
 GPU = pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="torch finds no GPU here"))
 

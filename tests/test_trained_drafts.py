@@ -2,14 +2,17 @@
 passes are few, that plans count them, and what is said of one for another model."""
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from drafted import answer
 from safetensors.torch import load_file, save_file
+from streamed_models import streaming
+from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
+from trained_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
 
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.kv import kv_disk
@@ -18,12 +21,6 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.assistant import Seen
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from drafted import answer
-from streamed_models import streaming
-from test_speculation import GREEDY, PENALISED, SEEDED, Silent, Ticks
-from trained_models import VOCABULARY, Head, guessed_by, guessed_from, with_assistant, with_head
 
 CTX = 640
 IDS = np.random.default_rng(4).integers(0, VOCABULARY, 700).tolist()

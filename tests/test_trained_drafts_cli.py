@@ -1,12 +1,9 @@
 """Drafts that were trained for a model on the command line: answers, plans, lists, downloads, and what is said of one by itself."""
 
-import sys
 from pathlib import Path
 
 import pytest
 from command_line import Ran
-
-sys.path.insert(0, str(Path(__file__).parent))
 from hub_server import Hub
 from pulls import Person, measure_nothing
 from trained_models import saved_head

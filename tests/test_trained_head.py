@@ -9,7 +9,6 @@ import torch
 from gguf_samples import FABLE
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-sys.path.insert(0, str(Path(__file__).parent))
 sys.path.insert(0, str(Path(__file__).parents[1] / "tools"))
 from conversions import options, run
 from drafted import answer

@@ -2,19 +2,16 @@
 
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file, save_file
+from test_trained_drafts import opened, planned
+from trained_models import VOCABULARY, Head, with_assistant, with_head
 
 from effllm import EffllmError, UsageError
 from effllm.offload.checkpoint import CheckpointError
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_trained_drafts import opened, planned
-from trained_models import VOCABULARY, Head, with_assistant, with_head
 
 
 @pytest.fixture(scope="module")

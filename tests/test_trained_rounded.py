@@ -1,7 +1,6 @@
 """Drafts that were trained for a model whose weights are codes: their matrices become codes of as many bits while they are read, a plan
 counts them so and says it, and they compute what the numbers say that the codes stand for."""
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,6 +12,8 @@ from command_line import Ran
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
+from test_trained_drafts import IDS, SAMPLERS, held_to_be_alike, opened, planned, scores
+from trained_models import Head, guessed_by, saved_head, with_assistant, with_head
 
 from effllm import EffllmError
 from effllm.kernels import warm
@@ -30,10 +31,6 @@ from effllm.runtime.speculation import trained_kinds
 from effllm.runtime.speculation.assistant import AssistantDrafts
 from effllm.runtime.stores.container import Container, StoredTensor
 from effllm.runtime.stores.rounded_store import RoundedStore, format_like
-
-sys.path.insert(0, str(Path(__file__).parent))
-from test_trained_drafts import IDS, SAMPLERS, held_to_be_alike, opened, planned, scores
-from trained_models import Head, guessed_by, saved_head, with_assistant, with_head
 
 FOUR = QuantSpec.parse("4bit")
 

@@ -1,24 +1,21 @@
 """Experts with inputs before outputs (Qwen 3 VL's mixtures): each matrix by itself, paged and quantized like any other."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conversions import options, run
+from family_models import CASES, assert_scored_as, scored, text, written
 from safetensors.torch import load_file, save_file
+from saved_models import saved
+from test_paged_models import paged, resident
 from transformers import AutoModelForImageTextToText
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.source import check_mapping, open_store
-
-sys.path.insert(0, str(Path(__file__).parent))
-from conversions import options, run
-from family_models import CASES, assert_scored_as, scored, text, written
-from saved_models import saved
-from test_paged_models import paged, resident
 
 NAME = "qwen3_vl_moe"
 JOINT = "model.language_model.layers.0.mlp.experts."

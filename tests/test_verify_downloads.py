@@ -1,11 +1,8 @@
 """`effllm verify` of a download: a file that is gone is no less damage than one that has changed; what nobody can check is named."""
 
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from hub_server import Hub
 from pulls import Person, tiny
 

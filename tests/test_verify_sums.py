@@ -2,12 +2,9 @@
 
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).resolve().parent))
 from pulls import Person
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"

@@ -2,13 +2,10 @@
 
 import json
 import re
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-
-sys.path.insert(0, str(Path(__file__).parent))
 from bundle_models import bundled
 from conversions import options, run
 from family_models import Case

@@ -2,13 +2,19 @@
 of 576. What holds of any packed cache holds of them."""
 
 import shutil
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import GEMMA_4, KEYS_AS_VALUES, Case
+from hybrid_models import CTX, IDS, anew, opened, read
+from latent_models import LATENT_CASES
+from same_bits import save
+from saved_models import saved
+from saves import restore
+from test_hybrid_caches import Numbers
 
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -20,15 +26,6 @@ from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import GEMMA_4, KEYS_AS_VALUES, Case
-from hybrid_models import CTX, IDS, anew, opened, read
-from latent_models import LATENT_CASES
-from same_bits import save
-from saved_models import saved
-from saves import restore
-from test_hybrid_caches import Numbers
 
 HEADS = {"head_dim": 256, "global_head_dim": 512, "hidden_size": 128, "max_position_embeddings": CTX, "sliding_window": 150}
 GEMMA = {**GEMMA_4, **HEADS}

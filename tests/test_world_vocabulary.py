@@ -1,13 +1,15 @@
 """RWKV's World vocabulary: the longest token that fits, from the beginning on, in folders and in GGUF files, and files that are none."""
 
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+from family_models import Case, written
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rwkv7_files import file_of
+from rwkv_vocabulary import END, SETTINGS, TOKENS, WORDS, greedy, lines, write_vocabulary
 from tokenizers import Tokenizer as Library
 
 from effllm import EffllmError
@@ -18,11 +20,6 @@ from effllm.runtime.hub import WORLD
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.token_bytes import bytes_of
 from effllm.runtime.tokens.world_vocabulary import ASKED, DEEPEST, world_tokenizer, written_bytes
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import Case, written
-from rwkv7_files import file_of
-from rwkv_vocabulary import END, SETTINGS, TOKENS, WORDS, greedy, lines, write_vocabulary
 
 # Texts of the vocabulary's words and of their beginnings, and of anything.
 TEXTS = st.lists(st.sampled_from([*WORDS, *(word[:-1] for word in WORDS)]) | st.text(max_size=4), max_size=30).map("".join)

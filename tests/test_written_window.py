@@ -1,15 +1,15 @@
 """Unlimited OCR's attention: an answer sees the whole prompt and a window of itself. Logits of prompts, of tokens that are written behind
 them, and of what goes on from an answer are those of transformers' cache for such models."""
 
-import sys
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, written
 from hypothesis import example, given
 from hypothesis import strategies as st
+from saves import save
 from transformers import DynamicCache
 
 from effllm.kernels.cpu.candidates import default_registry
@@ -29,10 +29,6 @@ from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.saved_cache import restore_cache
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.widths import dims
-
-sys.path.insert(0, str(Path(__file__).parent))
-from family_models import CASES, CONTEXT, Case, assert_close, oracle, text, written
-from saves import save
 
 WINDOW, STEPS = 20, 50
 # Among them such that the window lies over the sinks' end, over that of a page, and in one page.

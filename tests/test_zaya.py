@@ -1,14 +1,30 @@
 """ZAYA1 through the program: its kernels against their meaning, and what a run, its plan, sessions, drafts, company, experts on the disk
 and converted folders make of such a model."""
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from config_samples import refused
+from family_models import Case, assert_close, oracle, written
+from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
+from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
 from newest_cases import ZAYA
+from same_bits import (
+    FEWER,
+    assert_a_session_goes_on,
+    assert_another_question_reads_that_alone,
+    assert_company_changes_nothing,
+    assert_drafts_change_nothing,
+    assert_threads_and_chunks_change_nothing,
+    assert_tokens_at_once_are_tokens_one_by_one,
+    engine,
+    folder,
+    rows_of,
+)
+from streamed_models import paging, streaming
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from effllm.kernels.cca_shape import CcaShape
@@ -23,25 +39,6 @@ from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.states import controls
 from effllm.runtime.weights import parts
-
-sys.path.insert(0, str(Path(__file__).parent))
-from config_samples import refused
-from family_models import Case, assert_close, oracle, written
-from hybrid_models import CTX, IDS, anew, one_by_one, opened, read
-from made_smaller import assert_answers_stay_near, assert_calibration_is_a_pass, converted
-from same_bits import (
-    FEWER,
-    assert_a_session_goes_on,
-    assert_another_question_reads_that_alone,
-    assert_company_changes_nothing,
-    assert_drafts_change_nothing,
-    assert_threads_and_chunks_change_nothing,
-    assert_tokens_at_once_are_tokens_one_by_one,
-    engine,
-    folder,
-    rows_of,
-)
-from streamed_models import paging, streaming
 
 __all__ = ["engine", "folder"]  # fixtures
 
