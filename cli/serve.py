@@ -307,7 +307,7 @@ def judge_own(api_key: str | None, name: str | None, cors: list[str] | None, que
 def is_origin(text: str) -> bool:
     """Whether a scheme and a name can be read in it; programs with windows have origins of their own kinds."""
     try:
-        return "://" in text and urlsplit(text).hostname is not None
+        return "://" in text and (text.startswith("file:") or urlsplit(text).hostname is not None)
     except ValueError:  # half of an address in brackets
         return False
 

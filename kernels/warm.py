@@ -199,9 +199,12 @@ def main() -> None:
 
 def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:
     """One after the other at a low priority. A run that needs kernels now waits for one function at most, not for all."""
+    parent = os.getppid()
     if os.name == "posix":
         os.nice(LOW)
     for function in reversed(functions):  # short ones first: one that is interrupted is lost
+        if os.getppid() != parent:  # it was ended, by a signal that it could not answer
+            sys.exit(1)
         with _locked(folder):
             function.load()
         time.sleep(PAUSE_S)

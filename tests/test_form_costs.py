@@ -8,6 +8,7 @@ import pytest
 from test_constraint import engine, tokenizer
 
 from effllm import UsageError
+from effllm.runtime.forms.as_read import as_read
 from effllm.runtime.forms.constraint import (
     form_of_grammar,
     grammar_form,
@@ -29,7 +30,7 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     """999,910 took a minute and a half and 670 MB, and 10**9 up to 7 s for each digit."""
     with pytest.raises(UsageError, match=f"multipleOf takes {value:.0f} remainders to tell, at most 100000 are") as refused:
         schema_form(json.dumps({"type": "integer", "multipleOf": value, "minimum": 0}))
-    assert "bounds that leave few" in refused.value.hint
+    assert "the type integer and bounds that leave few" in refused.value.hint
     assert without_slow(multiple(value)) == {"type": "integer"}
 
 
@@ -44,7 +45,8 @@ def test_zeros_at_the_end_of_a_multiple_are_no_help(value: float) -> None:
     ({"type": "integer", "multipleOf": 30030, "minimum": 0}, None),
     ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 30030 * MOST_LISTED}, None),  # too many
     ({"type": "integer", "multipleOf": 25_000, "minimum": 0, "maximum": 50_000}, None),  # told quickly enough
-    ({"type": ["integer", "null"], "multipleOf": 30030, "minimum": 0, "maximum": 100_000}, None),
+    ({"type": ["integer", "null"], "multipleOf": 30030, "minimum": 0, "maximum": 60_000}, [0, 30030, None]),
+    ({"type": ["integer", "string"], "multipleOf": 30030, "minimum": 0, "maximum": 60_000}, None),
     ({"type": "integer", "multipleOf": 30030, "minimum": 0, "maximum": 9, "enum": [0]}, None),
     ({"type": "integer", "multipleOf": 30030, "exclusiveMinimum": True, "minimum": 0, "maximum": 100_000}, None),
     ({"type": "number", "multipleOf": 0.12345678901234567, "minimum": 0, "maximum": 5}, None)])  # no float64 is three of them
@@ -52,6 +54,30 @@ def test_multiples_of_which_bounds_leave_few_are_listed(schema: dict, expected: 
     """A number of five digits and bounds of nine ended answers with an error."""
     wanted = schema if expected is None else {"type": schema["type"], "enum": expected}
     assert listed({"properties": {"x": [schema], "y": {"const": schema}}}) == {"properties": {"x": [wanted], "y": {"const": schema}}}
+
+
+@pytest.mark.parametrize("schema", [
+    {"type": "integer", "multipleOf": 10**400 + 7, "minimum": 0, "maximum": 3 * 10**400},
+    {"type": "integer", "multipleOf": 2**50, "minimum": -(2**63), "maximum": 2**63 - 1},
+    {"type": "integer", "multipleOf": 2**50, "minimum": 0, "maximum": 2**64 - 1},
+    {"allOf": [{"multipleOf": 10**3000 + 1}, {"multipleOf": 10**2999 + 7}]}])
+def test_numbers_of_any_size_end_in_a_line(schema: dict) -> None:
+    """They ended in tracebacks, of a float and of a text that is too long, or in a number that nobody wrote."""
+    try:
+        assert schema_form(json.dumps({"properties": {"x": schema}})).grammar
+    except UsageError as error:
+        assert len(error.message) < 400 and "is not told from" not in error.message
+    assert isinstance(without_slow(as_read(schema)), dict)
+
+
+def test_what_is_listed_may_lie_deep() -> None:
+    schema = leaf = {"type": "integer", "multipleOf": 30001, "minimum": 0, "maximum": 90003}
+    for _ in range(2000):
+        schema = {"type": "object", "properties": {"a": schema}}
+    found = as_read(schema)
+    for _ in range(2000):
+        found = found["properties"]["a"]
+    assert found == {"type": "integer", "enum": [0, 30001, 60002, 90003]} and "enum" not in leaf
 
 
 def test_what_is_listed_of_a_whole_schema_has_an_end() -> None:

@@ -151,6 +151,20 @@ def test_a_run_meanwhile_waits_for_one_function_not_for_all(tmp_path: Path) -> N
         child.kill()
 
 
+def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> None:
+    kept, program = tmp_path / "kernels", f"import time\nfrom {warm.__name__} import warming\nwith warming(('raw',)): time.sleep(600)"
+    with subprocess.Popen([sys.executable, "-P", "-c", program], env={**os.environ, "XDG_CACHE_HOME": str(kept)}) as parent:
+        while not (made := next(kept.rglob("*.o"), None)) and parent.poll() is None:
+            time.sleep(0.02)
+        with open(made.parent / "lock", "w") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # the compiler waits
+            parent.kill()
+            parent.wait()
+            before = len(list(kept.rglob("*.o")))
+    time.sleep(3)
+    assert len(list(kept.rglob("*.o"))) <= before + 1 and not list(kept.rglob("complete-*"))
+
+
 @pytest.mark.slow
 def test_a_long_download_compiles_all_that_the_first_run_needs(hub: Hub, tmp_path: Path) -> None:
     last = kernel_kinds(made_up_needs("4bit"), EngineOptions())[-1]

@@ -63,7 +63,7 @@ def test_what_was_measured_and_what_it_sees_with_come_along(hub: Hub, person: Pe
 
 @pytest.mark.parametrize(("change", "said"), [
     ({"version": 2}, "newer effllm wrote it"), ({"tensors": {}}, "lists no tensors"), ({"format": "other"}, "says format"),
-    ({"tensors": {"w": {"spec": "9bit", "shape": [1, 2], "crc32": 0}}}, "w"), (None, "damaged")])
+    ({"tensors": {"w": {"spec": "9bit", "shape": [1, 2], "crc32": 0}}}, "unknown format '9bit'"), (None, "damaged")])
 def test_a_damaged_description_is_refused_before_weights_are_loaded(hub: Hub, person: Person, made: Path, change: dict | None,
                                                                     said: str) -> None:
     text = (made / "effllm.json").read_text()

@@ -47,7 +47,7 @@ def test_an_alias_of_what_effllm_did_not_make_leads_to_the_name_alone(person: Pe
     for name, place in (("work", file), ("tales", folder)):
         assert person.types("alias", name, place).code == 0
         said = person.types("rm", name, "-y").refused(2)
-        assert f"{name} is {place}, which effllm did not make" in said and f"effllm alias --rm {name}" in said and place.exists()
+        assert f"{name} is {place}, no folder that effllm quantized" in said and f"effllm alias --rm {name}" in said and place.exists()
 
 
 def test_the_name_of_a_repository_is_all_of_it_whatever_an_alias_of_it_means(hub: Hub, person: Person) -> None:

@@ -14,6 +14,9 @@ import psutil
 import pytest
 from served import ASKED, MINUTE, Served, serving, started, until
 
+from effllm.cli.serve import judge_own
+from effllm.cli.server.guard import Rules
+
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 SLOWLY = ("-t", "1", "--spec", "off")
 ON_AND_ON = (*SLOWLY, "--overflow", "shift")  # an endless answer is one, however long a test is kept from looking at it
@@ -312,3 +315,10 @@ def test_memory_stays_flat(server: Served) -> None:
             measured.append(process.memory_info().rss)
     assert measured[1] - measured[0] < 4 << 20, measured
     assert process.num_fds() < 60 and process.num_threads() < 30
+
+
+@pytest.mark.parametrize("origin", ["https://chat.example:8443", "file://", "app://window", "*"])
+def test_an_origin_is_what_pages_send(origin: str) -> None:
+    """Programs with windows send `file://`, which the server tells to pass to --cors."""
+    judge_own(None, None, [origin], 1)
+    assert origin == "*" or Rules(True, origins=(origin.rstrip("/"),)).allows(origin, "127.0.0.1")

@@ -3,23 +3,22 @@ could not tell it in time, that part is written in another way."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 
-from .bounds import objects, within_reach
+from .bounds import copied, objects, within_reach
 from .multiples import listed
 
 
 def as_read(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema, as it is read."""
-    return within_reach(listed(_without_idle(schema)))
+    return listed(within_reach(_without_idle(schema)))
 
 
 def _without_idle(schema: Mapping[str, object]) -> Mapping[str, object]:
     """Without `additionalItems` where it says nothing, which is beside `prefixItems`: both together were read as neither."""
     if not any(map(_is_idle, objects(schema))):
         return schema
-    made = json.loads(json.dumps(schema))
+    made = copied(schema)
     for node in filter(_is_idle, objects(made)):
         del node["additionalItems"]
     return made

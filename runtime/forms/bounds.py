@@ -6,7 +6,6 @@ moved inwards to the next one: what is of the schema then is of the one that was
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Mapping
 
@@ -19,7 +18,7 @@ def within_reach(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema with bounds that are read as they are written."""
     if all(_moved(key, value) == value for node in objects(schema) for key, value in node.items()):
         return schema
-    made = json.loads(json.dumps(schema))
+    made = copied(schema)
     for node in objects(made):
         node |= {key: _moved(key, value) for key, value in node.items()}
     return made
@@ -46,6 +45,21 @@ def _moved(key: str, value: object) -> object:
     read = float(clear)
     read = math.nextafter(read, inwards) if (read < clear if key in LOWER else read > clear) else read
     return int(read) if isinstance(clear, int) else read
+
+
+def copied(schema: Mapping[str, object]) -> dict[str, object]:
+    """The same schema, to be changed; however deep it is."""
+    holder: list[object] = [schema]
+    left: list[tuple[list | dict, object]] = [(holder, 0)]
+    while left:
+        place, key = left.pop()
+        if isinstance(place[key], dict):
+            own = place[key] = dict(place[key])
+            left += [(own, each) for each in own]
+        elif isinstance(place[key], list):
+            own = place[key] = list(place[key])
+            left += [(own, each) for each in range(len(own))]
+    return holder[0]
 
 
 def objects(schema: object) -> Iterator[dict]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping
 from decimal import Decimal
 from fractions import Fraction
 
-from .bounds import LOWER, UPPER, VALUES, objects
+from .bounds import LOWER, UPPER, VALUES, copied, objects
 
 MULTIPLE, MOST_REMAINDERS = "multipleOf", 100_000  # some 3 s and 50 MB
 MOST_TENS = 1_000_000  # a power of ten: each digit takes a second where tokens have three, and ten times that for the next power
@@ -40,27 +40,27 @@ def are_bounded(said: Iterable[Mapping[str, object]]) -> bool:
 def listed(schema: Mapping[str, object]) -> Mapping[str, object]:
     """The same schema with multiples that would take too long to tell as the numbers that they are, where bounds leave few."""
     room, made = MOST_LISTED, {}
-    for node in objects(schema):
+    for place, node in enumerate(objects(schema)):
         if (found := _numbers(node, room)) is not None:
-            made[id(node)] = found
+            made[place] = found
             room -= len(found)
-    return _with(schema, made) if made else schema
-
-
-def _with(part: object, made: Mapping[int, list[int | float]]) -> object:
-    if isinstance(part, list):
-        return [_with(each, made) for each in part]
-    if not isinstance(part, dict):
-        return part
-    if id(part) in made:
-        return {key: value for key, value in part.items() if key not in (MULTIPLE, *LOWER, *UPPER)} | {"enum": made[id(part)]}
-    return {key: value if key in VALUES else _with(value, made) for key, value in part.items()}
+    if not made:
+        return schema
+    changed = copied(schema)
+    for place, node in enumerate([*objects(changed)]):
+        if place in made:
+            for key in (MULTIPLE, *LOWER, *UPPER):
+                node.pop(key, None)
+            node["enum"] = [*made[place], None] if isinstance(node["type"], list) else made[place]
+    return changed
 
 
 def _numbers(node: Mapping[str, object], most: int) -> list[int | float] | None:
     """All numbers of which a schema speaks, in their order; None where telling them is no trouble, or they are too many, or not told
     here."""
     step, kind = node.get(MULTIPLE), node.get("type")
+    if isinstance(kind, list) and len(kind) == 2 and "null" in kind:  # or nothing
+        kind = kind[kind[0] == "null"]
     if kind not in ("integer", "number") or not is_number(step) or not step or remainders([step]) <= MOST_BOUNDED or node.keys() & VALUES:
         return None
     bounds = {key: node[key] for key in (*LOWER, *UPPER) if key in node}

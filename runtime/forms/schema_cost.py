@@ -19,7 +19,8 @@ from .grammar_cost import too_much_of_rules
 from .lark_notation import rules_of
 from .multiples import MOST_BOUNDED, MOST_REMAINDERS, MULTIPLE, are_bounded, is_number, remainders, told
 
-SMALLER_MULTIPLES = "leave it out, take a smaller one, or bounds that leave few numbers"
+SMALLER_MULTIPLES = "leave it out, take a smaller one, or the type integer and bounds that leave few numbers"
+MOST_SHOWN = 10**18  # of a count; Python writes none of thousands of digits
 PATTERN, MOST_PATTERNS = "pattern", 16  # 20 take a second, 24 half a minute
 MOST_KEYS = 100  # patternProperties of one object, each held against each other: 400 take 22 s
 MOST_OPTIONAL = 4000  # properties that may be left out: a second, and four times that for twice as many
@@ -64,7 +65,7 @@ def _too_much_of_lark(text: str) -> tuple[str, str] | None:
         if (said := too_much_of_schema(schema)) is not None:
             return said
     if (count := sum({most_remainders(schema) for schema in schemas})) > MOST_REMAINDERS:
-        return f"multipleOf of its schemas takes {count} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
+        return f"multipleOf of its schemas takes {_shown(count)} remainders to tell, at most {MOST_REMAINDERS} are", SMALLER_MULTIPLES
     return too_much_of_rules(rules)
 
 
@@ -102,13 +103,17 @@ def without_slow(schema: Mapping[str, object]) -> Mapping[str, object]:
 
 def _too_much_of_multiples(schema: object) -> str | None:
     if (count := most_remainders(schema)) > MOST_REMAINDERS:
-        return f"multipleOf takes {count} remainders to tell, at most {MOST_REMAINDERS} are"
+        return f"multipleOf takes {_shown(count)} remainders to tell, at most {MOST_REMAINDERS} are"
     if remainders(_multiples(_dicts(schema))) <= MOST_BOUNDED:
         return None
     bounded = [said for said in _places(schema) or [[*_dicts(schema)]] if are_bounded(said)]
     if (count := max((remainders(_multiples(said)) for said in bounded), default=0)) > MOST_BOUNDED:
-        return f"multipleOf takes {count} remainders to tell, at most {MOST_BOUNDED} are with bounds beside it"
+        return f"multipleOf takes {_shown(count)} remainders to tell, at most {MOST_BOUNDED} are with bounds beside it"
     return None
+
+
+def _shown(count: int) -> str:
+    return str(count) if count < MOST_SHOWN else "10^18 and more"
 
 
 def most_remainders(schema: object) -> int:

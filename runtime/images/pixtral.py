@@ -26,7 +26,6 @@ EPS, THETA = 1e-5, 10_000.0
 USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 1024,
          "patch_size": 16, "hidden_act": "gelu"}
 LAYER = Stored(("attention_norm", "ffn_norm"), (), "attention.o_proj", apart("feed_forward.{}_proj", ("up", "down", "gate")))
-LAYER = Stored(("attention_norm", "ffn_norm"), (), "attention.o_proj", apart("feed_forward.{}_proj", ("up", "down", "gate")))
 
 
 class Pixtral(TowerSight):

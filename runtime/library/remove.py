@@ -93,7 +93,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
     if entry is not None and not entry.own:
         raise UsageError(f"{entry.alias} comes with effllm", "it goes with the program: pip uninstall effllm")
     if entry is not None and not (folder / storage.MARKER).is_file():  # whoever types it here mostly means the name
-        raise UsageError(f"{entry.alias} is {folder}, which effllm did not make and leaves alone",
+        raise UsageError(f"{entry.alias} is {folder}, no folder that effllm quantized, and is left alone",
                          f"the name alone: effllm alias --rm {typed(entry.alias)}")
     if folder.is_file():
         raise _untracked(folder)

@@ -272,14 +272,14 @@ def _container(wish: Wish, repository: Repository, client: Client) -> Container 
         raise CheckpointError(f"{wish.repo}: {error.message}", "whoever shares it has to quantize and upload it again"
                               if error.hint == AGAIN else error.hint) from error
     if wish.bits is not None and not wish.gives_way:
-        raise UsageError(f"{wish.repo} is quantized already ({made.spec_text})", f"effllm pull {wish.repo}")
+        raise UsageError(f"{wish.repo} is quantized already ({made.spec_text})", f"effllm pull {wish.reference.base}")
     return made
 
 
 def _as_stored(wish: Wish, does: str, said: str) -> str:
     """What is `said` of a run of one that `does` something else than write. Raises UsageError for bits, which it has as they are stored."""
     if wish.bits is not None and not wish.gives_way:
-        raise UsageError(f"{wish.repo} {does}, and runs as it is stored", f"effllm pull {wish.repo}")
+        raise UsageError(f"{wish.repo} {does}, and runs as it is stored", f"effllm pull {wish.reference.base}")
     return said
 
 
