@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
-from effllm.runtime.images import Work, sight_of
+from effllm.runtime.images import PICTURES, Work, sight_of
 from report import Figure, publish
 
 PATCH, WIDTH = 14, 64
@@ -59,7 +59,7 @@ def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
         for name, stored in STORED.items():
             folder = Path(place) / name
             model = made(folder, patches, layers, stored)
-            sight = sight_of(folder, read_config(folder))
+            sight = sight_of(folder, read_config(folder), PICTURES)
             sides[name] = lambda sight=sight: sight.see(points, Work()).rows
             if name == "f32":
                 sides["torch"] = lambda model=model: model.get_image_features(pixel_values=values).pooler_output[0].numpy()

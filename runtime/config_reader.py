@@ -198,7 +198,7 @@ class Keys:
     def kinds(self, name: str, length: int, known: Sequence[str]) -> tuple[str, ...] | None:
         """As `words`, of those that are `known`; earlier names become those."""
         found = self.words(name, length)
-        if stray := next((kind for kind in found or () if kind not in known and RENAMED_KINDS.get(kind) not in known), None):
+        if (stray := next((kind for kind in found or () if kind not in known and RENAMED_KINDS.get(kind) not in known), None)) is not None:
             raise ConfigError(f"{self.where}: {name} holds {show(stray)}, which is not supported", f"known: {', '.join(known)}")
         return found and tuple(kind if kind in known else RENAMED_KINDS[kind] for kind in found)
 

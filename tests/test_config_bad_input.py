@@ -90,6 +90,9 @@ def test_a_key_that_is_known_is_known_whatever_the_others_say(data: st.DataObjec
 @pytest.mark.parametrize(("family", "changes", "name"), [
     ("cohere2_moe", {"rms_norm_eps": 1e-5}, "layer_norm_eps"), ("deepseek_v2", {"topk_method": "greedy"}, "n_group"),
     ("exaone4", {"sliding_window": None}, "sliding_window_pattern"),
+    ("falcon", {"new_decoder_architecture": True, "num_kv_heads": 2}, "multi_query"),
+    *(("ernie4_5_vl_moe_text", {"mlp_layer_types": ["sparse"] * 4}, f"moe_layer_{each}") for each in
+      ("interval", "start_index", "end_index")),
     ("step3p5", {"layer_types": ["sliding_attention"] * 4, "sliding_window": 8}, "rope_scaling"),
     ("glm_moe_dsa", {"indexer_types": ["full"] * 4}, "index_topk_freq"),
     ("lfm2", {"block_ff_dim": 88}, "intermediate_size"), ("lfm3", {"layer_types": ["full_attention"] * 4}, "conv_L_cache"),
@@ -104,6 +107,12 @@ def test_a_section_of_positions_that_nothing_reads_may_be_anything() -> None:
     plain = parse_config(small_config("gptj"))
     for odd in ([0, 1], 2.0, "nope"):
         assert parse_config({**small_config("gptj"), "rope_parameters": odd}) == plain
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma2"])
+def test_a_kind_of_layers_without_a_name_is_refused(family: str) -> None:
+    with pytest.raises(ConfigError, match="layer_types holds '', which is not supported"):
+        parse_config({**small_config(family), "layer_types": ["", *["full_attention"] * 3]})
 
 
 def test_files_that_are_no_config(tmp_path: Path) -> None:

@@ -10,7 +10,13 @@ from export_models import model, scores
 from gguf_samples import write_model
 
 from effllm import EffllmError
+from effllm.offload.gguf import GgufHeader
+from effllm.offload.header import CheckpointError
 from effllm.runtime.config import read_config
+from effllm.runtime.families.hunyuan_v1_dense import STRETCH
+from effllm.runtime.gguf.family_keys import OWN
+from effllm.runtime.gguf.transformer_names import ADDED
+from effllm.runtime.gguf.windows import Given
 
 IDS = list(range(5, 90))
 # Architecture -> the model that its text part is, and its sections, as converters write them: 8 or 16 pairs of channels.
@@ -115,3 +121,25 @@ def test_llamacpp_means_the_same(tmp_path: Path, arch: str) -> None:
         theirs.close()
     worst = np.abs(scores(tmp_path / "m.gguf", IDS) - expected).max(axis=1) / np.abs(expected).max()
     assert np.median(worst) < 5e-3 and (worst < 2e-2).mean() > 0.8, worst  # a router may choose another expert by 16 bits
+
+
+@pytest.mark.parametrize("stated", [1e300, -2.0, float("nan"), 0.0, "nine", [9.0]])
+def test_a_stretch_that_is_none_is_refused(tmp_path: Path, stated: object) -> None:
+    given = Given(GgufHeader(tmp_path, {"general.architecture": "hunyuan_vl"}, {}), None, None)
+    with pytest.raises(CheckpointError, match="rope.scaling.alpha .*expected a number above 0"):
+        OWN["hunyuan_v1_dense"](given, {STRETCH: stated, "num_attention_heads": 4, "hidden_size": 128})
+
+
+def test_heads_whose_width_no_key_states_are_stretched_too(tmp_path: Path) -> None:
+    given = Given(GgufHeader(tmp_path, {"general.architecture": "hunyuan_vl"}, {}), None, None)
+    raws = [{STRETCH: 1000.0, "num_attention_heads": 4, "hidden_size": 128, **width} for width in ({}, {"head_dim": 32})]
+    for raw in raws:
+        OWN["hunyuan_v1_dense"](given, raw)
+    assert raws[0]["rope_theta"] == raws[1]["rope_theta"] == pytest.approx(10_000 * 1000 ** (32 / 30))
+
+
+@pytest.mark.parametrize("stated", ["x", True, ["x"], np.array([[1.0]]), np.array([True])])
+def test_numbers_that_are_none_are_damage(tmp_path: Path, stated: object) -> None:
+    header = GgufHeader(tmp_path, {"general.architecture": "mpt", "mpt.attention.max_alibi_bias": stated}, {})
+    with pytest.raises(CheckpointError, match="max_alibi_bias .*expected numbers"):
+        ADDED["mpt"](Given(header, None, None), {})

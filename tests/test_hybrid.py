@@ -132,7 +132,7 @@ def test_what_is_broken_off_leaves_no_trace(engine: Engine, monkeypatch: pytest.
     def breaks(*given: object) -> object:
         seen.append(given)
         if len(seen) == 3:
-            given[0].flush()
+            given[1].ops.flush()
             raise KeyboardInterrupt
         return block(*given)
 

@@ -18,7 +18,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion.compressed_tensors import export_compressed
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
 from effllm.runtime.stores.expected_formats import expected_formats
-from effllm.runtime.stores.import_config import block_of
+from effllm.runtime.stores.import_config import block_of, is_named, left_out
 
 
 @pytest.mark.parametrize("name", [name for name in CASES if name != "mxfp4 beside fp8"])  # of experts alone, `test_deepseek_v4.py`
@@ -135,3 +135,13 @@ def test_codes_of_which_the_config_says_nothing_are_named(tmp_path: Path, name: 
     with pytest.raises(CheckpointError, match="weight.*says nothing of") as caught:
         open_store(tmp_path / "m")
     assert (beside or "16-bit checkpoint") in caught.value.hint and ("modelopt" in caught.value.hint) == ("modelopt" in name)
+
+
+@pytest.mark.parametrize(("listed", "tensor", "is_left_out"), [
+    ("*.gate", "model.layers.0.mlp.gate.weight", True), ("*.gate", "model.layers.0.mlp.gate_proj.weight", False),
+    ("*.self_attn.q", "model.layers.0.self_attn.q_proj.weight", False), ("*lm_head", "lm_head.weight", True),
+    ("*self_attn*", "model.layers.0.self_attn.q_proj.weight", True), ("model.layers.0*", "model.layers.0.mlp.up_proj.weight", True)])
+def test_a_pattern_of_what_was_left_out_is_of_the_whole_name(listed: str, tensor: str, is_left_out: bool) -> None:
+    """Routers left out by `*.gate` were taken for all gates: a mixture was planned at twice its size."""
+    (module,) = left_out({"exclude": [listed]})
+    assert is_named(module, tensor) is is_left_out

@@ -30,6 +30,7 @@ CORRECTIONS, ROUTERS = "moe_statics.e_score_correction_bias", ("gate.weight", "g
 
 def config(keys: Keys) -> ModelConfig:
     layers = keys.integer("num_hidden_layers", 28, high=MAX_LAYERS)
+    keys.knows("moe_layer_interval", "moe_layer_start_index", "moe_layer_end_index")
     sparse = sparse_of(keys.words("mlp_layer_types", layers) or _as_published(keys, layers))
     width, seen = _pair(keys, "moe_intermediate_size", (1536, 512))
     experts, others = _pair(keys, "moe_num_experts", 64)

@@ -30,6 +30,7 @@ JOINT = "self_attention.query_key_value"
 def config(keys: Keys) -> ModelConfig:
     refuse_other_code(keys, CODE)
     hidden, heads = (keys.integer(name, SIZES[name], high=2**20) for name in ("hidden_size", "num_attention_heads"))
+    keys.knows("multi_query")  # of the older architecture alone
     newer, beside = keys.flag("new_decoder_architecture", False), keys.flag("parallel_attn", True)
     stated = keys.integer("num_kv_heads", heads, high=4096)
     groups = stated if newer else 1 if keys.flag("multi_query", True) else heads

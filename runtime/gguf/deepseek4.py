@@ -55,9 +55,9 @@ def add(of: Given, raw: dict[str, object]) -> None:
     raw |= {"compress_ratios": [int(each) for each in ratios], "sliding_window": of.window, "swiglu_limit": SILU_LIMIT}
     raw.setdefault("num_hash_layers", 0)
     for key in CLAMPS:
-        bounds = np.asarray(header.metadata.get(f"{NAME}.{key}", SILU_LIMIT)).reshape(-1)
-        if (bounds[: raw["num_hidden_layers"]] != SILU_LIMIT).any():
-            raw["swiglu_limit"] = float(bounds[bounds != SILU_LIMIT][0])  # which is refused by its name
+        for bound in of.numbers(key, SILU_LIMIT)[: raw["num_hidden_layers"]]:
+            if bound != SILU_LIMIT:
+                raw["swiglu_limit"] = bound  # which is refused by its name
 
 
 def groups_in(name: str, config: ModelConfig) -> tuple[str, ...]:

@@ -104,7 +104,13 @@ def _cohere2(of: Given, raw: Raw) -> None:
 
 def _hunyuan(of: Given, raw: Raw) -> None:
     raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window}
-    if (stretched := raw.pop(STRETCH, None)) and isinstance(width := raw.get("head_dim"), int) and width > 2:
+    stretched, heads = raw.pop(STRETCH, None), raw["num_attention_heads"]
+    if stretched is None:
+        return
+    if isinstance(stretched, bool) or not isinstance(stretched, int | float) or not 1e-6 < stretched < 1e9:
+        damaged(of.header.path, f"states {of.name}.rope.scaling.alpha {shown_value(stretched)}, expected a number above 0")
+    width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
+    if isinstance(width, int) and width > 2:  # else refused for that
         raw["rope_theta"] = raw.get("rope_theta", USUAL_THETA) * stretched ** (width / (width - 2))
 
 

@@ -57,7 +57,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
     for key, width in zip(WIDTHS, widths, strict=True):
         if type(width) is not int or not 0 < width < 1 << 16:
             damaged(path, f"states {name}.{key} {shown_value(width)}, expected a width")
-    if (turned := data.get(f"{name}.rope.dimension_count", 0)) != 0:
+    if type(turned := data.get(f"{name}.rope.dimension_count", 0)) is not int or turned:
         raise CheckpointError(f"{path} states {name}.rope.dimension_count {shown_value(turned)}, which is not supported",
                               "models of this family know no positions")
     heads = raw["num_attention_heads"]
@@ -75,8 +75,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
     chosen.add_sharing(header, name, raw, blocks)
-    bounds = [np.atleast_1d(data.get(f"{name}.{key}", SILU_LIMIT))[:layers] for key in CLAMPS]
-    other = [float(each) for own in bounds for each in own if each != SILU_LIMIT]
+    other = [each for key in CLAMPS for each in of.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
     raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
 
 

@@ -31,9 +31,9 @@ ROLES = {**chosen.ROLES, "sinks": "attn_sinks", **{
 def add(of: Given, raw: dict[str, object]) -> None:
     """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
     latent_attention.add(of, raw)
-    bounds = np.atleast_1d(of.header.metadata.get(f"{NAME}.{CLAMP}", SILU_LIMIT))
     raw["rope_interleave"] = True  # as llama.cpp turns them
-    raw["swiglu_limit"] = next((float(each) for each in bounds if each != SILU_LIMIT), SILU_LIMIT)  # another is refused by its name
+    others = [each for each in of.numbers(CLAMP, SILU_LIMIT) if each != SILU_LIMIT]
+    raw["swiglu_limit"] = others[0] if others else SILU_LIMIT  # another is refused by its name
 
 
 def stated(config: ModelConfig) -> dict[str, Value]:

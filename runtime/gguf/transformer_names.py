@@ -64,14 +64,15 @@ def add_bloom(of: Given, raw: Raw) -> None:
 
 
 def add_mpt(of: Given, raw: Raw) -> None:
-    if (stated := of.header.metadata[f"{of.name}.{STEEPEST}"]) != mpt.STEEPEST:
+    if (stated := of.numbers(STEEPEST, 0)) != [mpt.STEEPEST]:
         raise CheckpointError(f"{of.header.path} states {of.name}.{STEEPEST} {shown_value(stated)}, which is not supported",
                               f"slopes of this family reach {mpt.STEEPEST}")
     raw |= {"sliding_window": of.window, "attn_config": {"clip_qkv": raw.pop("clip_qkv", None) or None}}
 
 
 def add_dbrx(of: Given, raw: Raw) -> None:
-    if not math.isclose(epsilon := of.header.metadata[f"{of.name}.{LAYER_NORM}"], EPSILON, rel_tol=1e-5):
+    epsilon = of.numbers(LAYER_NORM, 0)
+    if len(epsilon) != 1 or not math.isclose(epsilon[0], EPSILON, rel_tol=1e-5):
         raise CheckpointError(f"{of.header.path} states {of.name}.{LAYER_NORM} {shown_value(epsilon)}, which is not supported",
                               f"norms of this family have an epsilon of {EPSILON:g}")
     names = {"hidden_size": "d_model", "num_hidden_layers": "n_layers", "num_attention_heads": "n_heads",

@@ -36,6 +36,14 @@ class Given:
         """Of the architecture: what keys begin with."""
         return self.header.metadata["general.architecture"]
 
+    def numbers(self, key: str, usual: float) -> list[float]:
+        """What the file states of a key below the architecture's name: one number, or a list of them. Raises CheckpointError."""
+        stated = self.header.metadata.get(f"{self.name}.{key}", usual)
+        found = np.atleast_1d(np.asarray(stated))
+        if found.ndim != 1 or found.dtype.kind not in "iuf":
+            damaged(self.header.path, f"states {self.name}.{key} {shown_value(stated)}, expected numbers")
+        return [float(each) for each in found]
+
     def has(self, *tensors: str) -> bool:
         """Has the first layer one of these?"""
         return any(f"blk.0.{tensor}" in self.header.tensors for tensor in tensors)

@@ -20,7 +20,7 @@ KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"
 DIVIDED = ("mistral3",)  # architectures whose cos and sin may be left as they are
 # Whose multiplier is of scores (`latent_attention.sharpened`), or none: cos and sin are as they are.
-SHARPENED = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "mistral4")
+SHARPENED = ("deepseek2", "deepseek32", "deepseek4", "glm-dsa", "hy_v4", "mistral4")
 BETWEEN = ("gpt-oss",)  # whose stretched channels begin and end between two, which no key says and llama.cpp rounds
 TWICE = ("olmo2",)  # whose earlier files state the checkpoint's own number as `attn_factor`, by which llama.cpp multiplies the usual
 BETAS, READ = (32.0, 1.0), ("mistral3",)  # what llama.cpp takes for the two, and of which architectures it reads them

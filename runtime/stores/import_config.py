@@ -343,7 +343,7 @@ def left_out(section: Mapping[str, object]) -> list[str]:
     lists = [section.get(key) for key in ("ignore", "modules_to_not_convert", "llm_int8_skip_modules", "exclude")]
     found = [each for names in lists if isinstance(names, list) for each in names if isinstance(each, str)]
     starred = (each for each in found if "*" in each and not each.startswith(PATTERN))
-    patterns = {each: PATTERN + each.replace(".", r"\.").replace("*", ".*") for each in starred}
+    patterns = {each: PATTERN + each.replace(".", r"\.").replace("*", ".*") + "$" for each in starred}
     return [patterns.get(each, each) for each in found]
 
 
