@@ -8,13 +8,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import mlx_checkpoints
 import pytest
 import test_imported
 from conversions import FABLE, odd_model, options, run
-from gguf_samples import write_model
+from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from low_bit_samples import FORMATS as SAMPLES
 from pulls import MINUTE, Person
@@ -24,10 +25,14 @@ from effllm.kernels.cpu import packed_formats
 from effllm.kernels.tiles import FORMATS, SCHEMES
 from effllm.quant.imports.gguf import KEPT
 from effllm.quant.spec import QuantSpec
+from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning import process_memory, roofs
 from effllm.runtime.planning.needed_kernels import Needs, folder_kinds, kernel_kinds, kinds_of, made_up_needs, on_load_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
+from effllm.runtime.pull import pull
+from effllm.runtime.pull.client import Client
+from effllm.runtime.pull.plan import plan_pull, wish_of
 
 
 def formats_in(kinds: tuple[str, ...]) -> set[str]:
@@ -128,6 +133,29 @@ def pulled_when(hub: Hub, tmp_path: Path, rate: float, is_time: Callable[[Path],
     said = pull.communicate(timeout=MINUTE)[1]
     assert pull.returncode == 0 and "kernels" not in said, said
     return next(kept.rglob("lock")).parent
+
+
+@pytest.mark.parametrize("name", ["made", "awq", "fp8 blocks", "nf4", "gguf"])
+def test_what_a_download_compiles_is_what_the_folder_needs(hub: Hub, tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a GGUF file but for its formats, which its beginning does not tell: each takes a tenth of a second."""
+    folder = tmp_path / "m"
+    if name == "made":
+        run(FABLE, folder, options("4bit"))
+    elif name == "gguf":
+        folder.mkdir()
+        write_model(FABLE, folder / "m.gguf", "Q4_0", change=add_fable_tokenizer)
+    else:
+        test_imported.written(folder, name)
+    hub.add("org/name", folder)
+    env = Person(tmp_path, hub.endpoint).env
+    plan = plan_pull(wish_of(parse_reference("org/name", env), env), Client(env), env)
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
+    given: list[tuple[str, ...]] = []
+    monkeypatch.setattr(pull, "warming", lambda kinds: given.append(kinds) or nullcontext())
+    list(pull.pull_model(plan, Client(env), env))
+    needed = set(folder_kinds(folder / "m.gguf" if name == "gguf" else folder, EngineOptions()))
+    (found,) = map(set, given)
+    assert (found - set(FORMATS) == needed - set(FORMATS)) if name == "gguf" else found == needed
 
 
 def test_a_download_begins_to_compile_and_leaves_no_process_behind(hub: Hub, tmp_path: Path) -> None:

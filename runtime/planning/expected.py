@@ -29,8 +29,6 @@ class ExpectedStore:
     another tool quantized, which is put in order or widened as it is read. `of_codes`: so is what `spec` is made from, of which matrices
     that stay raw take 16 bits. `container`: what it lists, whatever the config asks for."""
 
-    puts_in_order = False  # nothing is read
-
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None, formats: Formats | None = None, of_codes: bool = False,
                  container: Container | None = None) -> None:
         self._made: set[str] = set()
@@ -72,6 +70,11 @@ class ExpectedStore:
         self.tensors[name] = TensorInfo(name, dtype, form, Path("expected"), self.nbytes, nbytes)
         self.nbytes += nbytes
         return whole
+
+    @property
+    def puts_in_order(self) -> bool:
+        """As `TensorStore` has it, of the model when it is here."""
+        return bool(self._made)
 
     def place(self, info: TensorInfo) -> int | None:
         """As if all lay in one file, as it is read but for what is made on the way in."""
