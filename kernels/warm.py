@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from .compile import Jit, Kernel, cache_folder, complete
@@ -147,17 +147,18 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
 @contextmanager
 def warming(kinds: Sequence[str]) -> Iterator[None]:
     """Compile what is cold of these kinds at a low priority, beside something that waits for a network. Whatever is not done at the
-    end of that is left to the first run: functions are kept one by one."""
-    if not is_cold(kinds):
-        yield
-        return
-    child = subprocess.Popen(_command(BESIDE, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-                             env=_environment())
+    end of that is left to the first run: functions are kept one by one. Where no process can be started, all is."""
+    child = None
+    if is_cold(kinds):
+        with suppress(OSError):
+            child = subprocess.Popen(_command(BESIDE, *kinds), stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                                     stderr=subprocess.DEVNULL, env=_environment())
     try:
         yield
     finally:
-        child.kill()
-        child.wait()
+        if child is not None:
+            child.kill()
+            child.wait()
 
 
 def _command(*words: str) -> list[str]:

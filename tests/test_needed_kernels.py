@@ -193,6 +193,14 @@ def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> 
     assert len(list(kept.rglob("*.o"))) <= before + 1 and not list(kept.rglob("complete-*"))
 
 
+def test_where_no_process_can_be_started_a_download_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
+    monkeypatch.setattr(warm.sys, "executable", str(tmp_path / "nothing"))
+    with warm.warming((warm.RAW,)):
+        done = True
+    assert done
+
+
 @pytest.mark.slow
 def test_a_long_download_compiles_all_that_the_first_run_needs(hub: Hub, tmp_path: Path) -> None:
     last = kernel_kinds(made_up_needs("4bit"), EngineOptions())[-1]
