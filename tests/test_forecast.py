@@ -26,7 +26,7 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import open_engine
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.measuring.bench import prepare_synthetic
-from effllm.runtime.planning import outcome, roofs
+from effllm.runtime.planning import outcome, probe, roofs
 from effllm.runtime.planning.forecast import NO_EXACT, forecast, kind_of_weight, prepare_at, suggest, wanted, work
 from effllm.runtime.planning.roofs import DiskRoofs, MachineRoofs, Roofs
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -83,6 +83,17 @@ def test_a_prompt_is_spared_what_its_last_layers_make_of_all_but_the_last_tokens
     wide, ffn, kv = config.hidden_size, config.intermediate_size, config.num_key_value_heads * config.head_dim
     behind, before = wide * wide + 3 * wide * ffn, wide * wide + 2 * wide * kv
     assert counted == (pytest.approx(behind / (behind + before) / config.num_hidden_layers), 1, KEPT)
+
+
+@pytest.mark.parametrize(("shape", "layers"), [(probe.WIDE, 2), (probe.THIN, probe.THIN_LAYERS)])
+def test_a_rate_of_prompts_is_of_the_products_that_a_prediction_counts(shape: dict[str, object], layers: int) -> None:
+    prepared = probe.prepared_shape(shape, layers, CPU)
+    counted = work(prepared, check_tensors(prepared.config, prepared.store))
+    (part,) = [part for part in counted.parts if not part.last_only]
+    made = part.products * (probe.PROMPT - part.spared * (probe.PROMPT - counted.kept))
+    norms = 2 * layers * shape["hidden_size"]
+    assert made - probe.PROMPT * norms <= probe.prompt_products(shape, layers) <= made
+    assert probe.prompt_products(shape, layers) > probe.PROMPT * (layers - 1) / layers * part.products * 0.99, "most of it for all tokens"
 
 
 def test_a_mixture_counts_the_experts_that_a_token_visits() -> None:

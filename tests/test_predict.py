@@ -47,7 +47,7 @@ def test_a_prompt_of_narrow_layers_costs_more_a_product() -> None:
 
 @pytest.mark.parametrize(("shape", "share"), [(probe.WIDE, WIDE_ENDS), (probe.THIN, NARROW_ENDS)])
 def test_layers_are_measured_where_a_prompt_is_said_to_be(shape: dict[str, object], share: float) -> None:
-    matrices = probe._matrices(shape)
+    matrices = probe._matrices(shape).values()
     assert sum(map(sum, matrices)) / sum(rows * depth for rows, depth in matrices) == pytest.approx(share, rel=0.01)
 
 

@@ -24,12 +24,18 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from statistics import median
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ...kernels.layout import PAGE
 from ...offload import hardware
 from ...offload.predict import CACHED_NBYTES, MEMORY_NBYTES, NEAR
+from ..last_layers import BEHIND, KEPT
+
+if TYPE_CHECKING:
+    from ..engine import Engine
+    from ..prepare import EngineOptions, Prepared
 
 ROOF_NBYTES, MEMORY_PASSES, MORE_PASSES = 256 << 20, 7, 5
 PROMPT = 512  # a chunk of a prompt, as a run reads it
@@ -47,7 +53,7 @@ ATTENTIVE = {**_SHAPE, "hidden_size": 64, "intermediate_size": 64, "num_attentio
 NARROW = {**_SHAPE, "hidden_size": 512, "intermediate_size": 1024, "num_attention_heads": 8, "num_key_value_heads": 2, "head_dim": 64}
 WIDE = {**_SHAPE, "hidden_size": 2048, "intermediate_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 64}
 THIN = {**_SHAPE, "hidden_size": 256, "intermediate_size": 1024, "num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
-THIN_LAYERS = 4
+THIN_LAYERS = 5
 RAW = "bf16"
 Figure = dict[str, object]
 
@@ -85,22 +91,28 @@ def memory_passes(threads: int) -> list[float]:
         pool.close()
 
 
-def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, spec: str | None = None, kv: str = "16bit",
-            exact: bool = False) -> object:
-    """An engine over random weights."""
+def prepared_shape(shape: Mapping[str, object], layers: int, options: EngineOptions, spec: str | None = None) -> Prepared:
+    """Random weights of a shape, ready to be opened."""
     from ...quant.spec import QuantSpec
     from ..config import parse_config
-    from ..engine import Engine, open_prepared
     from ..measuring.synthetic import SyntheticStore
-    from ..prepare import EngineOptions, prepare_with
-    from .needed_kernels import kinds_of
+    from ..prepare import prepare_with
 
     config = parse_config({**shape, "num_hidden_layers": layers})
-    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
     store = SyntheticStore(config, None if spec is None else QuantSpec.parse(spec))
-    prepared = prepare_with(None, config, store, options, store.container)
-    *_, engine = open_prepared(lambda: prepared, kinds_of(config, store, store.container, options))
-    assert isinstance(engine, Engine)
+    return prepare_with(None, config, store, options, store.container)
+
+
+def _engine(shape: Mapping[str, object], layers: int, threads: int, ctx: int, spec: str | None = None, kv: str = "16bit",
+            exact: bool = False) -> Engine:
+    """An engine over random weights."""
+    from ..engine import open_prepared
+    from ..prepare import EngineOptions
+    from .needed_kernels import kinds_of
+
+    options = EngineOptions(device="cpu", threads=threads, ctx=ctx, kv=kv, exact=exact)
+    made = prepared_shape(shape, layers, options, spec)
+    *_, engine = open_prepared(lambda: made, kinds_of(made.config, made.store, made.container, options))
     return engine
 
 
@@ -125,12 +137,12 @@ def _agree(totals: Sequence[float]) -> bool:
     return second - best <= CLOSE * best
 
 
-def _prompt_s(engine: object, tokens: int) -> list[float]:
+def _prompt_s(engine: Engine, tokens: int) -> list[float]:
     """Seconds for each pass over a prompt."""
     return _settled(lambda: _passes_s(engine, tokens))
 
 
-def _passes_s(engine: object, tokens: int) -> list[float]:
+def _passes_s(engine: Engine, tokens: int) -> list[float]:
     """`_prompt_s`, once."""
     ids = _ids(tokens)
     engine.reset()
@@ -141,13 +153,13 @@ def _passes_s(engine: object, tokens: int) -> list[float]:
     return [after - before for before, after in zip(stamps, stamps[1:])]
 
 
-def _token_s(engine: object, tokens: int = TOKENS) -> float:
+def _token_s(engine: Engine, tokens: int = TOKENS) -> float:
     """Seconds for one token after what is held: a quarter of the passes were faster. Other programs only ever make a pass longer, and what
     they disturb is often longer than a run of passes."""
     return _settled(lambda: [_each_s(engine, tokens)])[0]
 
 
-def _each_s(engine: object, tokens: int) -> float:
+def _each_s(engine: Engine, tokens: int) -> float:
     """`_token_s`, once."""
     times = []
     for token in _ids(tokens):
@@ -157,7 +169,7 @@ def _each_s(engine: object, tokens: int) -> float:
     return sorted(times[2:])[(len(times) - 2) // 4]
 
 
-def _choice_s(engine: object) -> float:
+def _choice_s(engine: Engine) -> float:
     """Seconds from a pass's logits to the next one of an answer: drawing a token, and looking for guesses. A large vocabulary takes little
     longer."""
     from ..sampler import Sampler, SamplerSettings
@@ -191,7 +203,8 @@ def _attention(threads: int, kv: str) -> Figure:
     """A token at depth 1024 against one at the start, the third pass over a prompt against the second, which sees as many exact tokens of a
     packed cache, and a token behind as many pages as no cache holds against one at depth 1024. The short ones are taken in turns: what
     disturbs the machine for a while then disturbs not one of them alone."""
-    width = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"] * ATTENTION_LAYERS
+    layer = 2 * ATTENTIVE["num_attention_heads"] * ATTENTIVE["head_dim"]
+    width = layer * ATTENTION_LAYERS
     engine = _engine(ATTENTIVE, ATTENTION_LAYERS, threads, max(DEPTH, 3 * PROMPT) + 2 * TOKENS, kv=kv)
 
     def run() -> list[float]:
@@ -215,12 +228,13 @@ def _attention(threads: int, kv: str) -> Figure:
         deep = _token_s(engine, DEEP_TOKENS)
     finally:
         engine.close()
-    seen = width * PROMPT**2  # by what the passes differ: every query of the third sees a chunk's keys more
+    # By what the passes differ: every query of the third sees a chunk's keys more; those of the last layer are a few.
+    seen = layer * PROMPT * ((ATTENTION_LAYERS - 1) * PROMPT + KEPT)
     return {"figure": "attention", "kv": kv, "decode": width * (DEPTH - TOKENS) / max(near - shallow, 1e-6),
             "prefill": seen / max(third - second, 0.02 * (second + third)), "deep": width * (held - DEPTH) / max(deep - near, 1e-6)}
 
 
-def _deepen(engine: object, pages: int) -> None:
+def _deepen(engine: Engine, pages: int) -> None:
     """Let an engine hold `pages` copies of a page that a prompt made, and what is exact behind them: which numbers they are changes no
     speed, and reading so long a prompt would take minutes."""
     for _ in engine.prefill(_ids(PROMPT)):
@@ -240,37 +254,44 @@ def _kind(threads: int, kind: str, overhead: Figure) -> Figure:
     name, _, exact = kind.partition(" ")
     spec = QuantSpec.parse(name)
 
-    def opened(shape: Mapping[str, object], layers: int) -> object:
+    def opened(shape: Mapping[str, object], layers: int) -> Engine:
         engine = _engine(shape, layers, threads, PROMPT + MOST_RUNS * TOKENS, None if spec.is_raw else name, exact=bool(exact))
         engine.forward_logits(_ids(4))
         return engine
 
     found = {}
     for rate, shape, nbytes in (("cached", NARROW, CACHED_NBYTES), ("decode", WIDE, MEMORY_NBYTES)):
-        layer = sum(spec.nbytes(own) for own in _matrices(shape))
+        layer = sum(spec.nbytes(own) for own in _matrices(shape).values())
         layers = max(1, round(nbytes / layer))
         engine = opened(shape, layers)
         try:
             found[rate] = layers * layer / max(_token_s(engine) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
         finally:
             engine.close()
-    # A prompt is arithmetic, whatever it reads: one layer tells as much as the many that a format of few bits has in so many bytes. Thin
-    # ones have a head alone, so that their attention is as small a part as that of the wide one.
-    for rate, shape, layers in (("prefill", WIDE, 1), ("narrow", THIN, THIN_LAYERS)):
+    # A prompt is arithmetic, whatever it reads: one whole layer tells as much as the many that a format of few bits has in so many bytes.
+    # Thin ones have a head alone, so that their attention is as small a part as that of the wide one.
+    for rate, shape, layers in (("prefill", WIDE, 2), ("narrow", THIN, THIN_LAYERS)):
         engine = opened(shape, layers)
         try:
-            products = PROMPT * layers * sum(rows * depth for rows, depth in _matrices(shape))
-            found[rate] = products / max(sum(_prompt_s(engine, PROMPT)) - overhead["token_s"] - layers * overhead["layer_s"], 1e-6)
+            seconds = sum(_prompt_s(engine, PROMPT)) - overhead["token_s"] - layers * overhead["layer_s"]
+            found[rate] = prompt_products(shape, layers) / max(seconds, 1e-6)
         finally:
             engine.close()
     return {"figure": "kind", "kind": kind, **found}
 
 
-def _matrices(shape: Mapping[str, object]) -> list[tuple[int, int]]:
-    """[N, K] of a layer's matrices."""
+def prompt_products(shape: Mapping[str, object], layers: int) -> int:
+    """Products of a prompt of PROMPT tokens with the matrices of so many layers, the last of which goes on with a few tokens alone."""
+    each = {role: rows * depth for role, (rows, depth) in _matrices(shape).items()}
+    return PROMPT * layers * sum(each.values()) - (PROMPT - KEPT) * sum(each[role] for role in each if role in BEHIND)
+
+
+def _matrices(shape: Mapping[str, object]) -> dict[str, tuple[int, int]]:
+    """[N, K] of a layer's matrices by role."""
     hidden, ffn = shape["hidden_size"], shape["intermediate_size"]
     queries, keys = (shape[f"num_{of}_heads"] * shape["head_dim"] for of in ("attention", "key_value"))
-    return [(queries, hidden), (hidden, queries), (keys, hidden), (keys, hidden), (ffn, hidden), (ffn, hidden), (hidden, ffn)]
+    return {"q": (queries, hidden), "o": (hidden, queries), "k": (keys, hidden), "v": (keys, hidden), "gate": (ffn, hidden),
+            "up": (ffn, hidden), "down": (hidden, ffn)}
 
 
 def _memory(threads: int, passes: Sequence[float], fastest: float) -> Figure:

@@ -27,7 +27,7 @@ from ...offload.disk import Disk, DiskRead
 from ...offload.predict import KindRate, Rates
 from ..events import Notice, Progress
 
-FORMAT, VERSION = "effllm-roofs", 2
+FORMAT, VERSION = "effllm-roofs", 3  # until 2 a prompt's products were those of layers that a prompt does not go through
 FILE = "roofs.json"
 DISTURBED = 0.1  # of the cores' time: what others had beyond it while a figure was taken is kept with it
 LOOK_S = 0.1  # ten ticks of the system's clock
