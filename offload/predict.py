@@ -23,6 +23,8 @@ ERROR, STREAMED_ERROR, MIXTURE_ERROR, UNKNOWN_ERROR, CACHED_ERROR = 0.15, 0.1, 0
 LEAST_PROMPT = 64
 # Of the memory's rate, for a kind of weights that was not measured here.
 USUAL_SHARE = 0.7
+# Raw types are read alike: their bytes decide. In a prompt they are multiplied as floats, which takes three times as long as low bits do.
+RAW_KIND = "bf16"
 # Weights up to the first size stay in a processor's caches from token to token, from the second on in none: where rates are measured. (Of
 # 64 MiB a third-level cache of 32 still gave so much that 4 bits came at 72 GB/s, and at 62 of 256.)
 CACHED_NBYTES, MEMORY_NBYTES = 8 << 20, 256 << 20
@@ -272,12 +274,16 @@ def is_foreseen(tokens: int) -> bool:
 
 
 def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
-    """From the start of reading a prompt to its first answer token. None as for `decode`, and where no kind was measured."""
+    """From the start of reading a prompt to its first answer token. None as for `decode`, and where of most of the products neither their
+    kind was measured nor another that is multiplied as they are."""
     passes = -(-tokens // work.chunk)
     spilled = sum(work.kv_disk_bytes(number * work.chunk) for number in range(passes))
-    if ((work.streamed or work.neurons or spilled) and not rates.disk) or not rates.kinds:
+    if (work.streamed or work.neurons or spilled) and not rates.disk:
         return None
-    slowest = min(rate.prefill for rate in rates.kinds.values())
+    most = max(work.parts, key=lambda part: 0 if part.last_only else part.products).kind
+    alike = [rate.prefill for kind, rate in rates.kinds.items() if (kind == RAW_KIND) == (most == RAW_KIND)]
+    if not alike:
+        return None
     seconds = routed = 0.0
     for part in work.parts:
         rate = rates.kinds.get(part.kind)
@@ -285,7 +291,7 @@ def prompt(work: Work, rates: Rates, tokens: int) -> Prediction | None:
             own = part.nbytes / _kind(rates, part.kind).decode
         else:
             # A few tokens go through the kernels of one: reading the weights is then what a pass costs at least.
-            rate = rate or KindRate(USUAL_SHARE * rates.memory, slowest)
+            rate = rate or KindRate(USUAL_SHARE * rates.memory, min(alike))
             share = 1 - part.spared * (1 - min(1.0, passes * work.kept / max(1, tokens)))
             own = max(share * tokens * rate.prompt_s(part.products, part.ends), part.nbytes / rate.decode)
         seconds += own

@@ -175,6 +175,19 @@ def test_what_was_not_measured_widens_the_range() -> None:
     assert prompt(WORK, replace(RATES, kinds={}), 512) is None
 
 
+def test_a_prompt_is_not_predicted_from_weights_that_are_multiplied_otherwise() -> None:
+    """Floats and low bits differ by three times; a few floats beside low bits, such as routers, do not decide."""
+    low, raw, router = Part("codebook4:16", GB, GB), Part("bf16", GB, GB), Part("bf16", 1000, 1000)
+    rates = {"floats": replace(RATES, kinds={"bf16": KindRate(16 * GB, 50 * GB)}),
+             "low bits": replace(RATES, kinds={"symmetric6:32": KindRate(16 * GB, 90 * GB), "affine4:64": KindRate(9 * GB, 80 * GB)})}
+    predicted = {(name, parts): prompt(replace(WORK, parts=parts), own, 512) for name, own in rates.items()
+                 for parts in ((raw,), (low,), (low, router))}
+    assert predicted["floats", (raw,)] and predicted["low bits", (low,)] and predicted["low bits", (low, router)]
+    assert predicted["floats", (low,)] is predicted["floats", (low, router)] is predicted["low bits", (raw,)] is None
+    slowest = prompt(replace(WORK, parts=(replace(low, kind="affine4:64"),)), rates["low bits"], 512)
+    assert predicted["low bits", (low,)].seconds == slowest.seconds and predicted["low bits", (low,)].error > slowest.error
+
+
 @given(st.integers(0, 100_000), st.integers(0, 100_000), st.integers(1, 4000) | st.none())
 def test_deeper_is_never_faster(one: int, other: int, window: int | None) -> None:
     work = replace(WORK, windows=(window,) * 20)

@@ -18,7 +18,19 @@ from ...kernels.layout import PAGE
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
 from ...offload.header import is_gguf
-from ...offload.predict import STATE_TRAFFIC, Part, Prediction, Rates, Work, decode, is_foreseen, load_seconds, prompt, window_gain
+from ...offload.predict import (
+    RAW_KIND,
+    STATE_TRAFFIC,
+    Part,
+    Prediction,
+    Rates,
+    Work,
+    decode,
+    is_foreseen,
+    load_seconds,
+    prompt,
+    window_gain,
+)
 from ...offload.size import asked_mib, format_size, parse_size
 from ...quant.kv import codec
 from ...quant.spec import QuantSpec
@@ -46,7 +58,6 @@ from .roofs import known as roofs_known
 Tensors = Mapping[int | str, Mapping[str, ModelTensor]]
 PROMPT = 512
 EXACT = " exact"  # behind the name of a low-bit kind that is multiplied so
-RAW_KIND = "bf16"  # raw types are read alike: their bytes decide
 WORTH = 1.05  # a flag that gains less is not named
 ACTIVE = 0.1  # of the neurons of a sparse model, where it was not measured
 ON_GPU = "the speed of layers on the GPU is not predicted in this version"
