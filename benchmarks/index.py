@@ -123,6 +123,10 @@ TABLES = (
     Table("Quantizing to 4 bits beside llama-quantize", r"compare-llamacpp.*", {
         "time": ("quantize_ratio", times), "s": ("quantize_effllm_s", rounded), "peak, MB": ("quantize_effllm_peak_mb", rounded),
         "its peak, MB": ("quantize_q4_k_m_peak_mb", rounded)}),
+    Table("Speeds as predicted, over what was measured", r"predictions", {
+        "prompts, median": ("median prompts", times), "answers, median": ("median answers", times),
+        "1.1B at 4 bits, prompt": ("1.1B, 4bit pp512", times), "answer": ("1.1B, 4bit tg32", times),
+        "OLMoE, answer": ("OLMoE 7B-A1B, 4bit tg32", times), "from the disk, answer": ("1.1B, bf16, --ram 1200M tg8", times)}),
     *map(depth, DEPTHS),
     Table("A layer's attention where tokens choose what they see, against seeing all", r"chosen-tokens", {
         **{f"{depth:,} held": (f"ratio_*_{depth}", times) for depth in (2048, 8192, 32_768, 131_072)},

@@ -157,3 +157,16 @@ def test_a_model_in_another_basis_computes_the_same_without_a_grid(script, tied:
         if values.ndim == 2:  # more numbers in a block than the grid has
             most = max(len(block.abs().mul(1e5).round().unique()) for block in values.detach().reshape(-1, 32))
             assert most > 8, name
+
+
+def test_predictions_are_held_against_what_runs(script, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys) -> None:
+    """The machine is measured anew, and each test's prediction stands beside its measurement."""
+    predictions = script("predictions")
+    monkeypatch.setattr(predictions.roofs, "cache_root", lambda: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["predictions.py", "--only", "fable", "--repetitions", "1", "--threads", "1", "--no-results"])
+    predictions.main()
+    figures = json.loads(capsys.readouterr().out.splitlines()[-1])["figures"]
+    assert {"fable, bf16 pp512", "fable, bf16 tg32", "median prompts"} <= set(figures)
+    assert all(0.05 < ratio < 20 for ratio in figures.values())
+    names = [case.name for case in predictions.cases(tmp_path)]
+    assert len(names) == len(set(names)) > 8 and not list(tmp_path.glob("random-*")), "nothing is made before it is measured"

@@ -1,0 +1,111 @@
+#!/usr/bin/env python3
+"""What `effllm plan` says of a run's speed beside what the run then does: prompts and answers, by format, by cache, behind a long text, a
+mixture of experts, and weights from the disk.
+
+The machine is measured first, as a first `plan` does it, and once: what its memory does afterwards is among the reasons why a prediction
+misses. Speeds are medians of a few repetitions, as `effllm bench` takes them.
+
+    python benchmarks/predictions.py [--repetitions 3] [--threads N] [--only WORD] [--no-results]
+
+Needs 5 GB of memory, and 2.2 GB of disk for random weights that are made where absent; takes some five minutes.
+"""
+
+import argparse
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from statistics import median
+
+from platformdirs import user_cache_path
+
+from effllm.offload.hardware import cpu_threads
+from effllm.runtime.engine import Engine, EngineOptions, open_prepared
+from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
+from effllm.runtime.planning import forecast, roofs
+from effllm.runtime.planning.needed_kernels import kinds_of
+from effllm.runtime.prepare import Prepared, prepare
+from llamacpp_sides import SHAPE, random_folder
+from report import Figure, publish
+
+FABLE = Path(__file__).resolve().parent.parent / "models/fable"
+INTRO = ("Predicted over measured, so above 1 is promised too much. Rates were measured once, before all. \"A prompt\" has 512 tokens. A "
+         "shape has random weights.")
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model, as it is prepared with options, and what is measured of it."""
+
+    name: str
+    prepared: Callable[[EngineOptions], Prepared]
+    options: dict[str, str] = field(default_factory=dict)
+    tests: BenchOptions = BenchOptions(gen=(32,))
+
+
+def cases(work: Path) -> Iterator[Case]:
+    def shape(name: str, spec: str | None = None) -> Callable[[EngineOptions], Prepared]:
+        return lambda options: prepare_synthetic(name, options, spec)
+
+    deep = BenchOptions(gen=(32,), depth=(4096,))
+    yield Case("fable, bf16", lambda options: prepare(FABLE, options))
+    for spec in (None, "8bit", "4bit", "3bit", "2bit"):
+        yield Case(f"1.1B, {spec or 'bf16'}", shape(SHAPE, spec))
+    yield Case("Llama 3.2 1B, 4bit", shape("llama3.2-1b", "4bit"), tests=deep)
+    yield Case("Llama 3.2 1B, 4bit, --kv 4bit", shape("llama3.2-1b", "4bit"), {"kv": "4bit"}, deep)
+    yield Case("OLMoE 7B-A1B, 4bit", shape("olmoe-1b-7b", "4bit"))
+    yield Case("1.1B, bf16, --ram 1200M", lambda options: prepare(random_folder(SHAPE, work), options), {"ram": "1200M"},
+               BenchOptions(gen=(8,)))
+
+
+def measured_first(wanted: list[roofs.Wanted]) -> None:
+    """Measure all that the predictions need, anew."""
+    first = wanted[0]
+    every = replace(first, kinds=tuple(dict.fromkeys(kind for each in wanted for kind in each.kinds)), base=True,
+                    kv=tuple(dict.fromkeys(kv for each in wanted for kv in each.kv)),
+                    file=next((each.file for each in reversed(wanted) if each.file), None))
+    for _ in roofs.probe(every, roofs.Roofs(None, None)):
+        continue
+
+
+def opened(prepared: Prepared) -> Engine:
+    *_, engine = open_prepared(lambda: prepared, kinds_of(prepared.config, prepared.store, prepared.container, prepared.options))
+    return engine
+
+
+def shown(rate: float) -> str:
+    return f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--repetitions", type=int, default=3)
+    parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--only", default="", help="cases with this word in their names")
+    parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    options = parser.parse_args()
+    found = [(case, replace(case.tests, repetitions=options.repetitions)) for case in cases(options.work) if options.only in case.name]
+    engine = EngineOptions(device="cpu", threads=options.threads, spec="off")
+    settings = [context_for(replace(engine, **case.options), tests) for case, tests in found]
+    measured_first([forecast.wanted(case.prepared(own)) for (case, _), own in zip(found, settings, strict=True)])
+    figures, ratios = [], {"prompts": [], "answers": []}
+    for (case, tests), own in zip(found, settings, strict=True):
+        with closing(opened(case.prepared(own))) as running:
+            for row in bench(running, tests, case.name):
+                if not isinstance(row, BenchRow):
+                    continue
+                what, ratio = "a prompt" if row.n_prompt else "an answer", row.predicted_ts / row.median_ts
+                behind = f" behind {row.n_depth:,} tokens" if row.n_depth else ""
+                ratios["prompts" if row.n_prompt else "answers"].append(ratio)
+                print(f"{case.name}, {row.test}: {ratio:.2f}", file=sys.stderr, flush=True)
+                figures.append(Figure(f"{case.name} {row.test}", case.name, f"{what}{behind}: {shown(row.predicted_ts)} tokens/s, measured "
+                                      f"{shown(row.median_ts)}", ratio, "x"))
+    figures = [Figure(f"median {of}", f"median of {of}", f"from {min(each):.2f} to {max(each):.2f}", median(each), "x")
+               for of, each in ratios.items()] + figures
+    publish("predictions", "Speeds as predicted, and as measured", INTRO, figures, keep=not options.no_results)
+
+
+if __name__ == "__main__":
+    main()
