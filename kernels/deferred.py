@@ -8,8 +8,9 @@ when it meets one in the globals or the closure of what it compiles. Numbers in 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cache, cached_property
+from functools import cache, cached_property, wraps
 from importlib import import_module
+from inspect import get_annotations, signature
 from types import ModuleType
 
 
@@ -64,6 +65,24 @@ def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], Deferred]
 def intrinsic(body: Callable) -> Deferred:
     """Decorator for a function that writes LLVM instructions, as `numba.extending.intrinsic`."""
     return Deferred(body, lambda it: compiler().extending.intrinsic(it))
+
+
+def instructions(body: Callable) -> Deferred:
+    """Decorator for an intrinsic that needs nothing of Numba: `body` writes LLVM instructions with a builder, given the values of its
+    arguments. These are int64, and there is no result, where annotations name no other of Numba's types."""
+
+    @wraps(body)
+    def typed(typingctx, *given):
+        kinds = get_annotations(body, eval_str=True)
+        result = kinds.get("return", types.void)
+
+        def codegen(context, builder, _, args):
+            made = body(builder, *args)
+            return context.get_dummy_value() if result is types.void else made
+
+        return result(*(kinds.get(name, types.int64) for name in [*signature(body).parameters][1:])), codegen
+
+    return intrinsic(typed)
 
 
 carray = Deferred(Later, lambda _: compiler().carray)  # an array over memory at a pointer

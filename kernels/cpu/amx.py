@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..reference_low_bit import HALVES_SPAN
 from .gemm_tiles import Loop
 from .int8_ir import FLOATS, I8, INSTRUCTION_SET, WORDS, constant, fma, function, load, offset, splat, store
@@ -55,26 +55,17 @@ def store_tiles(builder: ir.IRBuilder, stage: ir.Value) -> None:
         call(builder, "tilestored64", I8(tile), _pointer(builder, offset(builder, stage, TILE_NBYTES * tile)), I64(INPUTS))
 
 
-@intrinsic
-def configure(typingctx, scratch):
+@instructions
+def configure(builder, scratch):
     """All tiles of 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
-
-    def codegen(context, builder, signature, args):
-        shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
-        store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), args[0])
-        call(builder, "ldtilecfg", _pointer(builder, args[0]))
-        return context.get_dummy_value()
-
-    return types.void(types.int64), codegen
+    shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
+    store(builder, ir.Constant(ir.VectorType(I8, CONFIG_NBYTES), shape), scratch)
+    call(builder, "ldtilecfg", _pointer(builder, scratch))
 
 
-@intrinsic
-def release(typingctx):
-    def codegen(context, builder, signature, args):
-        call(builder, "tilerelease")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+@instructions
+def release(builder):
+    call(builder, "tilerelease")
 
 
 def _step_of_bytes(builder: ir.IRBuilder, weights: ir.Value, panel: ir.Value) -> None:
@@ -98,88 +89,70 @@ def _merge_tokens(builder: ir.IRBuilder, stage: ir.Value, scales: ir.Value, out:
             store(builder, fma(builder, builder.sitofp(own, FLOATS), scale, load(builder, place, FLOATS, 4)), place, 4)
 
 
-@intrinsic
-def product_of_bytes(typingctx, weights, scales, panel, blocks, stage, out, pitch):
+@instructions
+def product_of_bytes(builder, weights, scales, panel, blocks, stage, out, pitch):
     """out[32 tokens][32 rows] (float32, tokens `pitch` bytes apart) += scale * (panel . rows), block by block; `blocks` >= 1.
 
     weights: quads of 32 rows. scales: float32 [blocks][32]. panel: a block's 128 inputs are two steps. stage: STAGE_NBYTES bytes. The sums
     of a block are merged while the next one is multiplied.
     """
-
-    def codegen(context, builder, signature, args):
-        weights, scales, panel, blocks, stage, out, pitch = args
-        further = lambda address: offset(builder, address, STEP_NBYTES)  # noqa: E731  as long for weights as for activations
+    further = lambda address: offset(builder, address, STEP_NBYTES)  # noqa: E731  as long for weights as for activations
+    zero_tiles(builder)
+    _step_of_bytes(builder, weights, panel)
+    _step_of_bytes(builder, further(weights), further(panel))
+    store_tiles(builder, stage)
+    with builder.if_then(builder.icmp_signed(">", blocks, I64(1))):
+        loop = Loop(builder, builder.sub(blocks, I64(1)), [further(further(weights)), scales, further(further(panel))], "blocks")
+        own, before, x = loop.values
         zero_tiles(builder)
-        _step_of_bytes(builder, weights, panel)
-        _step_of_bytes(builder, further(weights), further(panel))
-        store_tiles(builder, stage)
-        with builder.if_then(builder.icmp_signed(">", blocks, I64(1))):
-            loop = Loop(builder, builder.sub(blocks, I64(1)), [further(further(weights)), scales, further(further(panel))], "blocks")
-            own, before, x = loop.values
-            zero_tiles(builder)
-            for half in (0, 1):
-                _step_of_bytes(builder, own, x)
-                _merge_tokens(builder, stage, before, out, pitch, half)
-                own, x = further(own), further(x)
-            store_tiles(builder, stage)
-            loop.end([own, offset(builder, before, 8 * SIDE), x])
-        last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * SIDE)))
         for half in (0, 1):
-            _merge_tokens(builder, stage, last, out, pitch, half)
-        return context.get_dummy_value()
+            _step_of_bytes(builder, own, x)
+            _merge_tokens(builder, stage, before, out, pitch, half)
+            own, x = further(own), further(x)
+        store_tiles(builder, stage)
+        loop.end([own, offset(builder, before, 8 * SIDE), x])
+    last = builder.add(scales, builder.mul(builder.sub(blocks, I64(1)), I64(8 * SIDE)))
+    for half in (0, 1):
+        _merge_tokens(builder, stage, last, out, pitch, half)
 
-    return types.void(*[types.int64] * 7), codegen
 
-
-@intrinsic
-def product_of_halves(typingctx, weights, second, panel, steps, stage):
+@instructions
+def product_of_halves(builder, weights, second, panel, steps, stage):
     """Products of a panel's 16 tokens with 32 rows, numbers of two bytes both, over `steps` >= 1 times 64 inputs, int32 [2][2][16][16] at
     `stage`: of each row block upper by upper bytes, and what is 256 times less. Lower by lower is left out.
 
     weights: quads of 32 rows, their lower bytes `second` bytes further. panel: a step is 16 tokens' upper bytes, then the lower ones.
     """
-
-    def codegen(context, builder, signature, args):
-        weights, second, panel, steps, stage = args
-        zero_tiles(builder)
-        loop = Loop(builder, steps, [weights, panel], "steps")
-        weights, panel = loop.values
-        upper, lower = LEFT
-        load_tile(builder, upper, panel)
-        load_tile(builder, lower, offset(builder, panel, TILE_NBYTES))
-        for row in (0, 1):
-            main, fine = SUMS[2 * row], SUMS[2 * row + 1]
-            own = offset(builder, weights, INPUTS * row)
-            load_tile(builder, RIGHT[0], own, QUAD_NBYTES)
-            _multiply(builder, main, upper, RIGHT[0])
-            _multiply(builder, fine, lower, RIGHT[0])
-            load_tile(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
-            _multiply(builder, fine, upper, RIGHT[1])
-        loop.end([offset(builder, weights, QUAD_NBYTES * SIDE), offset(builder, panel, STEP_NBYTES)])
-        store_tiles(builder, stage)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    zero_tiles(builder)
+    loop = Loop(builder, steps, [weights, panel], "steps")
+    weights, panel = loop.values
+    upper, lower = LEFT
+    load_tile(builder, upper, panel)
+    load_tile(builder, lower, offset(builder, panel, TILE_NBYTES))
+    for row in (0, 1):
+        main, fine = SUMS[2 * row], SUMS[2 * row + 1]
+        own = offset(builder, weights, INPUTS * row)
+        load_tile(builder, RIGHT[0], own, QUAD_NBYTES)
+        _multiply(builder, main, upper, RIGHT[0])
+        _multiply(builder, fine, lower, RIGHT[0])
+        load_tile(builder, RIGHT[1], builder.add(own, second), QUAD_NBYTES)
+        _multiply(builder, fine, upper, RIGHT[1])
+    loop.end([offset(builder, weights, QUAD_NBYTES * SIDE), offset(builder, panel, STEP_NBYTES)])
+    store_tiles(builder, stage)
 
 
-@intrinsic
-def add_halves(typingctx, stage, scales, factors, out, pitch):
+@instructions
+def add_halves(builder, stage, scales, factors, out, pitch):
     """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * factor of the row * scale of the token, of what
     `product_of_halves` made. scales: float32 [16]; factors: float32 [32]."""
-
-    def codegen(context, builder, signature, args):
-        stage, scales, factors, out, pitch = args
-        rows = [load(builder, offset(builder, factors, INPUTS * v), FLOATS, 4) for v in (0, 1)]
-        loop = Loop(builder, I64(SIDE), [stage, out], "tokens")
-        stage, out = loop.values
-        scale = splat(builder, load(builder, builder.add(scales, builder.mul(loop.turn, I64(4))), F32, 4), FLOATS)
-        for v in (0, 1):
-            main, fine = (builder.sitofp(load(builder, offset(builder, stage, TILE_NBYTES * (2 * v + i)), WORDS, 4), FLOATS)
-                          for i in (0, 1))
-            value = builder.fmul(fma(builder, main, constant(FLOATS, 256.0), fine), rows[v])
-            at = offset(builder, out, INPUTS * v)
-            store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
-        loop.end([offset(builder, stage, INPUTS), builder.add(out, pitch)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    rows = [load(builder, offset(builder, factors, INPUTS * v), FLOATS, 4) for v in (0, 1)]
+    loop = Loop(builder, I64(SIDE), [stage, out], "tokens")
+    stage, out = loop.values
+    scale = splat(builder, load(builder, builder.add(scales, builder.mul(loop.turn, I64(4))), F32, 4), FLOATS)
+    for v in (0, 1):
+        main, fine = (builder.sitofp(load(builder, offset(builder, stage, TILE_NBYTES * (2 * v + i)), WORDS, 4), FLOATS)
+                      for i in (0, 1))
+        value = builder.fmul(fma(builder, main, constant(FLOATS, 256.0), fine), rows[v])
+        at = offset(builder, out, INPUTS * v)
+        store(builder, fma(builder, value, scale, load(builder, at, FLOATS, 4)), at, 4)
+    loop.end([offset(builder, stage, INPUTS), builder.add(out, pitch)])

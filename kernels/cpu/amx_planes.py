@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from .amx import BLOCK, INPUTS, QUAD_NBYTES, SIDE, STEP_NBYTES, TILE_NBYTES
 from .gemm_tiles import ROUND, ROUND_BITS, Loop
 from .int8_ir import BYTES, FLOATS, HALVES, I8, LANES, WORDS, constant, function, load, offset, splat, store
@@ -44,57 +44,40 @@ def _numbers(builder: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
     return builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
 
 
-@intrinsic
-def scale_token(typingctx, x, count, scale, inverse):
+@instructions
+def scale_token(builder, x, count, scale, inverse):
     """What the numbers of `count` >= 1 float32 of a token, a multiple of 64, stand for, float32 at `scale`, and what makes them."""
-
-    def codegen(context, builder, signature, args):
-        value, own = _scale(builder, _largest(builder, *args[:2]))
-        store(builder, value, args[2], 4)
-        store(builder, builder.extract_element(own, I32(0)), args[3], 4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    value, own = _scale(builder, _largest(builder, x, count))
+    store(builder, value, scale, 4)
+    store(builder, builder.extract_element(own, I32(0)), inverse, 4)
 
 
-@intrinsic
-def pack_token(typingctx, x, count, inverse, steps):
+@instructions
+def pack_token(builder, x, count, inverse, steps):
     """`count` >= 1 float32 of a token, a multiple of 64, into the steps of a panel from its own row of `steps` on."""
     narrow = ir.VectorType(I8, LANES)
-
-    def codegen(context, builder, signature, args):
-        x, count, inverse, steps = args
-        inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
-        loop = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [x, steps], "numbers")
-        x, steps = loop.values
-        for i in range(0, INPUTS, LANES):
-            numbers = _numbers(builder, offset(builder, x, 4 * i), inverse)
-            upper = builder.ashr(builder.add(numbers, constant(WORDS, 128)), constant(WORDS, 8))
-            store(builder, builder.trunc(upper, narrow), offset(builder, steps, i))
-            store(builder, builder.trunc(numbers, narrow), offset(builder, steps, TILE_NBYTES + i))
-        loop.end([offset(builder, x, 4 * INPUTS), offset(builder, steps, STEP_NBYTES)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
+    loop = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [x, steps], "numbers")
+    x, steps = loop.values
+    for i in range(0, INPUTS, LANES):
+        numbers = _numbers(builder, offset(builder, x, 4 * i), inverse)
+        upper = builder.ashr(builder.add(numbers, constant(WORDS, 128)), constant(WORDS, 8))
+        store(builder, builder.trunc(upper, narrow), offset(builder, steps, i))
+        store(builder, builder.trunc(numbers, narrow), offset(builder, steps, TILE_NBYTES + i))
+    loop.end([offset(builder, x, 4 * INPUTS), offset(builder, steps, STEP_NBYTES)])
 
 
-@intrinsic
-def pack_byte_block(typingctx, x, scale, steps, least):
+@instructions
+def pack_byte_block(builder, x, scale, steps, least):
     """BLOCK float32 of a token as bytes into two steps of a panel, from its own row of `steps` on; what they stand for to `scale`. As
     `gemm_pack.pack_panel` has it."""
     narrow = ir.VectorType(I8, LANES)
-
-    def codegen(context, builder, signature, args):
-        x, scale, steps, least = args
-        top, least = _largest(builder, x, I64(BLOCK)), builder.trunc(least, I32)
-        value, inverse = _scale(builder, builder.select(builder.icmp_unsigned(">", top, least), top, least), 127.0)
-        store(builder, value, scale, 4)
-        for i in range(0, BLOCK, LANES):
-            numbers = builder.trunc(_numbers(builder, offset(builder, x, 4 * i), inverse), narrow)
-            store(builder, numbers, offset(builder, steps, i // INPUTS * STEP_NBYTES + i % INPUTS))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    top, least = _largest(builder, x, I64(BLOCK)), builder.trunc(least, I32)
+    value, inverse = _scale(builder, builder.select(builder.icmp_unsigned(">", top, least), top, least), 127.0)
+    store(builder, value, scale, 4)
+    for i in range(0, BLOCK, LANES):
+        numbers = builder.trunc(_numbers(builder, offset(builder, x, 4 * i), inverse), narrow)
+        store(builder, numbers, offset(builder, steps, i // INPUTS * STEP_NBYTES + i % INPUTS))
 
 
 def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
@@ -116,43 +99,37 @@ def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value
     return values
 
 
-@intrinsic
-def pack_rows(typingctx, rows, pitch, count, scratch, factors, out, second):
+@instructions
+def pack_rows(builder, rows, pitch, count, scratch, factors, out, second):
     """`count` >= 1 float32, a multiple of 64, of 16 rows `pitch` bytes apart as a row block's quads of bytes at `out`: the upper bytes, and
     `second` bytes further the lower ones. What the numbers of a row stand for, times 256, to `factors` (float32 [16]).
 
     scratch: 16 floats, then two tiles.
     """
     wide = lambda builder, name, kind, a, b: builder.call(function(builder, kind, [a.type, b.type], f"llvm.x86.avx512.{name}.512"), [a, b])  # noqa: E731
+    tiles = offset(builder, scratch, 4 * SIDE)
+    loop = Loop(builder, I64(SIDE), [rows, scratch, factors], "rows")
+    row, inverse, factor = loop.values
+    value, own = _scale(builder, _largest(builder, row, count))
+    store(builder, builder.fmul(value, F32(256.0)), factor, 4)
+    store(builder, builder.extract_element(own, I32(0)), inverse, 4)
+    loop.end([builder.add(row, pitch), offset(builder, inverse, 4), offset(builder, factor, 4)])
 
-    def codegen(context, builder, signature, args):
-        rows, pitch, count, scratch, factors, out, second = args
-        tiles = offset(builder, scratch, 4 * SIDE)
-        loop = Loop(builder, I64(SIDE), [rows, scratch, factors], "rows")
-        row, inverse, factor = loop.values
-        value, own = _scale(builder, _largest(builder, row, count))
-        store(builder, builder.fmul(value, F32(256.0)), factor, 4)
-        store(builder, builder.extract_element(own, I32(0)), inverse, 4)
-        loop.end([builder.add(row, pitch), offset(builder, inverse, 4), offset(builder, factor, 4)])
-
-        steps = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [rows, out], "steps")
-        first, place = steps.values
-        loop = Loop(builder, I64(SIDE), [first, scratch, tiles], "numbers")
-        row, inverse, tile = loop.values
-        inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
-        numbers = [_numbers(builder, offset(builder, row, 4 * i), inverse) for i in range(0, INPUTS, LANES)]
-        halves = [wide(builder, "packssdw", HALVES, *numbers[i : i + 2]) for i in (0, 2)]
-        upper = [builder.ashr(builder.add(each, constant(HALVES, 128)), constant(HALVES, 8)) for each in halves]
-        lower = [builder.and_(each, constant(HALVES, 255)) for each in halves]
-        store(builder, wide(builder, "packsswb", BYTES, *upper), tile)
-        store(builder, wide(builder, "packuswb", BYTES, *lower), offset(builder, tile, TILE_NBYTES))
-        loop.end([builder.add(row, pitch), offset(builder, loop.values[1], 4), offset(builder, tile, INPUTS)])
-        for plane in (0, 1):
-            lines = [load(builder, offset(builder, tiles, TILE_NBYTES * plane + INPUTS * i), WORDS) for i in range(SIDE)]
-            to = builder.add(place, second) if plane else place
-            for i, quad in enumerate(transposed(builder, lines)):  # packing left word 4 l + j as the quad 4 j + l
-                store(builder, quad, offset(builder, to, QUAD_NBYTES * (4 * (i % 4) + i // 4)))
-        steps.end([offset(builder, first, 4 * INPUTS), offset(builder, place, QUAD_NBYTES * SIDE)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 7), codegen
+    steps = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [rows, out], "steps")
+    first, place = steps.values
+    loop = Loop(builder, I64(SIDE), [first, scratch, tiles], "numbers")
+    row, inverse, tile = loop.values
+    inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
+    numbers = [_numbers(builder, offset(builder, row, 4 * i), inverse) for i in range(0, INPUTS, LANES)]
+    halves = [wide(builder, "packssdw", HALVES, *numbers[i : i + 2]) for i in (0, 2)]
+    upper = [builder.ashr(builder.add(each, constant(HALVES, 128)), constant(HALVES, 8)) for each in halves]
+    lower = [builder.and_(each, constant(HALVES, 255)) for each in halves]
+    store(builder, wide(builder, "packsswb", BYTES, *upper), tile)
+    store(builder, wide(builder, "packuswb", BYTES, *lower), offset(builder, tile, TILE_NBYTES))
+    loop.end([builder.add(row, pitch), offset(builder, loop.values[1], 4), offset(builder, tile, INPUTS)])
+    for plane in (0, 1):
+        lines = [load(builder, offset(builder, tiles, TILE_NBYTES * plane + INPUTS * i), WORDS) for i in range(SIDE)]
+        to = builder.add(place, second) if plane else place
+        for i, quad in enumerate(transposed(builder, lines)):  # packing left word 4 l + j as the quad 4 j + l
+            store(builder, quad, offset(builder, to, QUAD_NBYTES * (4 * (i % 4) + i // 4)))
+    steps.end([offset(builder, first, 4 * INPUTS), offset(builder, place, QUAD_NBYTES * SIDE)])

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions, types
 from ..layout import BF16, F16
 from .arithmetic import widen
 from .inner_loops import FLOATS, VECTOR, plain_f32, widen_bf16, widen_f16
@@ -24,31 +24,25 @@ def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
 def _add_scaled(convert, item: int):
     """A loop for a stored type of `item` bytes."""
 
-    @intrinsic
-    def add_scaled(typingctx, weights, factor, sums, vectors):
+    @instructions
+    def add_scaled(builder, weights, factor: types.float32, sums, vectors):
         """sums[i] = fma(weights[i], factor, sums[i]) for `vectors` >= 1 times VECTOR values; addresses, and a float32."""
-
-        def codegen(context, builder, signature, args):
-            weights, factor, sums, vectors = args
-            fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-            scale = _splat(builder, factor)
-            entry = builder.basic_block
-            loop, done = builder.append_basic_block("scaled"), builder.append_basic_block("scaled.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            step.add_incoming(I64(0), entry)
-            place = builder.add(sums, builder.mul(step, I64(4 * VECTOR)))
-            value = convert(builder, builder.add(weights, builder.mul(step, I64(item * VECTOR))))
-            total = builder.call(fma, [value, scale, load(builder, place, FLOATS, 4)])
-            builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
-            following = builder.add(step, I64(1))
-            step.add_incoming(following, loop)
-            builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-            builder.position_at_end(done)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+        scale = _splat(builder, factor)
+        entry = builder.basic_block
+        loop, done = builder.append_basic_block("scaled"), builder.append_basic_block("scaled.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        step.add_incoming(I64(0), entry)
+        place = builder.add(sums, builder.mul(step, I64(4 * VECTOR)))
+        value = convert(builder, builder.add(weights, builder.mul(step, I64(item * VECTOR))))
+        total = builder.call(fma, [value, scale, load(builder, place, FLOATS, 4)])
+        builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
+        following = builder.add(step, I64(1))
+        step.add_incoming(following, loop)
+        builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
+        builder.position_at_end(done)
 
     return add_scaled
 
@@ -81,19 +75,15 @@ def add_scaled(weights, dtype, factor, sums, vectors):
 
 
 def _lane_sum(parts: int):
-    @intrinsic
-    def lane_sum(typingctx, lanes):
+    @instructions
+    def lane_sum(builder, lanes) -> types.float32:
         """The sum of `parts` * VECTOR float32 at an address, as `dot_rows` adds up its lanes."""
-
-        def codegen(context, builder, signature, args):
-            vectors = [load(builder, builder.add(args[0], I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]
-            total = vectors[0]
-            for vector in vectors[1:]:
-                total = builder.fadd(total, vector)
-            reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
-            return builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
-
-        return types.float32(types.int64), codegen
+        vectors = [load(builder, builder.add(lanes, I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]
+        total = vectors[0]
+        for vector in vectors[1:]:
+            total = builder.fadd(total, vector)
+        reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+        return builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
 
     return lane_sum
 

@@ -17,7 +17,7 @@ from llvmlite import ir
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions, types
 from ..tiles import ROWS, TILE
 from .arithmetic import gate_values, normalise
 from .gemm_tiles import Loop
@@ -75,40 +75,34 @@ def _pair(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
 
 
 def _product(count: int):
-    @intrinsic
-    def run(typingctx, codes, x, apart, quads, scale, totals):
+    @instructions
+    def run(builder, codes, x, apart, quads, scale: types.float32, totals):
         """totals[c, row, 2] += scale * sum over the `quads` of a group, for `count` columns x, `apart` bytes from one to the next.
 
         codes: of 16 rows. totals: float32 [count][16][2] at an address.
         """
         together = min(PIECES, 2) if count == 1 else 1
-
-        def codegen(context, builder, signature, args):
-            codes, x, apart, quads, scale, totals = args
-            columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(count)]
-            scale = splat(builder, scale, FLOATS)
-            for piece in range(0, PIECES, together):
-                loop = Loop(builder, quads, [constant(FLOATS, 0.0)] * (4 * together * count), "quads")
-                at, sums = builder.add(codes, builder.mul(loop.turn, I64(QUAD))), list(loop.values)
-                if piece == 0:
-                    ask(builder, offset(builder, at, AHEAD), QUAD)
-                weights = [each for own in range(piece, piece + together) for each in _weights(builder, offset(builder, at, WIDTH * own))]
-                for c, column in enumerate(columns):
-                    here = builder.add(column, builder.mul(loop.turn, I64(16)))
-                    pairs = [_pair(builder, offset(builder, here, 8 * which)) for which in (0, 1)]
-                    for i, weight in enumerate(weights):
-                        place = 4 * together * c + i
-                        sums[place] = fma(builder, weight, pairs[i % 4 // 2], sums[place])
-                sums = loop.end(sums)
-                for place in range(0, len(sums), 4):
-                    c, own = divmod(place // 4, together)
-                    for half in (0, 1):
-                        both = builder.fadd(sums[place + half], sums[place + half + 2])
-                        to = offset(builder, totals, 8 * ROWS * c + 4 * LANES * (2 * (piece + own) + half))
-                        store(builder, fma(builder, both, scale, load(builder, to, FLOATS, 4)), to, 4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64, types.int64, types.float32, types.int64), codegen
+        columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(count)]
+        scale = splat(builder, scale, FLOATS)
+        for piece in range(0, PIECES, together):
+            loop = Loop(builder, quads, [constant(FLOATS, 0.0)] * (4 * together * count), "quads")
+            at, sums = builder.add(codes, builder.mul(loop.turn, I64(QUAD))), list(loop.values)
+            if piece == 0:
+                ask(builder, offset(builder, at, AHEAD), QUAD)
+            weights = [each for own in range(piece, piece + together) for each in _weights(builder, offset(builder, at, WIDTH * own))]
+            for c, column in enumerate(columns):
+                here = builder.add(column, builder.mul(loop.turn, I64(16)))
+                pairs = [_pair(builder, offset(builder, here, 8 * which)) for which in (0, 1)]
+                for i, weight in enumerate(weights):
+                    place = 4 * together * c + i
+                    sums[place] = fma(builder, weight, pairs[i % 4 // 2], sums[place])
+            sums = loop.end(sums)
+            for place in range(0, len(sums), 4):
+                c, own = divmod(place // 4, together)
+                for half in (0, 1):
+                    both = builder.fadd(sums[place + half], sums[place + half + 2])
+                    to = offset(builder, totals, 8 * ROWS * c + 4 * LANES * (2 * (piece + own) + half))
+                    store(builder, fma(builder, both, scale, load(builder, to, FLOATS, 4)), to, 4)
 
     return run
 
@@ -201,23 +195,17 @@ def float_columns(args, worker, counter):
                 write(a, m, block, t, sums + 4 * ROWS * t)
 
 
-@intrinsic
-def tile_of_floats(typingctx, codes, scale, rows, out, stride):
+@instructions
+def tile_of_floats(builder, codes, scale, rows, out, stride):
     """A tile as float32: row * (scale * v), its 16 rows `stride` bytes apart at `out`. scale: a float32 there; rows: float32 [16]."""
     bytes_, halves, floats = ir.VectorType(I8, 4), ir.VectorType(I16, 4), ir.VectorType(F32, 4)
-
-    def codegen(context, builder, signature, args):
-        codes, scale, rows, out, stride = args
-        scale = splat(builder, load(builder, scale, F32, 4), floats)
-        loop = Loop(builder, I64(ROWS), [out], "rows")
-        at = builder.add(codes, builder.mul(loop.turn, I64(4)))
-        row = splat(builder, load(builder, builder.add(rows, builder.mul(loop.turn, I64(4))), F32, 4), floats)
-        for quad in range(QUADS):
-            raw = builder.zext(load(builder, offset(builder, at, QUAD * quad), bytes_), halves)
-            value = widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8))))
-            value = builder.fmul(builder.fmul(value, constant(floats, TOO_SMALL)), scale)
-            store(builder, builder.fmul(row, value), offset(builder, loop.values[0], 16 * quad), 4)
-        loop.end([builder.add(loop.values[0], stride)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    scale = splat(builder, load(builder, scale, F32, 4), floats)
+    loop = Loop(builder, I64(ROWS), [out], "rows")
+    at = builder.add(codes, builder.mul(loop.turn, I64(4)))
+    row = splat(builder, load(builder, builder.add(rows, builder.mul(loop.turn, I64(4))), F32, 4), floats)
+    for quad in range(QUADS):
+        raw = builder.zext(load(builder, offset(builder, at, QUAD * quad), bytes_), halves)
+        value = widen(builder, halves_of(builder, builder.shl(raw, constant(halves, 8))))
+        value = builder.fmul(builder.fmul(value, constant(floats, TOO_SMALL)), scale)
+        store(builder, builder.fmul(row, value), offset(builder, loop.values[0], 16 * quad), 4)
+    loop.end([builder.add(loop.values[0], stride)])

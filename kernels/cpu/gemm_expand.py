@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
 from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form, Loop
 from .int8_ir import (
@@ -42,17 +42,12 @@ QUADS = 8  # of a tile
 
 
 def codes_of(bits: int):
-    @intrinsic
-    def run(typingctx, source, out):
+    @instructions
+    def run(builder, source, out):
         """A tile's codes to 512 bytes at `out`."""
-
-        def codegen(context, builder, signature, args):
-            for piece in range(PIECES):
-                for j, quad in enumerate(unpack_tile(builder, args[0], bits, piece)):
-                    store(builder, quad, offset(builder, args[1], 64 * j + WIDTH * piece))
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
+        for piece in range(PIECES):
+            for j, quad in enumerate(unpack_tile(builder, source, bits, piece)):
+                store(builder, quad, offset(builder, out, 64 * j + WIDTH * piece))
 
     return run
 
@@ -162,105 +157,82 @@ def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pai
 
 
 def _plain(way: str, form: Form = WHOLE, lower: int = 0):
-    @intrinsic
-    def run(typingctx, codes, extra, out):
+    @instructions
+    def run(builder, codes, extra, out):
         """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes,
         `lower` less)."""
-
-        def codegen(context, builder, signature, args):
-            codes, extra, out = args
-            table = table_of(builder, extra) if way == CODEBOOK else []
-            for piece in range(PIECES):
-                if way != CODEBOOK:
-                    zeros = four_times(builder, widen_bytes(builder, offset(builder, extra, LANES * piece)))
-                for quad in range(QUADS):
-                    raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
-                    if way == CODEBOOK:
-                        levels = widened(builder, look_up(builder, table, raw, 4), constant(HALVES, 8))
-                        put(builder, out, quad, piece, levels, LEVEL_SHIFT)
-                    elif not form.byte_weights:
-                        put(builder, out, quad, piece, less(builder, raw, zeros), LEVEL_SHIFT)
-                    else:
-                        raw = builder.xor(raw, constant(BYTES, lower)) if lower else raw
-                        store(builder, raw, offset(builder, out, STEP * quad + WIDTH * piece))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 3), codegen
+        table = table_of(builder, extra) if way == CODEBOOK else []
+        for piece in range(PIECES):
+            if way != CODEBOOK:
+                zeros = four_times(builder, widen_bytes(builder, offset(builder, extra, LANES * piece)))
+            for quad in range(QUADS):
+                raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
+                if way == CODEBOOK:
+                    levels = widened(builder, look_up(builder, table, raw, 4), constant(HALVES, 8))
+                    put(builder, out, quad, piece, levels, LEVEL_SHIFT)
+                elif not form.byte_weights:
+                    put(builder, out, quad, piece, less(builder, raw, zeros), LEVEL_SHIFT)
+                else:
+                    raw = builder.xor(raw, constant(BYTES, lower)) if lower else raw
+                    store(builder, raw, offset(builder, out, STEP * quad + WIDTH * piece))
 
     return run
 
 
 def _factors(way: str):
-    @intrinsic
-    def run(typingctx, scales, tables, out, second):
+    @instructions
+    def run(builder, scales, tables, out, second):
         """The factors of 16 rows, float32 at `out`; of a codebook's other group at `second`."""
-
-        def codegen(context, builder, signature, args):
-            scales, tables, out, second = args
-            if way == CODEBOOK:
-                groups = step_factors(builder, steps_table(builder, tables), scales)
-            else:
-                groups = (row_factors(builder, way, scales),)
-            for pieces, address in zip(groups, (out, second)):
-                for piece, value in enumerate(pieces):
-                    store(builder, value, offset(builder, address, 4 * LANES * piece), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
+        if way == CODEBOOK:
+            groups = step_factors(builder, steps_table(builder, tables), scales)
+        else:
+            groups = (row_factors(builder, way, scales),)
+        for pieces, address in zip(groups, (out, second)):
+            for piece, value in enumerate(pieces):
+                store(builder, value, offset(builder, address, 4 * LANES * piece), 4)
 
     return run
 
 
 def _largest(way: str):
-    @intrinsic
-    def run(typingctx, scales, extra, stride, top, count, out):
+    @instructions
+    def run(builder, scales, extra, stride, top, count, out):
         """The largest |f * v| that each of 16 rows can hold, float32 at `out`.
 
         Codebook: the largest step of `count` tiles; `extra` are the tables and the caller multiplies by the largest level. Else the largest
         factor * max(zero, top - zero) of `count` groups, zeros at `extra`, `stride` bytes further for every group.
         """
-
-        def codegen(context, builder, signature, args):
-            scales, extra, stride, top, count, out = args
-            table = steps_table(builder, extra) if way == CODEBOOK else []
-            top = splat(builder, builder.trunc(top, I32), WORDS)
-            loop = Loop(builder, count, [scales, extra, *[constant(FLOATS, 0.0)] * PIECES], "groups")
-            scales, zeros, *most = loop.values
-            larger = lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)  # noqa: E731
-            if way == CODEBOOK:
-                first, second = step_factors(builder, table, scales)
-                most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
-            else:
-                for piece, factor in enumerate(row_factors(builder, way, scales)):
-                    if way == BLOCKS:  # these have a sign
-                        factor = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [factor])
-                    zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
-                    rest = builder.sub(top, zero)
-                    bound = builder.select(builder.icmp_signed(">", zero, rest), zero, rest)
-                    most[piece] = larger(most[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
-            _, _, *most = loop.end([builder.add(scales, I64(2 * ROWS if way == BLOCKS else ROWS)), builder.add(zeros, stride), *most])
-            for piece, value in enumerate(most):
-                store(builder, value, offset(builder, out, 4 * LANES * piece), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        table = steps_table(builder, extra) if way == CODEBOOK else []
+        top = splat(builder, builder.trunc(top, I32), WORDS)
+        loop = Loop(builder, count, [scales, extra, *[constant(FLOATS, 0.0)] * PIECES], "groups")
+        scales, zeros, *most = loop.values
+        larger = lambda a, b: builder.select(builder.fcmp_ordered(">", b, a), b, a)  # noqa: E731
+        if way == CODEBOOK:
+            first, second = step_factors(builder, table, scales)
+            most = [larger(larger(old, a), b) for old, a, b in zip(most, first, second)]
+        else:
+            for piece, factor in enumerate(row_factors(builder, way, scales)):
+                if way == BLOCKS:  # these have a sign
+                    factor = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [factor])
+                zero = widen_bytes(builder, offset(builder, zeros, LANES * piece))
+                rest = builder.sub(top, zero)
+                bound = builder.select(builder.icmp_signed(">", zero, rest), zero, rest)
+                most[piece] = larger(most[piece], builder.fmul(factor, builder.sitofp(bound, FLOATS)))
+        _, _, *most = loop.end([builder.add(scales, I64(2 * ROWS if way == BLOCKS else ROWS)), builder.add(zeros, stride), *most])
+        for piece, value in enumerate(most):
+            store(builder, value, offset(builder, out, 4 * LANES * piece), 4)
 
     return run
 
 
 def _levels_of(shift: int):
-    @intrinsic
-    def run(typingctx, codes, tables):
+    @instructions
+    def run(builder, codes, tables):
         """Codes of a tile at `codes` -> levels + `shift`, in place."""
-
-        def codegen(context, builder, signature, args):
-            table = [builder.add(each, constant(BYTES, shift)) for each in table_of(builder, args[1])]
-            for start in range(0, 64 * QUADS, WIDTH):
-                at = offset(builder, args[0], start)
-                store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
+        table = [builder.add(each, constant(BYTES, shift)) for each in table_of(builder, tables)]
+        for start in range(0, 64 * QUADS, WIDTH):
+            at = offset(builder, codes, start)
+            store(builder, look_up(builder, table, load(builder, at, BYTES), 4), at)
 
     return run
 

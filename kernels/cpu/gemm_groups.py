@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from .gemm_expand import LOWERED
 from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, Loop, add_sums, first_sums, panel_by_turns, steps_of_tile
 from .int8_ir import FLOATS, HALVES, LANES, WORDS, constant, load, offset
@@ -18,48 +18,41 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
     minima of every group, which are added. `alike`: all rows have one shift. `lowered`: how far below the codes the stripe's bytes are
     beside minima."""
 
-    @intrinsic
-    def run(typingctx, weights, factors, shifts, stride, panel, out, inputs):
+    @instructions
+    def run(builder, weights, factors, shifts, stride, panel, out, inputs):
         """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
 
         factors: float32 [group or half block][STRIPE]. shifts: int32 [STRIPE], what the unsigned bytes of the stripe are above the
         weights; `stride` bytes further for every block (0: always the same).
         """
+        def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
+            loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel, *running], "groups")
+            at, own, shift, header, *running = loop.values
+            one_shift = minima = above = None
+            if with_minima:
+                minima, one_shift = vectors(shift, FLOATS), I32(-lowered) if lowered else None
+            elif form.byte_weights and alike:
+                one_shift = load(builder, shift, I32, 4)
+            elif form.byte_weights:
+                above = [builder.sitofp(builder.neg(each), FLOATS) for each in vectors(shift, WORDS)]
+            steps = builder.add(header, I64(HEADER))
+            for part in ("first half", "second half") if halves else ("whole",):
+                if with_minima and part == "second half":
+                    minima = vectors(offset(builder, shift, 4 * STRIPE), FLOATS)
+                if one_shift is None:
+                    first = [constant(HALVES if form.halves else WORDS, 0)] * (VECTORS * AT_ONCE)
+                else:
+                    first = first_sums(builder, header, AT_ONCE, one_shift, part)
+                at, steps, sums = steps_of_tile(builder, at, steps, I64(16 if halves else 32), first, AT_ONCE, form=form)
+                running = add_sums(builder, out, running, header, sums, vectors(own, FLOATS), minima, above, part)
+                own = builder.add(own, I64(4 * STRIPE))
+            return loop.end([at, own, builder.add(shift, stride), steps, *running])[4:]
 
-        def codegen(context, builder, signature, args):
-            weights, factors, shifts, stride, panel, out, inputs = args
+        def vectors(address: ir.Value, kind: ir.Type) -> list[ir.Value]:
+            """Of the stripe's rows."""
+            return [load(builder, offset(builder, address, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
 
-            def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
-                loop = Loop(builder, builder.lshr(inputs, I64(5)), [weights, factors, shifts, panel, *running], "groups")
-                at, own, shift, header, *running = loop.values
-                one_shift = minima = above = None
-                if with_minima:
-                    minima, one_shift = vectors(shift, FLOATS), I32(-lowered) if lowered else None
-                elif form.byte_weights and alike:
-                    one_shift = load(builder, shift, I32, 4)
-                elif form.byte_weights:
-                    above = [builder.sitofp(builder.neg(each), FLOATS) for each in vectors(shift, WORDS)]
-                steps = builder.add(header, I64(HEADER))
-                for part in ("first half", "second half") if halves else ("whole",):
-                    if with_minima and part == "second half":
-                        minima = vectors(offset(builder, shift, 4 * STRIPE), FLOATS)
-                    if one_shift is None:
-                        first = [constant(HALVES if form.halves else WORDS, 0)] * (VECTORS * AT_ONCE)
-                    else:
-                        first = first_sums(builder, header, AT_ONCE, one_shift, part)
-                    at, steps, sums = steps_of_tile(builder, at, steps, I64(16 if halves else 32), first, AT_ONCE, form=form)
-                    running = add_sums(builder, out, running, header, sums, vectors(own, FLOATS), minima, above, part)
-                    own = builder.add(own, I64(4 * STRIPE))
-                return loop.end([at, own, builder.add(shift, stride), steps, *running])[4:]
-
-            def vectors(address: ir.Value, kind: ir.Type) -> list[ir.Value]:
-                """Of the stripe's rows."""
-                return [load(builder, offset(builder, address, 4 * LANES * v), kind, 4) for v in range(VECTORS)]
-
-            panel_by_turns(builder, panel, out, product)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        panel_by_turns(builder, panel, out, product)
 
     return run
 

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form, Loop
 from .int8_ir import FLOATS, LANES, WORDS, constant, load, offset, splat, store
 from .intrinsics import F32, I32, I64
@@ -53,8 +53,8 @@ def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> 
 
 
 def _packing(form: Form):
-    @intrinsic
-    def run(typingctx, x, stride, count, header, factor, least):
+    @instructions
+    def run(builder, x, stride, count, header, factor, least):
         """`count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, quantized into the block at `header`: scales,
         `factor` * sums, sums of a half, steps.
 
@@ -62,51 +62,45 @@ def _packing(form: Form):
         of; zeros where that is no normal number, and a NaN for a scale where a number is not finite.
         """
         per = LANES // form.inputs  # words of a vector
-
-        def codegen(context, builder, signature, args):
-            x, stride, count, header, factor, least = args
-            rows = [x]
-            for _ in range(1, TOKENS):
-                rows.append(builder.add(rows[-1], stride))
-            vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
-            larger = lambda a, b: builder.select(builder.icmp_unsigned(">", a, b), a, b)  # noqa: E731
-            loop = Loop(builder, vectors, [constant(WORDS, 0)] * TOKENS, "largest")
-            at = builder.mul(loop.turn, I64(4 * LANES))
-            magnitudes = [builder.and_(load(builder, builder.add(row, at), WORDS, 4), constant(WORDS, 0x7FFFFFFF)) for row in rows]
-            found = loop.end([larger(*each) for each in zip(magnitudes, loop.values, strict=True)])
-            top = larger(folded(builder, found, larger), load(builder, least, EACH, 4))
-            largest, whole = builder.bitcast(top, SCALES), constant(SCALES, 127.0)
-            scale = builder.fdiv(largest, whole)
-            finite = builder.icmp_unsigned("<", top, constant(EACH, 0x7F800000))
-            scale = builder.select(finite, scale, constant(SCALES, float("nan")))
-            normal = builder.fcmp_ordered(">=", scale, constant(SCALES, 2.0**-126))
-            inverse = builder.select(normal, builder.fdiv(whole, largest), constant(SCALES, 0.0))
-            store(builder, scale, header, 4)
-            inverses = [splat(builder, builder.extract_element(inverse, I32(t)), FLOATS) for t in range(TOKENS)]
-            place, first, sums = I64(0), builder.add(header, I64(HEADER)), []
-            for _ in (0, 1):
-                loop = Loop(builder, builder.lshr(vectors, I64(1)), [place, first, *[constant(WORDS, 0)] * TOKENS], "numbers")
-                place, first, *totals = loop.values
-                words = []
-                for t, row in enumerate(rows):
-                    rounded = builder.fmul(load(builder, builder.add(row, place), FLOATS, 4), inverses[t])
-                    # The low bits of the nearest integer; of the sum what they begin from is taken back below.
-                    bits = builder.bitcast(builder.fadd(rounded, constant(FLOATS, ROUND)), WORDS)
-                    totals[t] = builder.add(totals[t], bits)
-                    narrow = builder.trunc(bits, ir.VectorType(ir.IntType(8 * form.item), LANES))
-                    narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
-                    words.append(builder.bitcast(narrow, ir.VectorType(I32, per)))
-                _put_words(builder, words, per, first)
-                following = builder.add(place, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
-                place, first, *totals = loop.end([*following, *totals])
-                begun = builder.mul(builder.trunc(builder.lshr(count, I64(1)), I32), I32(ROUND_BITS))
-                sums.append(builder.sub(folded(builder, totals, builder.add), splat(builder, begun, EACH)))
-            total = builder.mul(builder.add(*sums), splat(builder, builder.trunc(factor, I32), EACH))
-            store(builder, total, offset(builder, header, 4 * TOKENS), 4)
-            store(builder, sums[0], offset(builder, header, 8 * TOKENS), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        rows = [x]
+        for _ in range(1, TOKENS):
+            rows.append(builder.add(rows[-1], stride))
+        vectors = builder.lshr(count, I64(LANES.bit_length() - 1))
+        larger = lambda a, b: builder.select(builder.icmp_unsigned(">", a, b), a, b)  # noqa: E731
+        loop = Loop(builder, vectors, [constant(WORDS, 0)] * TOKENS, "largest")
+        at = builder.mul(loop.turn, I64(4 * LANES))
+        magnitudes = [builder.and_(load(builder, builder.add(row, at), WORDS, 4), constant(WORDS, 0x7FFFFFFF)) for row in rows]
+        found = loop.end([larger(*each) for each in zip(magnitudes, loop.values, strict=True)])
+        top = larger(folded(builder, found, larger), load(builder, least, EACH, 4))
+        largest, whole = builder.bitcast(top, SCALES), constant(SCALES, 127.0)
+        scale = builder.fdiv(largest, whole)
+        finite = builder.icmp_unsigned("<", top, constant(EACH, 0x7F800000))
+        scale = builder.select(finite, scale, constant(SCALES, float("nan")))
+        normal = builder.fcmp_ordered(">=", scale, constant(SCALES, 2.0**-126))
+        inverse = builder.select(normal, builder.fdiv(whole, largest), constant(SCALES, 0.0))
+        store(builder, scale, header, 4)
+        inverses = [splat(builder, builder.extract_element(inverse, I32(t)), FLOATS) for t in range(TOKENS)]
+        place, first, sums = I64(0), builder.add(header, I64(HEADER)), []
+        for _ in (0, 1):
+            loop = Loop(builder, builder.lshr(vectors, I64(1)), [place, first, *[constant(WORDS, 0)] * TOKENS], "numbers")
+            place, first, *totals = loop.values
+            words = []
+            for t, row in enumerate(rows):
+                rounded = builder.fmul(load(builder, builder.add(row, place), FLOATS, 4), inverses[t])
+                # The low bits of the nearest integer; of the sum what they begin from is taken back below.
+                bits = builder.bitcast(builder.fadd(rounded, constant(FLOATS, ROUND)), WORDS)
+                totals[t] = builder.add(totals[t], bits)
+                narrow = builder.trunc(bits, ir.VectorType(ir.IntType(8 * form.item), LANES))
+                narrow = builder.xor(narrow, constant(narrow.type, 128)) if form.raised else narrow
+                words.append(builder.bitcast(narrow, ir.VectorType(I32, per)))
+            _put_words(builder, words, per, first)
+            following = builder.add(place, I64(4 * LANES)), builder.add(first, I64(4 * TOKENS * per))
+            place, first, *totals = loop.end([*following, *totals])
+            begun = builder.mul(builder.trunc(builder.lshr(count, I64(1)), I32), I32(ROUND_BITS))
+            sums.append(builder.sub(folded(builder, totals, builder.add), splat(builder, begun, EACH)))
+        total = builder.mul(builder.add(*sums), splat(builder, builder.trunc(factor, I32), EACH))
+        store(builder, total, offset(builder, header, 4 * TOKENS), 4)
+        store(builder, sums[0], offset(builder, header, 8 * TOKENS), 4)
 
     return run
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import ROWS, TILE
 from .amx import PAIR_SPAN, QUAD_NBYTES
 from .gemm_expand import (
@@ -97,37 +97,31 @@ def _limit(builder: ir.IRBuilder, limits: ir.Value, piece: int) -> ir.Value:
 def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
     by_words = WORDS_LOOKED_UP and bits != UNPACKED
 
-    @intrinsic
-    def run(typingctx, source, scales, second, zeros, limits, up, out):
+    @instructions
+    def run(builder, source, scales, second, zeros, limits, up, out):
         """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
 
         source: its codes. scales: those of the tile's first half; `second` those of the other. zeros: a byte per row. limits: float32
         [16]. up: see the module.
         """
-
-        def codegen(context, builder, signature, args):
-            source, scales, second, zeros, limits, up, out = args
-            distance = splat(builder, builder.trunc(up, I16), HALVES)
-            table = _wide_table(builder, ir.Constant(ir.VectorType(I8, 16), list(range(16))), bits, up) if by_words else None
-            factors = row_factors(builder, way, scales), row_factors(builder, way, second)
-            for piece in range(PIECES):
-                limit, below = _limit(builder, limits, piece), widen_bytes(builder, offset(builder, zeros, LANES * piece))
-                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
-                if by_words:
-                    below = builder.shl(builder.bitcast(twice(builder, below), HALVES), distance)
-                    multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
-                    for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
-                        scaled = _by_words(builder, table, below, codes, multipliers[quad // 4], shift)
-                        store(builder, scaled, offset(builder, out, step * quad))
-                    continue
-                below, multipliers = four_times(builder, below), [interleave(builder, each, each) for each in multipliers]
-                for quad, codes in enumerate(unpack_tile(builder, source, bits, piece)):
-                    values = each_of(lambda each: builder.shl(each, distance), less(builder, codes, below))
-                    scaled = each_of(lambda a, b: rounded_high(builder, a, b), values, multipliers[quad // 4])
-                    put(builder, out, quad, piece, scaled, shift, step)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        distance = splat(builder, builder.trunc(up, I16), HALVES)
+        table = _wide_table(builder, ir.Constant(ir.VectorType(I8, 16), list(range(16))), bits, up) if by_words else None
+        factors = row_factors(builder, way, scales), row_factors(builder, way, second)
+        for piece in range(PIECES):
+            limit, below = _limit(builder, limits, piece), widen_bytes(builder, offset(builder, zeros, LANES * piece))
+            multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
+            if by_words:
+                below = builder.shl(builder.bitcast(twice(builder, below), HALVES), distance)
+                multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
+                for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
+                    scaled = _by_words(builder, table, below, codes, multipliers[quad // 4], shift)
+                    store(builder, scaled, offset(builder, out, step * quad))
+                continue
+            below, multipliers = four_times(builder, below), [interleave(builder, each, each) for each in multipliers]
+            for quad, codes in enumerate(unpack_tile(builder, source, bits, piece)):
+                values = each_of(lambda each: builder.shl(each, distance), less(builder, codes, below))
+                scaled = each_of(lambda a, b: rounded_high(builder, a, b), values, multipliers[quad // 4])
+                put(builder, out, quad, piece, scaled, shift, step)
 
     return run
 
@@ -135,39 +129,33 @@ def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
 def _scaled_codebook(bits: int, ahead: int, shift: int = SCALED_SHIFT, step: int = STEP):
     nbytes = ROWS * TILE * bits // 8
 
-    @intrinsic
-    def run(typingctx, source, scales, tables, limits, up, count, out):
+    @instructions
+    def run(builder, source, scales, tables, limits, up, count, out):
         """`_scaled` of `count` tiles of a codebook. What lies `ahead` tiles further is asked for."""
-
-        def codegen(context, builder, signature, args):
-            source, scales, tables, limits, up, count, out = args
-            steps, own = steps_table(builder, tables), [_limit(builder, limits, piece) for piece in range(PIECES)]
+        steps, own = steps_table(builder, tables), [_limit(builder, limits, piece) for piece in range(PIECES)]
+        if WORDS_LOOKED_UP:
+            levels = _wide_table(builder, load(builder, tables, ir.VectorType(I8, 16)), bits, up)
+        else:  # a level comes in the upper byte
+            levels = load_table(builder, tables, bits, 0)
+            down = builder.sub(constant(HALVES, 8), splat(builder, builder.trunc(up, I16), HALVES))
+        loop = Loop(builder, count, [source, scales, out], "tiles")
+        source, scales, out = loop.values
+        ask(builder, offset(builder, source, ahead * nbytes), nbytes, 2)
+        ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
+        factors = step_factors(builder, steps, scales)
+        for piece, limit in enumerate(own):
+            multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
             if WORDS_LOOKED_UP:
-                levels = _wide_table(builder, load(builder, tables, ir.VectorType(I8, 16)), bits, up)
-            else:  # a level comes in the upper byte
-                levels = load_table(builder, tables, bits, 0)
-                down = builder.sub(constant(HALVES, 8), splat(builder, builder.trunc(up, I16), HALVES))
-            loop = Loop(builder, count, [source, scales, out], "tiles")
-            source, scales, out = loop.values
-            ask(builder, offset(builder, source, ahead * nbytes), nbytes, 2)
-            ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
-            factors = step_factors(builder, steps, scales)
-            for piece, limit in enumerate(own):
-                multipliers = [_multiplier(builder, half[piece], limit) for half in factors]
-                if WORDS_LOOKED_UP:
-                    multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
-                    for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
-                        scaled = _by_words(builder, levels, None, codes, multipliers[quad // 4], shift)
-                        store(builder, scaled, offset(builder, out, step * quad))
-                    continue
-                multipliers = [interleave(builder, each, each) for each in multipliers]
-                for quad, found in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
-                    scaled = each_of(lambda a, b: rounded_high(builder, a, b), widened(builder, found, down), multipliers[quad // 4])
-                    put(builder, out, quad, piece, scaled, shift, step)
-            loop.end([offset(builder, source, nbytes), offset(builder, scales, ROWS), offset(builder, out, TILE // INPUTS * step)])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+                multipliers = [builder.bitcast(each, HALVES) for each in multipliers]
+                for quad, codes in enumerate(loose_quads(builder, source, bits, piece)):
+                    scaled = _by_words(builder, levels, None, codes, multipliers[quad // 4], shift)
+                    store(builder, scaled, offset(builder, out, step * quad))
+                continue
+            multipliers = [interleave(builder, each, each) for each in multipliers]
+            for quad, found in enumerate(levels_of_tile(builder, levels, source, bits, piece)):
+                scaled = each_of(lambda a, b: rounded_high(builder, a, b), widened(builder, found, down), multipliers[quad // 4])
+                put(builder, out, quad, piece, scaled, shift, step)
+        loop.end([offset(builder, source, nbytes), offset(builder, scales, ROWS), offset(builder, out, TILE // INPUTS * step)])
 
     return run
 

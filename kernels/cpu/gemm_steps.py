@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import ROWS
 from .gemm_expand import QUADS, steps_of, steps_table, table_of
 from .gemm_tiles import AS_BYTES, HEADER, STRIPE, TOKENS, VECTORS, Loop
@@ -54,61 +54,49 @@ def _pairs(builder: ir.IRBuilder, x: ir.Value, levels: ir.Value) -> ir.Value:
     return builder.call(function(builder, HALVES, [BYTES] * 2, "llvm.x86.avx2.pmadd.ub.sw"), [x, levels])
 
 
-@intrinsic
-def stepped_codebook(typingctx, codes, scales, tables, out):
+@instructions
+def stepped_codebook(builder, codes, scales, tables, out):
     """A tile as two records at `out`. codes: from `codes_of`; scales: the tile's 16 bytes of step codes. Emits nothing but for AVX2."""
-
-    def codegen(context, builder, signature, args):
-        if not AS_BYTES:
-            return context.get_dummy_value()
-        codes, scales, tables, out = args
-        levels = table_of(builder, tables)
-        for group, steps in enumerate(steps_of(builder, steps_table(builder, tables), scales)):
-            record = offset(builder, out, RECORD * group)
-            for piece, step in enumerate(steps):
-                twice = builder.or_(step, builder.shl(step, constant(WORDS, 16)))
-                store(builder, twice, offset(builder, record, 2 * PAIR_NBYTES + WIDTH * piece))
-                for pair in (0, 1):
-                    at, raised = offset(builder, record, PAIR_NBYTES * pair + WIDTH * piece), []
-                    for i in (0, 1):
-                        quad = QUADS // 2 * group + 2 * pair + i
-                        raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
-                        values = look_up(builder, levels, raw, 4)
-                        store(builder, values, offset(builder, at, PIECES * WIDTH * i))
-                        raised.append(_pairs(builder, constant(BYTES, RAISED), values))
-                    store(builder, builder.neg(builder.add(*raised)), offset(builder, at, 2 * PIECES * WIDTH))
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 4), codegen
+    if not AS_BYTES:
+        return
+    levels = table_of(builder, tables)
+    for group, steps in enumerate(steps_of(builder, steps_table(builder, tables), scales)):
+        record = offset(builder, out, RECORD * group)
+        for piece, step in enumerate(steps):
+            twice = builder.or_(step, builder.shl(step, constant(WORDS, 16)))
+            store(builder, twice, offset(builder, record, 2 * PAIR_NBYTES + WIDTH * piece))
+            for pair in (0, 1):
+                at, raised = offset(builder, record, PAIR_NBYTES * pair + WIDTH * piece), []
+                for i in (0, 1):
+                    quad = QUADS // 2 * group + 2 * pair + i
+                    raw = load(builder, offset(builder, codes, 64 * quad + WIDTH * piece), BYTES)
+                    values = look_up(builder, levels, raw, 4)
+                    store(builder, values, offset(builder, at, PIECES * WIDTH * i))
+                    raised.append(_pairs(builder, constant(BYTES, RAISED), values))
+                store(builder, builder.neg(builder.add(*raised)), offset(builder, at, 2 * PIECES * WIDTH))
 
 
-@intrinsic
-def stepped_product(typingctx, weights, panel, out, inputs, block, ahead):
+@instructions
+def stepped_product(builder, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs, a multiple of 16; `inputs` a multiple of
     TILE in all. A panel `ahead` bytes further is asked for. Emits nothing but for AVX2."""
-
-    def codegen(context, builder, signature, args):
-        if not AS_BYTES:
-            return context.get_dummy_value()
-        weights, panel, out, inputs, block, ahead = args
-        blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
-        outer = Loop(builder, blocks, [weights, panel, inputs], "blocks")
-        weights, panel, left = outer.values
-        here = builder.select(builder.icmp_signed("<", left, block), left, block)
-        zeros = [constant(WORDS, 0)] * (TOKENS * PIECES)
-        loop = Loop(builder, builder.lshr(here, I64(4)), [weights, builder.add(panel, I64(HEADER)), *zeros], "groups")
-        at, x, *sums = loop.values
-        at, x = in_register(builder, at), in_register(builder, x)
-        ask(builder, builder.add(x, ahead), 16 * TOKENS)
-        for pair in (0, 1):
-            _add_pair(builder, offset(builder, at, PAIR_NBYTES * pair), offset(builder, at, 2 * PAIR_NBYTES),
-                      offset(builder, x, 8 * TOKENS * pair), sums)
-        at, x, *sums = loop.end([builder.add(at, I64(RECORD)), builder.add(x, I64(16 * TOKENS)), *sums])
-        _add_up(builder, panel, out, sums)
-        outer.end([at, x, builder.sub(left, block)])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    if not AS_BYTES:
+        return
+    blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
+    outer = Loop(builder, blocks, [weights, panel, inputs], "blocks")
+    weights, panel, left = outer.values
+    here = builder.select(builder.icmp_signed("<", left, block), left, block)
+    zeros = [constant(WORDS, 0)] * (TOKENS * PIECES)
+    loop = Loop(builder, builder.lshr(here, I64(4)), [weights, builder.add(panel, I64(HEADER)), *zeros], "groups")
+    at, x, *sums = loop.values
+    at, x = in_register(builder, at), in_register(builder, x)
+    ask(builder, builder.add(x, ahead), 16 * TOKENS)
+    for pair in (0, 1):
+        _add_pair(builder, offset(builder, at, PAIR_NBYTES * pair), offset(builder, at, 2 * PAIR_NBYTES),
+                  offset(builder, x, 8 * TOKENS * pair), sums)
+    at, x, *sums = loop.end([builder.add(at, I64(RECORD)), builder.add(x, I64(16 * TOKENS)), *sums])
+    _add_up(builder, panel, out, sums)
+    outer.end([at, x, builder.sub(left, block)])
 
 
 def _add_pair(builder: ir.IRBuilder, quads: ir.Value, steps: ir.Value, x: ir.Value, sums: list[ir.Value]) -> None:

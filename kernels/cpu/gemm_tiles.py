@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..target import target
 from .int8_ir import (
     BYTES,
@@ -235,31 +235,25 @@ def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, 
         yield fma(builder, value, scale, before)
 
 
-@intrinsic
-def block_product(typingctx, weights, panel, out, inputs, block, ahead):
+@instructions
+def block_product(builder, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
 
     The panel's sums are those of `pack_panel` with a factor of minus the stripe's shift. A panel `ahead` bytes further is asked for.
     """
+    blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
 
-    def codegen(context, builder, signature, args):
-        weights, panel, out, inputs, block, ahead = args
-        blocks = builder.sdiv(builder.add(inputs, builder.sub(block, I64(1))), block)
+    def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
+        loop = Loop(builder, blocks, [weights, panel, inputs, *running], "blocks")
+        own, panel, left, *running = loop.values
+        here = builder.select(builder.icmp_signed("<", left, block), left, block)
+        first = first_sums(builder, panel, AT_ONCE, None)
+        steps = builder.add(panel, I64(HEADER))
+        own, following, sums = steps_of_tile(builder, own, steps, here, first, AT_ONCE, ahead if asks else None)
+        running = add_sums(builder, out, running, panel, sums, None)
+        return loop.end([own, following, builder.sub(left, block), *running])[3:]
 
-        def product(panel: ir.Value, out: ir.Value, running: list[ir.Value], asks: bool) -> list[ir.Value]:
-            loop = Loop(builder, blocks, [weights, panel, inputs, *running], "blocks")
-            own, panel, left, *running = loop.values
-            here = builder.select(builder.icmp_signed("<", left, block), left, block)
-            first = first_sums(builder, panel, AT_ONCE, None)
-            steps = builder.add(panel, I64(HEADER))
-            own, following, sums = steps_of_tile(builder, own, steps, here, first, AT_ONCE, ahead if asks else None)
-            running = add_sums(builder, out, running, panel, sums, None)
-            return loop.end([own, following, builder.sub(left, block), *running])[3:]
-
-        panel_by_turns(builder, panel, out, product)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    panel_by_turns(builder, panel, out, product)
 
 
 def _correction(form: Form):
@@ -268,64 +262,52 @@ def _correction(form: Form):
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     item_bits, step_bits = 8 * form.item, (form.inputs - 1).bit_length()
 
-    @intrinsic
-    def run(typingctx, places, values, count, panel, block, block_nbytes, out):
+    @instructions
+    def run(builder, places, values, count, panel, block, block_nbytes, out):
         """out[token] (float32, room for 16) = sum over `count` >= 1 outliers of value * (scale * x), in their order.
 
         places: uint32, the column in the low 28 bits. values: bfloat16. `block`: inputs of a panel's block, a power of two. May read 64
         bytes past the panel.
         """
-
-        def codegen(context, builder, signature, args):
-            places, values, count, panel, block, block_nbytes, out = args
-            loop = Loop(builder, count, [constant(floats, 0.0)], "outliers")
-            column = load(builder, builder.add(places, builder.mul(loop.turn, I64(4))), I32, 4)
-            column = builder.zext(builder.and_(column, I32((1 << 28) - 1)), I64)
-            bits = load(builder, builder.add(values, builder.mul(loop.turn, I64(2))), I16, 2)
-            value = splat(builder, builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), floats)
-            header = builder.add(panel, builder.mul(builder.sdiv(column, block), block_nbytes))
-            within = builder.and_(column, builder.sub(block, I64(1)))
-            step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
-            word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
-            word = builder.xor(word, constant(words, 0x80808080)) if form.raised else word
-            place = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
-            up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
-            x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
-            x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
-            multiply = function(builder, floats, [floats] * 3, f"llvm.fma.v{lanes}f32")
-            total, = loop.end([builder.call(multiply, [x, value, loop.values[0]])])
-            store(builder, total, out, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        loop = Loop(builder, count, [constant(floats, 0.0)], "outliers")
+        column = load(builder, builder.add(places, builder.mul(loop.turn, I64(4))), I32, 4)
+        column = builder.zext(builder.and_(column, I32((1 << 28) - 1)), I64)
+        bits = load(builder, builder.add(values, builder.mul(loop.turn, I64(2))), I16, 2)
+        value = splat(builder, builder.bitcast(builder.shl(builder.zext(bits, I32), I32(16)), F32), floats)
+        header = builder.add(panel, builder.mul(builder.sdiv(column, block), block_nbytes))
+        within = builder.and_(column, builder.sub(block, I64(1)))
+        step = builder.mul(builder.lshr(within, I64(step_bits)), I64(4 * TOKENS))
+        word = load(builder, builder.add(header, builder.add(step, I64(HEADER))), words, 4)
+        word = builder.xor(word, constant(words, 0x80808080)) if form.raised else word
+        place = builder.trunc(builder.and_(within, I64(form.inputs - 1)), I32)
+        up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
+        x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
+        x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
+        multiply = function(builder, floats, [floats] * 3, f"llvm.fma.v{lanes}f32")
+        total, = loop.end([builder.call(multiply, [x, value, loop.values[0]])])
+        store(builder, total, out, 4)
 
     return run
 
 
 def _finish(add: bool):
-    @intrinsic
-    def run(typingctx, sums, scales, bias, out, stride, tokens):
+    @instructions
+    def run(builder, sums, scales, bias, out, stride, tokens):
         """out[token] (STRIPE rows, tokens `stride` bytes apart) = sums[token][STRIPE] * scales + bias, or that much more with `add`.
 
         scales, bias: float32 [STRIPE]. May work in place.
         """
-
-        def codegen(context, builder, signature, args):
-            sums, scales, bias, out, stride, tokens = args
-            vectors = range(0, STRIPE, LANES)
-            rows = [(load(builder, offset(builder, scales, 4 * i), FLOATS, 4), load(builder, offset(builder, bias, 4 * i), FLOATS, 4))
-                    for i in vectors]
-            loop = Loop(builder, tokens, [sums, out], "tokens")
-            sums, out = loop.values
-            for i, (scale, extra) in zip(vectors, rows):
-                value = builder.fadd(builder.fmul(load(builder, offset(builder, sums, 4 * i), FLOATS, 4), scale), extra)
-                if add:
-                    value = builder.fadd(load(builder, offset(builder, out, 4 * i), FLOATS, 4), value)
-                store(builder, value, offset(builder, out, 4 * i), 4)
-            loop.end([builder.add(sums, I64(4 * STRIPE)), builder.add(out, stride)])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        vectors = range(0, STRIPE, LANES)
+        rows = [(load(builder, offset(builder, scales, 4 * i), FLOATS, 4), load(builder, offset(builder, bias, 4 * i), FLOATS, 4))
+                for i in vectors]
+        loop = Loop(builder, tokens, [sums, out], "tokens")
+        sums, out = loop.values
+        for i, (scale, extra) in zip(vectors, rows):
+            value = builder.fadd(builder.fmul(load(builder, offset(builder, sums, 4 * i), FLOATS, 4), scale), extra)
+            if add:
+                value = builder.fadd(load(builder, offset(builder, out, 4 * i), FLOATS, 4), value)
+            store(builder, value, offset(builder, out, 4 * i), 4)
+        loop.end([builder.add(sums, I64(4 * STRIPE)), builder.add(out, stride)])
 
     return run
 

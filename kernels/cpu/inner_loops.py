@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions
 from .int8_ir import function, load
 from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 
@@ -59,48 +59,42 @@ def _dot_rows(widen, item: int, count: int, width: int):
     """A dot loop for `count` rows of a stored type of `item` bytes, `width` weights of each at a time."""
     parts = width // VECTOR
 
-    @intrinsic
-    def dot_rows(typingctx, rows, x, steps, out):
-        """The rows whose addresses lie at `rows` times float32 x over `steps` >= 1 steps of `width` weights; the sums to `out`.
+    @instructions
+    def dot_rows(builder, table, x, steps, out):
+        """The rows whose addresses lie at `table` times float32 x over `steps` >= 1 steps of `width` weights; the sums to `out`.
 
         A row's sum has the same bits whichever rows are beside it.
         """
-
-        def codegen(context, builder, signature, args):
-            table, x, steps, out = args
-            rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
-            fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-            entry = builder.basic_block
-            loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            step.add_incoming(I64(0), entry)
-            sums = [builder.phi(FLOATS) for _ in range(parts * count)]
-            at_x, at_w = builder.mul(step, I64(4 * width)), builder.mul(step, I64(item * width))
-            pieces = [load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
-            updated = []
-            for index in range(parts * count):
-                row, part = divmod(index, parts)
-                address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * part)))
-                updated.append(builder.call(fma, [widen(builder, address), pieces[part], sums[index]]))
-            following = builder.add(step, I64(1))
-            step.add_incoming(following, loop)
-            for phi, value in zip(sums, updated):
-                phi.add_incoming(ir.Constant(FLOATS, [0.0] * VECTOR), entry)
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
-            builder.position_at_end(done)
-            reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
-            for row in range(count):
-                total = updated[parts * row]
-                for part in range(1, parts):
-                    total = builder.fadd(total, updated[parts * row + part])
-                total = builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
-                builder.store(total, builder.inttoptr(builder.add(out, I64(4 * row)), F32.as_pointer()))
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
+        rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
+        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+        entry = builder.basic_block
+        loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        step.add_incoming(I64(0), entry)
+        sums = [builder.phi(FLOATS) for _ in range(parts * count)]
+        at_x, at_w = builder.mul(step, I64(4 * width)), builder.mul(step, I64(item * width))
+        pieces = [load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
+        updated = []
+        for index in range(parts * count):
+            row, part = divmod(index, parts)
+            address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * part)))
+            updated.append(builder.call(fma, [widen(builder, address), pieces[part], sums[index]]))
+        following = builder.add(step, I64(1))
+        step.add_incoming(following, loop)
+        for phi, value in zip(sums, updated):
+            phi.add_incoming(ir.Constant(FLOATS, [0.0] * VECTOR), entry)
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
+        builder.position_at_end(done)
+        reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
+        for row in range(count):
+            total = updated[parts * row]
+            for part in range(1, parts):
+                total = builder.fadd(total, updated[parts * row + part])
+            total = builder.call(reduce, [F32(0.0), total], fastmath=("reassoc",))
+            builder.store(total, builder.inttoptr(builder.add(out, I64(4 * row)), F32.as_pointer()))
 
     return dot_rows
 
@@ -113,8 +107,8 @@ many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS, MANY
 def _tile_product(rows: int, vectors: int = 2):
     """A register tile of `rows` x (`vectors` * VECTOR)."""
 
-    @intrinsic
-    def tile_product(typingctx, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
+    @instructions
+    def tile_product(builder, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
         """C[R, N] (+)= A[R, depth] @ B[depth, N], all float32; R and N are the tile's rows and columns (TILE_COLUMNS, WIDE_COLUMNS).
 
         Addresses and strides in bytes; `accumulate` 0 starts from zero, 1 from what C holds. Each element is one chain of fused
@@ -122,59 +116,53 @@ def _tile_product(rows: int, vectors: int = 2):
         """
         vector = ir.VectorType(F32, VECTOR)
         width = VECTOR * 4
-
-        def codegen(context, builder, signature, args):
-            a, a_stride, b, b_stride, c, c_stride, depth, accumulate = args
-            at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
-            fma = function(builder, vector, [vector] * 3, f"llvm.fma.v{VECTOR}f32")
-            rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(rows)]
-            rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(rows)]
-            warm = builder.icmp_signed("!=", accumulate, I64(0))
-            zero = ir.Constant(vector, [0.0] * VECTOR)
-            start = builder.basic_block
-            with builder.if_then(warm):
-                loaded = [load(builder, at(row, part * width), vector, 4) for row in rows_c for part in range(vectors)]
-                loading = builder.basic_block
-            entry = builder.basic_block
-            first = []
-            for value in loaded:
-                phi = builder.phi(vector)
-                phi.add_incoming(zero, start)
-                phi.add_incoming(value, loading)
-                first.append(phi)
-            loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            step.add_incoming(I64(0), entry)
-            sums = []
-            for value in first:
-                phi = builder.phi(vector)
-                phi.add_incoming(value, entry)
-                sums.append(phi)
-            row_b = builder.add(b, builder.mul(step, b_stride))
-            parts = [load(builder, at(row_b, part * width), vector, 4) for part in range(vectors)]
-            offset = builder.mul(step, I64(4))
-            updated = []
-            for r in range(rows):
-                scalar = load(builder, builder.add(rows_a[r], offset), F32, 4)
-                broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-                broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined),
-                                               ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
-                for part in range(vectors):
-                    updated.append(builder.call(fma, [broad, parts[part], sums[vectors * r + part]]))
-            following = builder.add(step, I64(1))
-            step.add_incoming(following, loop)
-            for phi, value in zip(sums, updated):
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-            builder.position_at_end(done)
-            for index, value in enumerate(updated):
-                row, part = divmod(index, vectors)
-                builder.store(value, builder.inttoptr(at(rows_c[row], part * width), vector.as_pointer()), align=4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), codegen
+        at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
+        fma = function(builder, vector, [vector] * 3, f"llvm.fma.v{VECTOR}f32")
+        rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(rows)]
+        rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(rows)]
+        warm = builder.icmp_signed("!=", accumulate, I64(0))
+        zero = ir.Constant(vector, [0.0] * VECTOR)
+        start = builder.basic_block
+        with builder.if_then(warm):
+            loaded = [load(builder, at(row, part * width), vector, 4) for row in rows_c for part in range(vectors)]
+            loading = builder.basic_block
+        entry = builder.basic_block
+        first = []
+        for value in loaded:
+            phi = builder.phi(vector)
+            phi.add_incoming(zero, start)
+            phi.add_incoming(value, loading)
+            first.append(phi)
+        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        step.add_incoming(I64(0), entry)
+        sums = []
+        for value in first:
+            phi = builder.phi(vector)
+            phi.add_incoming(value, entry)
+            sums.append(phi)
+        row_b = builder.add(b, builder.mul(step, b_stride))
+        parts = [load(builder, at(row_b, part * width), vector, 4) for part in range(vectors)]
+        offset = builder.mul(step, I64(4))
+        updated = []
+        for r in range(rows):
+            scalar = load(builder, builder.add(rows_a[r], offset), F32, 4)
+            broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
+            broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined),
+                                           ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+            for part in range(vectors):
+                updated.append(builder.call(fma, [broad, parts[part], sums[vectors * r + part]]))
+        following = builder.add(step, I64(1))
+        step.add_incoming(following, loop)
+        for phi, value in zip(sums, updated):
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
+        builder.position_at_end(done)
+        for index, value in enumerate(updated):
+            row, part = divmod(index, vectors)
+            builder.store(value, builder.inttoptr(at(rows_c[row], part * width), vector.as_pointer()), align=4)
 
     return tile_product
 

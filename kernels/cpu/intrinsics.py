@@ -9,7 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import cgutils, intrinsic, types
+from ..deferred import cgutils, instructions, intrinsic, types
 
 I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 HAS_HALF = bool(cpu_features() & {"f16c", "fullfp16", "neon", "fp-armv8"})
@@ -33,86 +33,55 @@ i8_at, u8_at, i32_at, u32_at = _pointer("int8"), _pointer("uint8"), _pointer("in
 i16_at = _pointer("int16")
 
 
-@intrinsic
-def bits_to_f32(typingctx, bits):
+@instructions
+def bits_to_f32(builder, bits: types.uint32) -> types.float32:
     """uint32 -> the float32 with these bits."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], F32)
-
-    return types.float32(types.uint32), codegen
+    return builder.bitcast(bits, F32)
 
 
-@intrinsic
-def f32_to_bits(typingctx, value):
+@instructions
+def f32_to_bits(builder, value: types.float32) -> types.uint32:
     """float32 -> its bits as uint32."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(args[0], I32)
-
-    return types.uint32(types.float32), codegen
+    return builder.bitcast(value, I32)
 
 
-@intrinsic
-def half_to_f32(typingctx, bits):
+@instructions
+def half_to_f32(builder, bits: types.uint16) -> types.float32:
     """uint16 bits of a half -> float32, by the conversion instruction. Only where `HAS_HALF`."""
-
-    def codegen(context, builder, signature, args):
-        return builder.fpext(builder.bitcast(args[0], F16), F32)
-
-    return types.float32(types.uint16), codegen
+    return builder.fpext(builder.bitcast(bits, F16), F32)
 
 
-@intrinsic
-def f32_to_half(typingctx, value):
+@instructions
+def f32_to_half(builder, value: types.float32) -> types.uint16:
     """float32 -> bits of the nearest half (ties to even), by the conversion instruction. Only where `HAS_HALF`."""
-
-    def codegen(context, builder, signature, args):
-        return builder.bitcast(builder.fptrunc(args[0], F16), I16)
-
-    return types.uint16(types.float32), codegen
+    return builder.bitcast(builder.fptrunc(value, F16), I16)
 
 
 def _address(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.inttoptr(value, I64.as_pointer())
 
 
-@intrinsic
-def load(typingctx, address):
-    def codegen(context, builder, signature, args):
-        return builder.load_atomic(_address(builder, args[0]), "seq_cst", 8)
-
-    return types.int64(types.int64), codegen
+@instructions
+def load(builder, address) -> types.int64:
+    return builder.load_atomic(_address(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def store(typingctx, address, value):
-    def codegen(context, builder, signature, args):
-        builder.store_atomic(args[1], _address(builder, args[0]), "seq_cst", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+@instructions
+def store(builder, address, value):
+    builder.store_atomic(value, _address(builder, address), "seq_cst", 8)
 
 
-@intrinsic
-def fetch_add(typingctx, address, value):
+@instructions
+def fetch_add(builder, address, value) -> types.int64:
     """Atomically add; returns the value before."""
-
-    def codegen(context, builder, signature, args):
-        return builder.atomic_rmw("add", _address(builder, args[0]), args[1], "seq_cst")
-
-    return types.int64(types.int64, types.int64), codegen
+    return builder.atomic_rmw("add", _address(builder, address), value, "seq_cst")
 
 
-@intrinsic
-def compare_swap(typingctx, address, expected, wanted):
+@instructions
+def compare_swap(builder, address, expected, wanted) -> types.int64:
     """Atomically replace `expected` by `wanted`; 1 if that happened."""
-
-    def codegen(context, builder, signature, args):
-        pair = builder.cmpxchg(_address(builder, args[0]), args[1], args[2], "seq_cst", "seq_cst")
-        return builder.zext(builder.extract_value(pair, 1), I64)
-
-    return types.int64(types.int64, types.int64, types.int64), codegen
+    pair = builder.cmpxchg(_address(builder, address), expected, wanted, "seq_cst", "seq_cst")
+    return builder.zext(builder.extract_value(pair, 1), I64)
 
 
 @intrinsic
@@ -133,16 +102,11 @@ def relax(typingctx):
     return types.void(), codegen
 
 
-@intrinsic
-def call_kernel(typingctx, function, args, worker, counter):
+@instructions
+def call_kernel(builder, function, args, worker, counter):
     """Call `void(int64, int64, int64)` at an address."""
-
-    def codegen(context, builder, signature, values):
-        kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
-        builder.call(builder.inttoptr(values[0], kind.as_pointer()), values[1:])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+    kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [args, worker, counter])
 
 
 @intrinsic

@@ -23,7 +23,7 @@ from llvmlite import ir
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions
 from ..layout import BF16, F16, F32, THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
 from .arithmetic import ONE, ZERO, gate_values, normalise, widen
 from .gemm_tiles import Loop
@@ -64,59 +64,47 @@ def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.
 
 
 def _in(widened: Callable, item: int, abreast: int, lanes: int):
-    @intrinsic
-    def run(typingctx, x, apart, weights, pitch, steps, out, out_apart, warm):
+    @instructions
+    def run(builder, x, apart, weights, pitch, steps, out, out_apart, warm):
         """out[c, :lanes] (+)= the products of CHAINS * steps inputs with as many rows of weights, `pitch` bytes apart, for `abreast` x."""
         floats = ir.VectorType(FLOAT, lanes)
-
-        def codegen(context, builder, signature, args):
-            x, apart, weights, pitch, steps, out, out_apart, warm = args
-            columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(abreast)]
-            loop = Loop(builder, steps, [weights, *[constant(floats, 0.0)] * (CHAINS * abreast)], "inputs")
-            row, *sums = loop.values
-            for chain in range(CHAINS):
-                weight = widened(builder, row, lanes)
-                row = builder.add(row, pitch)
-                for c, column in enumerate(columns):
-                    at = offset(builder, builder.add(column, builder.mul(loop.turn, I64(4 * CHAINS))), 4 * chain)
-                    place = CHAINS * c + chain
-                    sums[place] = _fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
-            _, *sums = loop.end([row, *sums])
-            for c in range(abreast):
-                one, two, three, four = sums[CHAINS * c : CHAINS * (c + 1)]
-                total = builder.fadd(builder.fadd(one, two), builder.fadd(three, four))
-                _add_to(builder, total, builder.add(out, builder.mul(out_apart, I64(c))), warm)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), codegen
+        columns = [builder.add(x, builder.mul(apart, I64(c))) for c in range(abreast)]
+        loop = Loop(builder, steps, [weights, *[constant(floats, 0.0)] * (CHAINS * abreast)], "inputs")
+        row, *sums = loop.values
+        for chain in range(CHAINS):
+            weight = widened(builder, row, lanes)
+            row = builder.add(row, pitch)
+            for c, column in enumerate(columns):
+                at = offset(builder, builder.add(column, builder.mul(loop.turn, I64(4 * CHAINS))), 4 * chain)
+                place = CHAINS * c + chain
+                sums[place] = _fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
+        _, *sums = loop.end([row, *sums])
+        for c in range(abreast):
+            one, two, three, four = sums[CHAINS * c : CHAINS * (c + 1)]
+            total = builder.fadd(builder.fadd(one, two), builder.fadd(three, four))
+            _add_to(builder, total, builder.add(out, builder.mul(out_apart, I64(c))), warm)
 
     return run
 
 
 def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
-    @intrinsic
-    def run(typingctx, thin, apart, weights, pitch, rank, out, out_apart, warm):
+    @instructions
+    def run(builder, thin, apart, weights, pitch, rank, out, out_apart, warm):
         """out[c, :vectors * lanes] (+)= thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
         floats = ir.VectorType(FLOAT, lanes)
-
-        def codegen(context, builder, signature, args):
-            thin, apart, weights, pitch, rank, out, out_apart, warm = args
-            columns = [builder.add(thin, builder.mul(apart, I64(c))) for c in range(abreast)]
-            loop = Loop(builder, rank, [weights, *[constant(floats, 0.0)] * (vectors * abreast)], "ranks")
-            row, *sums = loop.values
-            own = [widened(builder, offset(builder, row, item * lanes * v), lanes) for v in range(vectors)]
-            for c, column in enumerate(columns):
-                number = load(builder, builder.add(column, builder.mul(loop.turn, I64(4))), FLOAT, 4)
-                for v in range(vectors):
-                    sums[vectors * c + v] = _fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
-            _, *sums = loop.end([builder.add(row, pitch), *sums])
-            for c in range(abreast):
-                to = builder.add(out, builder.mul(out_apart, I64(c)))
-                for v in range(vectors):
-                    _add_to(builder, sums[vectors * c + v], offset(builder, to, 4 * lanes * v), warm)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 8), codegen
+        columns = [builder.add(thin, builder.mul(apart, I64(c))) for c in range(abreast)]
+        loop = Loop(builder, rank, [weights, *[constant(floats, 0.0)] * (vectors * abreast)], "ranks")
+        row, *sums = loop.values
+        own = [widened(builder, offset(builder, row, item * lanes * v), lanes) for v in range(vectors)]
+        for c, column in enumerate(columns):
+            number = load(builder, builder.add(column, builder.mul(loop.turn, I64(4))), FLOAT, 4)
+            for v in range(vectors):
+                sums[vectors * c + v] = _fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
+        _, *sums = loop.end([builder.add(row, pitch), *sums])
+        for c in range(abreast):
+            to = builder.add(out, builder.mul(out_apart, I64(c)))
+            for v in range(vectors):
+                _add_to(builder, sums[vectors * c + v], offset(builder, to, 4 * lanes * v), warm)
 
     return run
 

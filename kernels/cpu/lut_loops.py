@@ -19,7 +19,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numpy import float32, int32
 
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions, types
 from ..tiles import ROWS, TILE
 from .gemm_tiles import Loop
 from .int8_ir import (
@@ -114,39 +114,33 @@ class _Sums:
 def _shuffled_sums(bits: int):
     """The loop of one width."""
 
-    @intrinsic
-    def run(typingctx, table, x, groups, in_group, zero_stride, out):
+    @instructions
+    def run(builder, table, x, groups, in_group, zero_stride, out):
         """ABREAST pairs of row blocks times one column -> float32 [ABREAST][32] at `out`, row scales not applied.
 
         table: addresses of the pairs' codes, then of the row blocks' scales, then of their zeros. x: address of four addresses, of which
         the last three are read: the column's scales, float32 per tile, its seeds and its tables. `groups` >= 1 groups of `in_group` tiles;
         `zero_stride`: bytes from a group's zeros to the next one's, 0 where all have the same.
         """
-
-        def codegen(context, builder, signature, args):
-            table, x, groups, in_group, zero_stride, out = args
-            slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
-            blocks = 2 * ABREAST
-            codes = [slot(table, i) for i in range(ABREAST)]
-            scales, zeros = ([slot(table, ABREAST + part * blocks + i) for i in range(blocks)] for part in (0, 1))
-            scale_at, seed_at, tables_at = (slot(x, i) for i in (1, 2, 3))
-            sums = constant(FLOATS, 0.0)
-            outer = Loop(builder, groups, [*codes, scale_at, seed_at, tables_at, *[sums] * (4 * VECTORS)], "groups")
-            at = builder.mul(outer.turn, I64(ROWS))
-            factors = _factors(builder, [builder.add(each, at) for each in scales])
-            at = builder.mul(outer.turn, zero_stride)
-            shifts = _zeros(builder, [builder.add(each, at) for each in zeros], bits)
-            inner = Loop(builder, in_group, outer.values, "tiles")
-            values = _tile(builder, bits, inner.values, factors, shifts)
-            values = outer.end(inner.end(values))
-            for index, value in enumerate(values[ABREAST + 3 :]):  # [vector][4 rows of every 16]
-                vector, four = divmod(index, 4)
-                for line in range(PER_LINE):
-                    lane = _shuffle(builder, value, value, list(range(4 * line, 4 * line + 4)))
-                    store(builder, lane, offset(builder, out, 4 * (vector * WIDTH + ROWS * line + 4 * four)), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
+        blocks = 2 * ABREAST
+        codes = [slot(table, i) for i in range(ABREAST)]
+        scales, zeros = ([slot(table, ABREAST + part * blocks + i) for i in range(blocks)] for part in (0, 1))
+        scale_at, seed_at, tables_at = (slot(x, i) for i in (1, 2, 3))
+        sums = constant(FLOATS, 0.0)
+        outer = Loop(builder, groups, [*codes, scale_at, seed_at, tables_at, *[sums] * (4 * VECTORS)], "groups")
+        at = builder.mul(outer.turn, I64(ROWS))
+        factors = _factors(builder, [builder.add(each, at) for each in scales])
+        at = builder.mul(outer.turn, zero_stride)
+        shifts = _zeros(builder, [builder.add(each, at) for each in zeros], bits)
+        inner = Loop(builder, in_group, outer.values, "tiles")
+        values = _tile(builder, bits, inner.values, factors, shifts)
+        values = outer.end(inner.end(values))
+        for index, value in enumerate(values[ABREAST + 3 :]):  # [vector][4 rows of every 16]
+            vector, four = divmod(index, 4)
+            for line in range(PER_LINE):
+                lane = _shuffle(builder, value, value, list(range(4 * line, 4 * line + 4)))
+                store(builder, lane, offset(builder, out, 4 * (vector * WIDTH + ROWS * line + 4 * four)), 4)
 
     return run
 
@@ -241,39 +235,29 @@ def _scalar_sums(bits: int):
 look_up_sums = _shuffled_sums if SHUFFLES else _scalar_sums
 
 
-@intrinsic
-def fused(typingctx, a, b, c):
+@instructions
+def fused(builder, a: types.float32, b: types.float32, c: types.float32) -> types.float32:
     """a * b + c of float32, rounded once."""
-
-    def codegen(context, builder, signature, args):
-        return builder.call(function(builder, F32, [F32] * 3, "llvm.fma.f32"), args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    return builder.call(function(builder, F32, [F32] * 3, "llvm.fma.f32"), [a, b, c])
 
 
-@intrinsic
-def _shuffled_tables(typingctx, codes, tiles, out):
+@instructions
+def _shuffled_tables(builder, codes, tiles, out):
     """int8 activations -> per four of them 16 low bytes and 16 high bytes of the sums of subsets."""
     bytes_, halves = ir.VectorType(I8, 32), ir.VectorType(I16, 16)
-
-    def codegen(context, builder, signature, args):
-        codes, tiles, out = args
-        pair_up = function(builder, halves, [bytes_] * 2, "llvm.x86.avx2.pmadd.ub.sw")
-        subsets = [ir.Constant(bytes_, [entry >> (2 * pair + i) & 1 for entry in range(16) for i in (0, 1)]) for pair in (0, 1)]
-        loop = Loop(builder, tiles, [codes, out], "tables")
-        for quad in range(QUADS):
-            pairs = [load(builder, offset(builder, loop.values[0], 4 * quad + 2 * pair), I16, 2) for pair in (0, 1)]
-            sums = builder.add(*(builder.call(pair_up, [subset, builder.bitcast(splat(builder, pair, halves), bytes_)])
-                                 for subset, pair in zip(subsets, pairs)))
-            low = builder.and_(sums, constant(halves, (1 << LOW) - 1))
-            if quad == 0:
-                low = builder.sub(low, constant(halves, BIAS))
-            for i, part in enumerate((low, builder.ashr(sums, constant(halves, LOW)))):
-                store(builder, builder.trunc(part, LINE), offset(builder, loop.values[1], GROUP_NBYTES * quad + 16 * i), 16)
-        loop.end([builder.add(loop.values[0], I64(TILE)), builder.add(loop.values[1], I64(TABLES_NBYTES))])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    pair_up = function(builder, halves, [bytes_] * 2, "llvm.x86.avx2.pmadd.ub.sw")
+    subsets = [ir.Constant(bytes_, [entry >> (2 * pair + i) & 1 for entry in range(16) for i in (0, 1)]) for pair in (0, 1)]
+    loop = Loop(builder, tiles, [codes, out], "tables")
+    for quad in range(QUADS):
+        pairs = [load(builder, offset(builder, loop.values[0], 4 * quad + 2 * pair), I16, 2) for pair in (0, 1)]
+        sums = builder.add(*(builder.call(pair_up, [subset, builder.bitcast(splat(builder, pair, halves), bytes_)])
+                             for subset, pair in zip(subsets, pairs)))
+        low = builder.and_(sums, constant(halves, (1 << LOW) - 1))
+        if quad == 0:
+            low = builder.sub(low, constant(halves, BIAS))
+        for i, part in enumerate((low, builder.ashr(sums, constant(halves, LOW)))):
+            store(builder, builder.trunc(part, LINE), offset(builder, loop.values[1], GROUP_NBYTES * quad + 16 * i), 16)
+    loop.end([builder.add(loop.values[0], I64(TILE)), builder.add(loop.values[1], I64(TABLES_NBYTES))])
 
 
 @inlined()

@@ -15,7 +15,7 @@ import numpy as np
 from llvmlite import ir
 
 from ..compile import kernel
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions
 from ..tiles import PLANES, ROWS, TILE
 from ..workspace import address
 from .gemm_tiles import Loop
@@ -73,79 +73,61 @@ def _quads(builder: ir.IRBuilder, bits: int, address: ir.Value) -> list[ir.Value
 
 
 def expand(bits: int):
-    @intrinsic
-    def run(typingctx, codes, tiles, out):
+    @instructions
+    def run(builder, codes, tiles, out):
         """`tiles` tiles of a row block, from this layout -> their quads, 512 bytes a tile. codes: its lines in the first unit."""
-
-        def codegen(context, builder, signature, args):
-            codes, tiles, out = args
-            loop = Loop(builder, tiles, [codes, out], "expand")
-            for i, quad in enumerate(_quads(builder, bits, loop.values[0])):
-                store(builder, quad, offset(builder, loop.values[1], 64 * i))
-            loop.end([builder.add(loop.values[0], I64(pair_tile_nbytes(bits))), builder.add(loop.values[1], I64(64 * QUADS))])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+        loop = Loop(builder, tiles, [codes, out], "expand")
+        for i, quad in enumerate(_quads(builder, bits, loop.values[0])):
+            store(builder, quad, offset(builder, loop.values[1], 64 * i))
+        loop.end([builder.add(loop.values[0], I64(pair_tile_nbytes(bits))), builder.add(loop.values[1], I64(64 * QUADS))])
 
     return run
 
 
 def restore(bits: int):
-    @intrinsic
-    def run(typingctx, codes, tiles, out):
+    @instructions
+    def run(builder, codes, tiles, out):
         """`tiles` tiles of a row block, from this layout to that of `tiles.py`."""
         words = ir.VectorType(I32, ROWS)
-
-        def codegen(context, builder, signature, args):
-            codes, tiles, out = args
-            loop = Loop(builder, tiles, [codes, out], "restore")
-            quads, at, first = _quads(builder, bits, loop.values[0]), 0, 0
-            for width in PLANES[bits]:
-                per, keep = 8 // width, constant(words, ((1 << width) - 1) * 0x01010101)
-                for start in range(0, QUADS, per):
-                    fields = [builder.and_(builder.lshr(quads[start + i], constant(words, first)), keep) for i in range(per)]
-                    packed = fields[0]
-                    for i in range(1, per):
-                        packed = builder.or_(packed, builder.shl(fields[i], constant(words, width * i)))
-                    store(builder, packed, offset(builder, loop.values[1], at))
-                    at += 64
-                first += width
-            loop.end([builder.add(loop.values[0], I64(pair_tile_nbytes(bits))), builder.add(loop.values[1], I64(64 * bits))])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+        loop = Loop(builder, tiles, [codes, out], "restore")
+        quads, at, first = _quads(builder, bits, loop.values[0]), 0, 0
+        for width in PLANES[bits]:
+            per, keep = 8 // width, constant(words, ((1 << width) - 1) * 0x01010101)
+            for start in range(0, QUADS, per):
+                fields = [builder.and_(builder.lshr(quads[start + i], constant(words, first)), keep) for i in range(per)]
+                packed = fields[0]
+                for i in range(1, per):
+                    packed = builder.or_(packed, builder.shl(fields[i], constant(words, width * i)))
+                store(builder, packed, offset(builder, loop.values[1], at))
+                at += 64
+            first += width
+        loop.end([builder.add(loop.values[0], I64(pair_tile_nbytes(bits))), builder.add(loop.values[1], I64(64 * bits))])
 
     return run
 
 
 def arrange_block(bits: int):
-    @intrinsic
-    def run(typingctx, codes, tiles, out):
+    @instructions
+    def run(builder, codes, tiles, out):
         """`tiles` tiles of a row block, from the layout of `tiles.py` to this one. out: its lines in the first unit."""
         words = ir.VectorType(I32, ROWS)
-
-        def codegen(context, builder, signature, args):
-            codes, tiles, out = args
-            loop = Loop(builder, tiles, [codes, out], "arrange")
-            at = first = 0
-            for width in PLANES[bits]:
-                per = 8 // width
-                raw = [load(builder, offset(builder, loop.values[0], at + 64 * i), words) for i in range(QUADS // per)]
-                for plane in range(first, first + width):
-                    for unit in range(4):
-                        nibbles = []
-                        for quad in (2 * unit, 2 * unit + 1):
-                            down = width * (quad % per) + plane - first
-                            bit = builder.and_(builder.lshr(raw[quad // per], constant(words, down)), constant(words, 0x01010101))
-                            # bit 0 of byte i to bit 24 + i, by one multiplication
-                            nibbles.append(builder.lshr(builder.mul(bit, constant(words, 0x01020408)), constant(words, 24)))
-                        both = builder.or_(nibbles[0], builder.shl(nibbles[1], constant(words, 4)))
-                        store(builder, builder.trunc(both, LINE), offset(builder, loop.values[1], (4 * plane + unit) * PAIR))
-                at, first = at + 64 * (QUADS // per), first + width
-            loop.end([builder.add(loop.values[0], I64(64 * bits)), builder.add(loop.values[1], I64(pair_tile_nbytes(bits)))])
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.int64), codegen
+        loop = Loop(builder, tiles, [codes, out], "arrange")
+        at = first = 0
+        for width in PLANES[bits]:
+            per = 8 // width
+            raw = [load(builder, offset(builder, loop.values[0], at + 64 * i), words) for i in range(QUADS // per)]
+            for plane in range(first, first + width):
+                for unit in range(4):
+                    nibbles = []
+                    for quad in (2 * unit, 2 * unit + 1):
+                        down = width * (quad % per) + plane - first
+                        bit = builder.and_(builder.lshr(raw[quad // per], constant(words, down)), constant(words, 0x01010101))
+                        # bit 0 of byte i to bit 24 + i, by one multiplication
+                        nibbles.append(builder.lshr(builder.mul(bit, constant(words, 0x01020408)), constant(words, 24)))
+                    both = builder.or_(nibbles[0], builder.shl(nibbles[1], constant(words, 4)))
+                    store(builder, builder.trunc(both, LINE), offset(builder, loop.values[1], (4 * plane + unit) * PAIR))
+            at, first = at + 64 * (QUADS // per), first + width
+        loop.end([builder.add(loop.values[0], I64(64 * bits)), builder.add(loop.values[1], I64(pair_tile_nbytes(bits)))])
 
     return run
 

@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..target import cpu_features, target
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
@@ -140,8 +140,8 @@ def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: i
 def single(bits: int, way: str, streams: int = STREAMS):
     """The decode loop of one format."""
 
-    @intrinsic
-    def run(typingctx, table, tables, x, tiles, shift, zero_shift, out):
+    @instructions
+    def run(builder, table, tables, x, tiles, shift, zero_shift, out):
         """`streams` row blocks times one column -> float32 [streams][16] at `out`, row scales not applied.
 
         table: addresses of the blocks' codes, then of their scales, then of their zeros, then of the codes that are read next, which are
@@ -149,30 +149,24 @@ def single(bits: int, way: str, streams: int = STREAMS):
         per 32 inputs, its seeds int32 per 16. `tiles` >= 1 along the inputs; a group is 32 << `shift` inputs, and so many share a zero by
         `zero_shift` (62: all).
         """
-
-        def codegen(context, builder, signature, args):
-            table, tables, x, tiles, shift, zero_shift, out = args
-            slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
-            codes, scales, zeros, nexts = ([slot(table, part * streams + s) for s in range(streams)] for part in range(4))
-            x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
-            levels, steps = tables_of(builder, way, tables, bits)
-            zero = constant(FLOATS, 0.0)
-            blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
-            seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
-            x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
-            values = quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
-            most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
-            for s in range(streams):
-                places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
-                at = tile_at(builder, codes[s], nexts[s], tile, tiles, tile_nbytes(bits))
-                for piece in range(PIECES):
-                    quads = weights_of(builder, way, levels, at, bits, piece)
-                    part = tile_of(builder, way, steps, *places, piece, most)
-                    updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
-            end_tiles(builder, blocks, tile, tiles, totals, updated, out)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
+        codes, scales, zeros, nexts = ([slot(table, part * streams + s) for s in range(streams)] for part in range(4))
+        x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
+        levels, steps = tables_of(builder, way, tables, bits)
+        zero = constant(FLOATS, 0.0)
+        blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
+        seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
+        x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
+        values = quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
+        most, updated = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1, []
+        for s in range(streams):
+            places = places_of(builder, way, scales[s], zeros[s], tile, shift, zero_shift)
+            at = tile_at(builder, codes[s], nexts[s], tile, tiles, tile_nbytes(bits))
+            for piece in range(PIECES):
+                quads = weights_of(builder, way, levels, at, bits, piece)
+                part = tile_of(builder, way, steps, *places, piece, most)
+                updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
+        end_tiles(builder, blocks, tile, tiles, totals, updated, out)
 
     return run
 
@@ -180,27 +174,21 @@ def single(bits: int, way: str, streams: int = STREAMS):
 def expand(bits: int, way: str):
     """Unpacking of one format, for several columns."""
 
-    @intrinsic
-    def run(typingctx, codes, tables, tiles, out):
+    @instructions
+    def run(builder, codes, tables, tiles, out):
         """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels as `weights_of` has them);
         codes of eight bits 128 lower as `packed_turns.py` takes them."""
-
-        def codegen(context, builder, signature, args):
-            codes, tables, tiles, out = args
-            levels, _ = tables_of(builder, way, tables, bits)
-            blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
-            at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
-            to = builder.add(out, builder.mul(tile, I64(64 * 8)))
-            ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
-            for piece in range(PIECES):
-                for j, value in enumerate(weights_of(builder, way, levels, at, bits, piece)):
-                    if bits == 8 and INSTRUCTION_SET == "avx2":
-                        value = builder.xor(value, constant(BYTES, 128))
-                    store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
-            end_loop(builder, blocks, tile, tiles, [], [])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
+        levels, _ = tables_of(builder, way, tables, bits)
+        blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
+        at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
+        to = builder.add(out, builder.mul(tile, I64(64 * 8)))
+        ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
+        for piece in range(PIECES):
+            for j, value in enumerate(weights_of(builder, way, levels, at, bits, piece)):
+                if bits == 8 and INSTRUCTION_SET == "avx2":
+                    value = builder.xor(value, constant(BYTES, 128))
+                store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
+        end_loop(builder, blocks, tile, tiles, [], [])
 
     return run
 
@@ -208,8 +196,8 @@ def expand(bits: int, way: str):
 def columns(way: str, most: int):
     """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
 
-    @intrinsic
-    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    @instructions
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
@@ -217,16 +205,12 @@ def columns(way: str, most: int):
         meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: see
         `packed_pairs.columns`; here row blocks are multiplied one by one.
         """
-
-        def codegen(context, builder, signature, args):
-            with builder.if_else(builder.icmp_signed(">", args[0], I64(1))) as (several, one):
-                with several:
-                    _multiply(builder, way, ABREAST, most, args[1:-1])
-                with one:
-                    _multiply(builder, way, 1, most, args[1:-1])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 14), codegen
+        given = [quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share]
+        with builder.if_else(builder.icmp_signed(">", count, I64(1))) as (several, one):
+            with several:
+                _multiply(builder, way, ABREAST, most, given)
+            with one:
+                _multiply(builder, way, 1, most, given)
 
     return run
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import BYTES, FLOATS, HALVES, LANES, PIECES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store, to_floats
 from .intrinsics import F32, I32, I64
@@ -28,22 +28,16 @@ NIBBLES, EVERY_OTHER_TWO, THIRDS = 0x0F, 0x33, 0x0C
 NOTHING = 0x80  # an index that finds a zero
 
 
-@intrinsic
-def spread_records(typingctx, records, tiles, out):
+@instructions
+def spread_records(builder, records, tiles, out):
     """A column's records -> the same as whole vectors, SPREAD bytes a tile. `tiles` >= 1."""
-
-    def codegen(context, builder, signature, args):
-        records, tiles, out = args
-        blocks, tile, _ = begin_loop(builder, "spread", I64(0), [])
-        record = builder.add(records, builder.mul(tile, I64(RECORD)))
-        to = builder.add(out, builder.mul(tile, I64(SPREAD)))
-        for i in range(SPREAD_WORDS):
-            store(builder, splat(builder, load(builder, offset(builder, record, 4 * i), I32, 4), WORDS), offset(builder, to, WIDTH * i), 4)
-        store(builder, load(builder, offset(builder, record, SCALE_AT), I32, 4), offset(builder, to, WIDTH * SPREAD_WORDS), 4)
-        end_loop(builder, blocks, tile, tiles, [], [])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    blocks, tile, _ = begin_loop(builder, "spread", I64(0), [])
+    record = builder.add(records, builder.mul(tile, I64(RECORD)))
+    to = builder.add(out, builder.mul(tile, I64(SPREAD)))
+    for i in range(SPREAD_WORDS):
+        store(builder, splat(builder, load(builder, offset(builder, record, 4 * i), I32, 4), WORDS), offset(builder, to, WIDTH * i), 4)
+    store(builder, load(builder, offset(builder, record, SCALE_AT), I32, 4), offset(builder, to, WIDTH * SPREAD_WORDS), 4)
+    end_loop(builder, blocks, tile, tiles, [], [])
 
 
 def _look_up(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
@@ -103,43 +97,37 @@ def _steps(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> list[li
 def single(bits: int):
     """The decode loop of a codebook of so many bits, where columns go by in turn."""
 
-    @intrinsic
-    def run(typingctx, table, tables, x, tiles, shift, zero_shift, out):
+    @instructions
+    def run(builder, table, tables, x, tiles, shift, zero_shift, out):
         """As `packed_loops.single` in all but what it reads of the column: the fourth address at `x` is that of its spread records."""
+        slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
+        codes, scales, _, nexts = ([slot(table, part * STREAMS + s) for s in range(STREAMS)] for part in range(4))
+        column, (levels, steps) = slot(x, 3), _tables(builder, tables, bits)
+        pieces = [(s, piece) for s in range(STREAMS) for piece in range(PIECES)]
+        blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, constant(FLOATS, 0.0))] * len(pieces))
+        at = [tile_at(builder, each, following, tile, tiles, tile_nbytes(bits)) for each, following in zip(codes, nexts, strict=True)]
+        places = [builder.add(each, builder.mul(tile, I64(ROWS))) for each in scales]
+        factors = [each for place in places for each in _steps(builder, steps, place)]
+        column = builder.add(column, builder.mul(tile, I64(SPREAD)))
+        sums: list[ir.Value | None] = [None] * len(pieces)
 
-        def codegen(context, builder, signature, args):
-            table, tables, x, tiles, _, _, out = args
-            slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
-            codes, scales, _, nexts = ([slot(table, part * STREAMS + s) for s in range(STREAMS)] for part in range(4))
-            column, (levels, steps) = slot(x, 3), _tables(builder, tables, bits)
-            pieces = [(s, piece) for s in range(STREAMS) for piece in range(PIECES)]
-            blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, constant(FLOATS, 0.0))] * len(pieces))
-            at = [tile_at(builder, each, following, tile, tiles, tile_nbytes(bits)) for each, following in zip(codes, nexts, strict=True)]
-            places = [builder.add(each, builder.mul(tile, I64(ROWS))) for each in scales]
-            factors = [each for place in places for each in _steps(builder, steps, place)]
-            column = builder.add(column, builder.mul(tile, I64(SPREAD)))
-            sums: list[ir.Value | None] = [None] * len(pieces)
+        def word(place: int, kind: ir.VectorType) -> ir.Value:
+            return builder.bitcast(load(builder, offset(builder, column, WIDTH * place), WORDS, WIDTH), kind)
 
-            def word(place: int, kind: ir.VectorType) -> ir.Value:
-                return builder.bitcast(load(builder, offset(builder, column, WIDTH * place), WORDS, WIDTH), kind)
-
-            for group in (0, 1):
-                for index, (s, piece) in enumerate(pieces):
-                    indices = _indices(builder, at[s], bits, piece, group)
-                    for pair in (0, 1):
-                        pairs = word(EIGHTS_AT // 4 + 2 * group + pair, HALVES)
-                        for odd in (0, 1):
-                            level = _look_up(builder, levels[odd], indices[2 * pair + odd])
-                            pairs = builder.add(pairs, pair_up(builder, level, word(4 * group + 2 * pair + odd, BYTES)))
-                        part = scale_up(builder, pairs, factors[index][group])
-                        sums[index] = part if sums[index] is None else builder.add(sums[index], part)
-                    # The compiler would keep what the next piece reads again in registers, of which there are too few.
-                    builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
-            x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
-            updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
-            end_tiles(builder, blocks, tile, tiles, totals, updated, out)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        for group in (0, 1):
+            for index, (s, piece) in enumerate(pieces):
+                indices = _indices(builder, at[s], bits, piece, group)
+                for pair in (0, 1):
+                    pairs = word(EIGHTS_AT // 4 + 2 * group + pair, HALVES)
+                    for odd in (0, 1):
+                        level = _look_up(builder, levels[odd], indices[2 * pair + odd])
+                        pairs = builder.add(pairs, pair_up(builder, level, word(4 * group + 2 * pair + odd, BYTES)))
+                    part = scale_up(builder, pairs, factors[index][group])
+                    sums[index] = part if sums[index] is None else builder.add(sums[index], part)
+                # The compiler would keep what the next piece reads again in registers, of which there are too few.
+                builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+        x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
+        updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
+        end_tiles(builder, blocks, tile, tiles, totals, updated, out)
 
     return run

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..target import target
 from ..tiles import tile_nbytes
 from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, offset, splat, store
@@ -66,48 +66,42 @@ def pairs(bits: int, way: str):
     """The loop of one format."""
     most = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1
 
-    @intrinsic
-    def run(typingctx, count, together, table, tables, x, tiles, shift, zero_shift, sums):
+    @instructions
+    def run(builder, count, together, table, tables, x, tiles, shift, zero_shift, sums):
         """`together` row blocks, PAIR or one, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
 
         table: addresses of the blocks' codes, then of their scales, then of their zeros, then of the codes and of the scales that are read
         next, which are asked for. x: records [tile][count]. The others are those of `packed_loops.single`.
         """
+        levels, steps = tables_of(builder, way, tables, bits)
+        nbytes, end = builder.mul(count, I64(STRIDE)), builder.mul(tiles, I64(tile_nbytes(bits)))
+        slots = [[load(builder, offset(builder, table, 8 * (PAIR * part + r)), I64, 8) for part in range(5)] for r in range(PAIR)]
+        blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
 
-        def codegen(context, builder, signature, args):
-            count, together, table, tables, x, tiles, shift, zero_shift, sums = args
-            levels, steps = tables_of(builder, way, tables, bits)
-            nbytes, end = builder.mul(count, I64(STRIDE)), builder.mul(tiles, I64(tile_nbytes(bits)))
-            slots = [[load(builder, offset(builder, table, 8 * (PAIR * part + r)), I64, 8) for part in range(5)] for r in range(PAIR)]
-            blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
+        def walk(together: list[_RowBlock]) -> None:
+            loop, tile, _ = begin_loop(builder, "tiles", I64(0), [])
+            passed, weights, parts = builder.mul(tile, I64(tile_nbytes(bits))), [], []
+            for own in together:
+                at, behind = builder.add(own.codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), end)
+                here = builder.icmp_signed("<", behind, I64(0))
+                wanted = builder.select(here, offset(builder, at, AHEAD), builder.add(own.next_codes, behind))
+                ask(builder, wanted, tile_nbytes(bits))
+                places = places_of(builder, way, own.scales, own.zeros, tile, shift, zero_shift)
+                ask(builder, builder.add(own.next_scales, builder.sub(places[0], own.scales)), 64)
+                weights.append(weights_of(builder, way, levels, at, bits, 0))
+                parts.append(tile_of(builder, way, steps, *places, 0, most))
+            records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
+            _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
+            end_loop(builder, loop, tile, tiles, [], [])
 
-            def walk(together: list[_RowBlock]) -> None:
-                loop, tile, _ = begin_loop(builder, "tiles", I64(0), [])
-                passed, weights, parts = builder.mul(tile, I64(tile_nbytes(bits))), [], []
-                for own in together:
-                    at, behind = builder.add(own.codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), end)
-                    here = builder.icmp_signed("<", behind, I64(0))
-                    wanted = builder.select(here, offset(builder, at, AHEAD), builder.add(own.next_codes, behind))
-                    ask(builder, wanted, tile_nbytes(bits))
-                    places = places_of(builder, way, own.scales, own.zeros, tile, shift, zero_shift)
-                    ask(builder, builder.add(own.next_scales, builder.sub(places[0], own.scales)), 64)
-                    weights.append(weights_of(builder, way, levels, at, bits, 0))
-                    parts.append(tile_of(builder, way, steps, *places, 0, most))
-                records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
-                _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
-                end_loop(builder, loop, tile, tiles, [], [])
-
-            if not FEW:
+        if not FEW:
+            walk(blocks)
+            return
+        with builder.if_else(builder.icmp_signed("==", together, I64(PAIR))) as (both, one):
+            with both:
                 walk(blocks)
-                return context.get_dummy_value()
-            with builder.if_else(builder.icmp_signed("==", together, I64(PAIR))) as (both, one):
-                with both:
-                    walk(blocks)
-                with one:
-                    walk(blocks[:1])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), codegen
+            with one:
+                walk(blocks[:1])
 
     return run
 
@@ -115,34 +109,28 @@ def pairs(bits: int, way: str):
 def columns(way: str, most: int):
     """The same from expanded tiles, codes up to `most`."""
 
-    @intrinsic
-    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    @instructions
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         """Tiles [begin, end) of PAIR row blocks, expanded at `quads`, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
 
         x: records [tile][count], from tile 0 on. apart: address of how far a second row block's quads, scales, zeros and `ahead` lie behind
         the first one's. The others are those of `packed_loops.columns`.
         """
-
-        def codegen(context, builder, signature, args):
-            count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart = args
-            _, steps = tables_of(builder, way, tables)
-            firsts = quads, scales, zeros, ahead
-            seconds = [builder.add(each, load(builder, offset(builder, apart, 8 * i), I64, 8)) for i, each in enumerate(firsts)]
-            nbytes, quarter = builder.mul(count, I64(STRIDE)), builder.lshr(share, I64(2))
-            loop, tile, _ = begin_loop(builder, "tiles", begin, [])
-            passed, weights, parts = builder.sub(tile, begin), [], []
-            for own, scale, zero, following in (firsts, seconds):
-                wanted = builder.add(following, builder.mul(passed, share))
-                for i in range(4):
-                    ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
-                at = builder.add(own, builder.mul(passed, I64(64 * 8)))
-                weights.append([load(builder, offset(builder, at, 64 * j), BYTES, WIDTH) for j in range(8)])
-                parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, most))
-            spots = [offset(builder, sums, SUMS_NBYTES * r) for r in range(PAIR)]
-            _columns_go_by(builder, way, weights, parts, spots, builder.add(x, builder.mul(tile, nbytes)), nbytes)
-            end_loop(builder, loop, tile, end, [], [])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 14), codegen
+        _, steps = tables_of(builder, way, tables)
+        firsts = quads, scales, zeros, ahead
+        seconds = [builder.add(each, load(builder, offset(builder, apart, 8 * i), I64, 8)) for i, each in enumerate(firsts)]
+        nbytes, quarter = builder.mul(count, I64(STRIDE)), builder.lshr(share, I64(2))
+        loop, tile, _ = begin_loop(builder, "tiles", begin, [])
+        passed, weights, parts = builder.sub(tile, begin), [], []
+        for own, scale, zero, following in (firsts, seconds):
+            wanted = builder.add(following, builder.mul(passed, share))
+            for i in range(4):
+                ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+            at = builder.add(own, builder.mul(passed, I64(64 * 8)))
+            weights.append([load(builder, offset(builder, at, 64 * j), BYTES, WIDTH) for j in range(8)])
+            parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, most))
+        spots = [offset(builder, sums, SUMS_NBYTES * r) for r in range(PAIR)]
+        _columns_go_by(builder, way, weights, parts, spots, builder.add(x, builder.mul(tile, nbytes)), nbytes)
+        end_loop(builder, loop, tile, end, [], [])
 
     return run

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import LEVEL_SHIFT, ROWS
 from . import packed_factors as ways
 from .int8_ir import (
@@ -57,34 +57,28 @@ APART = (ways.HALVES, ways.NIBBLE, ways.SMALL)  # whose two groups of a tile sta
 EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 
 
-@intrinsic
-def make_column(typingctx, codes, scales, tiles, pitch, records):
+@instructions
+def make_column(builder, codes, scales, tiles, pitch, records):
     """A column's int8 [tiles * 32] and float32 scales per 32 -> its records, `pitch` bytes apart. `tiles` >= 1."""
-
-    def codegen(context, builder, signature, args):
-        codes, scales, tiles, pitch, records = args
-        blocks, tile, _ = begin_loop(builder, "records", I64(0), [])
-        code = load(builder, builder.add(codes, builder.mul(tile, I64(32))), ir.VectorType(I8, 32))
-        to = builder.add(records, builder.mul(tile, pitch))
-        store(builder, code, to)
-        sums = builder.sext(code, ir.VectorType(I16, 32))
-        # Inputs 2i and 2i + 1; then those of two quads, and of four, whose places in 32 bits are the same.
-        for apart, at, shift in ((1, None, 0), (2, EIGHTS_AT, LEVEL_SHIFT), (2, SIXTEENTHS_AT, SIGNED_SHIFT)):
-            count = sums.type.count
-            first = [i for i in range(count) if i // apart % 2 == 0]
-            sums = builder.add(*(builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(I32, count // 2), [i + part for i in first]))
-                                 for part in (0, apart)))
-            if at is not None:
-                store(builder, builder.mul(sums, constant(sums.type, -shift)), offset(builder, to, at))
-        total = I16(0)
-        for i in range(4):
-            total = builder.add(total, builder.extract_element(sums, I32(i)))
-        store(builder, load(builder, builder.add(scales, builder.mul(tile, I64(4))), I32, 4), offset(builder, to, SCALE_AT))
-        store(builder, builder.sitofp(total, F32), offset(builder, to, TOTAL_AT))
-        end_loop(builder, blocks, tile, tiles, [], [])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    blocks, tile, _ = begin_loop(builder, "records", I64(0), [])
+    code = load(builder, builder.add(codes, builder.mul(tile, I64(32))), ir.VectorType(I8, 32))
+    to = builder.add(records, builder.mul(tile, pitch))
+    store(builder, code, to)
+    sums = builder.sext(code, ir.VectorType(I16, 32))
+    # Inputs 2i and 2i + 1; then those of two quads, and of four, whose places in 32 bits are the same.
+    for apart, at, shift in ((1, None, 0), (2, EIGHTS_AT, LEVEL_SHIFT), (2, SIXTEENTHS_AT, SIGNED_SHIFT)):
+        count = sums.type.count
+        first = [i for i in range(count) if i // apart % 2 == 0]
+        sums = builder.add(*(builder.shuffle_vector(sums, sums, ir.Constant(ir.VectorType(I32, count // 2), [i + part for i in first]))
+                             for part in (0, apart)))
+        if at is not None:
+            store(builder, builder.mul(sums, constant(sums.type, -shift)), offset(builder, to, at))
+    total = I16(0)
+    for i in range(4):
+        total = builder.add(total, builder.extract_element(sums, I32(i)))
+    store(builder, load(builder, builder.add(scales, builder.mul(tile, I64(4))), I32, 4), offset(builder, to, SCALE_AT))
+    store(builder, builder.sitofp(total, F32), offset(builder, to, TOTAL_AT))
+    end_loop(builder, blocks, tile, tiles, [], [])
 
 
 class _Record:
@@ -205,51 +199,45 @@ def next_column(builder: ir.IRBuilder, blocks: tuple, place: ir.Value, end: ir.V
 def columns(way: str, most: int):
     """The loop over expanded tiles for any number of columns, codes up to `most`."""
 
-    @intrinsic
-    def run(typingctx, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+    @instructions
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` >= 1 columns; adds to float32 [count][16] at `sums`.
 
         x: records [tile][count], from tile 0 on. Before `quads` there is room for int32 [count][16]. The others are those of
         `packed_loops.columns`; row blocks are multiplied one by one, so `apart` says nothing.
         """
-
-        def codegen(context, builder, signature, args):
-            count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, _ = args
-            _, steps = tables_of(builder, way, tables)
-            nbytes = builder.mul(count, I64(STRIDE))
-            parts = builder.sub(quads, nbytes)
-            tiles, tile, _ = begin_loop(builder, "tiles", begin, [])
-            places = places_of(builder, way, scales, zeros, tile, shift, zero_shift)
-            passed = builder.sub(tile, begin)
-            wanted, part = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
-            for i in range(4):
-                ask(builder, builder.add(wanted, builder.mul(part, I64(i))), 64, 2)
-            at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
-            records = builder.add(x, builder.mul(tile, nbytes))
-            factors = [tile_of(builder, way, steps, *places, piece, most) for piece in range(PIECES)]
-            for group in (0, 1):
-                here = [[offset(builder, at, 64 * j + WIDTH * piece) for j in range(4 * group, 4 * group + 4)] for piece in range(PIECES)]
-                weights = [[load(builder, each, BYTES, WIDTH) for each in own] for own in here]
-                if most > 127:
-                    size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
-                    weights = [[builder.call(size, [each, I1(0)]) for each in own] for own in weights]
-                turns, place, _ = begin_loop(builder, "turns", I64(0), [])
-                record = _Record(builder, builder.add(records, place))
-                signs = here if most > 127 else [()] * PIECES
-                dots = _abreast(builder, [_dots(builder, way, factors[piece], group, weights[piece], signs[piece], record)
-                                          for piece in range(PIECES)])
-                for piece, own in enumerate(dots):
-                    spot, kept = (offset(builder, builder.add(each, place), WIDTH * piece) for each in (sums, parts))
-                    if group == 0 and way not in APART:
-                        store(builder, own, kept, WIDTH)
-                        continue
-                    if way not in APART:
-                        own = builder.add(own, load(builder, kept, WORDS, WIDTH))
-                    store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
-                next_column(builder, turns, place, nbytes)
-            end_loop(builder, tiles, tile, end, [], [])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 14), codegen
+        _, steps = tables_of(builder, way, tables)
+        nbytes = builder.mul(count, I64(STRIDE))
+        parts = builder.sub(quads, nbytes)
+        tiles, tile, _ = begin_loop(builder, "tiles", begin, [])
+        places = places_of(builder, way, scales, zeros, tile, shift, zero_shift)
+        passed = builder.sub(tile, begin)
+        wanted, part = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
+        for i in range(4):
+            ask(builder, builder.add(wanted, builder.mul(part, I64(i))), 64, 2)
+        at = builder.add(quads, builder.mul(passed, I64(64 * 8)))
+        records = builder.add(x, builder.mul(tile, nbytes))
+        factors = [tile_of(builder, way, steps, *places, piece, most) for piece in range(PIECES)]
+        for group in (0, 1):
+            here = [[offset(builder, at, 64 * j + WIDTH * piece) for j in range(4 * group, 4 * group + 4)] for piece in range(PIECES)]
+            weights = [[load(builder, each, BYTES, WIDTH) for each in own] for own in here]
+            if most > 127:
+                size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
+                weights = [[builder.call(size, [each, I1(0)]) for each in own] for own in weights]
+            turns, place, _ = begin_loop(builder, "turns", I64(0), [])
+            record = _Record(builder, builder.add(records, place))
+            signs = here if most > 127 else [()] * PIECES
+            dots = _abreast(builder, [_dots(builder, way, factors[piece], group, weights[piece], signs[piece], record)
+                                      for piece in range(PIECES)])
+            for piece, own in enumerate(dots):
+                spot, kept = (offset(builder, builder.add(each, place), WIDTH * piece) for each in (sums, parts))
+                if group == 0 and way not in APART:
+                    store(builder, own, kept, WIDTH)
+                    continue
+                if way not in APART:
+                    own = builder.add(own, load(builder, kept, WORDS, WIDTH))
+                store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
+            next_column(builder, turns, place, nbytes)
+        end_loop(builder, tiles, tile, end, [], [])
 
     return run

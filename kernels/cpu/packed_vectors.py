@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions
 from ..tiles import ROWS, TILE
 from .inner_loops import VECTOR
 from .int8_ir import I8, constant, function, load, offset, splat, store
@@ -15,84 +15,68 @@ MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves
 SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
 
 
-@intrinsic
-def quantize_tiles(typingctx, x, tiles, codes, scales, totals, least):
+@instructions
+def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1;
     `least`: the bits of what a largest magnitude is at least.
 
     Rounds to nearest, ties to even; with a scale below the normal numbers all are zeros. NaN and infinity make the scale NaN, so that
     they stay visible.
     """
-
-    def codegen(context, builder, signature, args):
-        x, tiles, codes, scales, totals, least = args
-        parts = TILE // VECTOR
-        words, small = ir.VectorType(I32, VECTOR), ir.VectorType(I8, VECTOR)
-        wide = ir.VectorType(F32, VECTOR)
-        reduce = lambda name, value: builder.call(function(builder, I32, [words], f"llvm.vector.reduce.{name}.v{VECTOR}i32"), [value])  # noqa: E731
-        least = builder.trunc(least, I32)
-        blocks, tile, _ = begin_loop(builder, "quantize", I64(0), [])
-        at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
-        values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
-        # Magnitudes order like their bits, and NaN lies above infinity: a few vector maxima, where a maximum of floats becomes a chain of
-        # scalar steps that each ask for NaN.
-        sizes = [builder.and_(builder.bitcast(value, words), constant(words, 0x7FFFFFFF)) for value in values]
-        while len(sizes) > 1:
-            sizes = [builder.select(builder.icmp_unsigned(">", a, b), a, b) for a, b in zip(sizes[::2], sizes[1::2])]
-        top = reduce("umax", sizes[0])
-        top = builder.bitcast(builder.select(builder.icmp_unsigned(">", top, least), top, least), F32)
-        seen = builder.fmul(top, F32(0.0))  # NaN, if any value is not finite
-        scale = builder.fdiv(top, F32(127.0))
-        inverse = builder.select(builder.fcmp_ordered(">=", scale, F32(SMALLEST)), builder.fdiv(F32(127.0), top), F32(0.0))
-        store(builder, builder.fadd(scale, seen), builder.add(scales, builder.mul(tile, I64(4))), 4)
-        inverse, sums = splat(builder, inverse, wide), []
-        for i, value in enumerate(values):
-            moved = builder.fadd(builder.fmul(value, inverse), constant(wide, MAGIC))
-            number = builder.sub(builder.bitcast(moved, words), constant(words, MAGIC_BITS))
-            store(builder, builder.trunc(number, small), builder.add(codes, builder.add(builder.mul(tile, I64(TILE)), I64(VECTOR * i))))
-            sums.append(reduce("add", number))
-        for half in (0, 1):
-            own = sums[half * parts // 2]
-            for more in sums[half * parts // 2 + 1 : (half + 1) * parts // 2]:
-                own = builder.add(own, more)
-            store(builder, own, builder.add(totals, builder.add(builder.mul(tile, I64(8)), I64(4 * half))), 4)
-        end_loop(builder, blocks, tile, tiles, [], [])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    parts = TILE // VECTOR
+    words, small = ir.VectorType(I32, VECTOR), ir.VectorType(I8, VECTOR)
+    wide = ir.VectorType(F32, VECTOR)
+    reduce = lambda name, value: builder.call(function(builder, I32, [words], f"llvm.vector.reduce.{name}.v{VECTOR}i32"), [value])  # noqa: E731
+    least = builder.trunc(least, I32)
+    blocks, tile, _ = begin_loop(builder, "quantize", I64(0), [])
+    at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
+    values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
+    # Magnitudes order like their bits, and NaN lies above infinity: a few vector maxima, where a maximum of floats becomes a chain of
+    # scalar steps that each ask for NaN.
+    sizes = [builder.and_(builder.bitcast(value, words), constant(words, 0x7FFFFFFF)) for value in values]
+    while len(sizes) > 1:
+        sizes = [builder.select(builder.icmp_unsigned(">", a, b), a, b) for a, b in zip(sizes[::2], sizes[1::2])]
+    top = reduce("umax", sizes[0])
+    top = builder.bitcast(builder.select(builder.icmp_unsigned(">", top, least), top, least), F32)
+    seen = builder.fmul(top, F32(0.0))  # NaN, if any value is not finite
+    scale = builder.fdiv(top, F32(127.0))
+    inverse = builder.select(builder.fcmp_ordered(">=", scale, F32(SMALLEST)), builder.fdiv(F32(127.0), top), F32(0.0))
+    store(builder, builder.fadd(scale, seen), builder.add(scales, builder.mul(tile, I64(4))), 4)
+    inverse, sums = splat(builder, inverse, wide), []
+    for i, value in enumerate(values):
+        moved = builder.fadd(builder.fmul(value, inverse), constant(wide, MAGIC))
+        number = builder.sub(builder.bitcast(moved, words), constant(words, MAGIC_BITS))
+        store(builder, builder.trunc(number, small), builder.add(codes, builder.add(builder.mul(tile, I64(TILE)), I64(VECTOR * i))))
+        sums.append(reduce("add", number))
+    for half in (0, 1):
+        own = sums[half * parts // 2]
+        for more in sums[half * parts // 2 + 1 : (half + 1) * parts // 2]:
+            own = builder.add(own, more)
+        store(builder, own, builder.add(totals, builder.add(builder.mul(tile, I64(8)), I64(4 * half))), 4)
+    end_loop(builder, blocks, tile, tiles, [], [])
 
 
-@intrinsic
-def scale_rows(typingctx, sums, row_scales):
+@instructions
+def scale_rows(builder, sums, row_scales):
     """16 float32 at `sums` times 16 bfloat16 at `row_scales`, in place."""
-
-    def codegen(context, builder, signature, args):
-        halves, words, wide = ir.VectorType(I16, VECTOR), ir.VectorType(I32, VECTOR), ir.VectorType(F32, VECTOR)
-        for i in range(ROWS // VECTOR):
-            at = offset(builder, args[0], 4 * VECTOR * i)
-            bits = builder.zext(load(builder, offset(builder, args[1], 2 * VECTOR * i), halves, 2), words)
-            scale = builder.bitcast(builder.shl(bits, constant(words, 16)), wide)
-            store(builder, builder.fmul(load(builder, at, wide, 4), scale), at, 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    halves, words, wide = ir.VectorType(I16, VECTOR), ir.VectorType(I32, VECTOR), ir.VectorType(F32, VECTOR)
+    for i in range(ROWS // VECTOR):
+        at = offset(builder, sums, 4 * VECTOR * i)
+        bits = builder.zext(load(builder, offset(builder, row_scales, 2 * VECTOR * i), halves, 2), words)
+        scale = builder.bitcast(builder.shl(bits, constant(words, 16)), wide)
+        store(builder, builder.fmul(load(builder, at, wide, 4), scale), at, 4)
 
 
-@intrinsic
-def put_block(typingctx, sums, target, add):
+@instructions
+def put_block(builder, sums, target, add):
     """16 float32 from `sums` to `target`, added to what is there where `add` is not 0."""
-
-    def codegen(context, builder, signature, args):
-        wide = ir.VectorType(F32, VECTOR)
-        adding = builder.icmp_signed("!=", args[2], I64(0))
-        for i in range(ROWS // VECTOR):
-            value = load(builder, offset(builder, args[0], 4 * VECTOR * i), wide, 4)
-            to = offset(builder, args[1], 4 * VECTOR * i)
-            with builder.if_else(adding) as (then, otherwise):
-                with then:
-                    store(builder, builder.fadd(load(builder, to, wide, 4), value), to, 4)
-                with otherwise:
-                    store(builder, value, to, 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    wide = ir.VectorType(F32, VECTOR)
+    adding = builder.icmp_signed("!=", add, I64(0))
+    for i in range(ROWS // VECTOR):
+        value = load(builder, offset(builder, sums, 4 * VECTOR * i), wide, 4)
+        to = offset(builder, target, 4 * VECTOR * i)
+        with builder.if_else(adding) as (then, otherwise):
+            with then:
+                store(builder, builder.fadd(load(builder, to, wide, 4), value), to, 4)
+            with otherwise:
+                store(builder, value, to, 4)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
+from ..deferred import instructions, types
 from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
 
@@ -54,21 +54,16 @@ def _entry(builder: ir.IRBuilder, tables: ir.Value, index: int) -> ir.Value:
 def book_error(count: int):
     """How 16 weights fit a codebook of `count` levels under one scale."""
 
-    @intrinsic
-    def run(typingctx, x, inverse, tables):
+    @instructions
+    def run(builder, x, inverse: types.float32, tables) -> types.int64:
         """Sum of squares, int64 in units of 1 / FINE**2, of 16 float32 at `x` times `inverse` / FINE less the nearest levels."""
-
-        def codegen(context, builder, signature, args):
-            x, inverse, tables = args
-            fine = _fine(builder, x, inverse)
-            level = _entry(builder, tables, MOST_LEVELS - 1)
-            for i in range(count - 1):
-                above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
-                level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
-            off = builder.sub(fine, level)
-            return _product_sum(builder, off, off)
-
-        return types.int64(types.int64, types.float32, types.int64), codegen
+        fine = _fine(builder, x, inverse)
+        level = _entry(builder, tables, MOST_LEVELS - 1)
+        for i in range(count - 1):
+            above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
+            level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
+        off = builder.sub(fine, level)
+        return _product_sum(builder, off, off)
 
     return run
 
@@ -76,24 +71,18 @@ def book_error(count: int):
 def book_codes(count: int):
     """The codes of 16 weights under a codebook of `count` levels and one scale."""
 
-    @intrinsic
-    def run(typingctx, x, inverse, tables, codes, sums):
+    @instructions
+    def run(builder, x, inverse: types.float32, tables, codes, sums):
         """Codes uint8 [16] to `codes`; sums of level * weight and level * level, in units of 1 / FINE**2, to int64 [2] at `sums`."""
-
-        def codegen(context, builder, signature, args):
-            x, inverse, tables, codes, sums = args
-            fine = _fine(builder, x, inverse)
-            level, index = _entry(builder, tables, MOST_LEVELS - 1), constant(SHORTS, 0)
-            for i in range(count - 1):
-                above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
-                level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
-                index = builder.sub(index, builder.sext(above, SHORTS))
-            store(builder, builder.trunc(index, SMALL), codes)
-            store(builder, _product_sum(builder, fine, level), sums, 8)
-            store(builder, _product_sum(builder, level, level), offset(builder, sums, 8), 8)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.float32, *[types.int64] * 3), codegen
+        fine = _fine(builder, x, inverse)
+        level, index = _entry(builder, tables, MOST_LEVELS - 1), constant(SHORTS, 0)
+        for i in range(count - 1):
+            above = builder.icmp_signed(">", fine, _entry(builder, tables, i))
+            level = builder.select(above, _entry(builder, tables, MOST_LEVELS + i), level)
+            index = builder.sub(index, builder.sext(above, SHORTS))
+        store(builder, builder.trunc(index, SMALL), codes)
+        store(builder, _product_sum(builder, fine, level), sums, 8)
+        store(builder, _product_sum(builder, level, level), offset(builder, sums, 8), 8)
 
     return run
 
@@ -101,42 +90,37 @@ def book_codes(count: int):
 def _grid(keep: bool):
     """How weights fit a grid of whole numbers under one scale; `keep`: write the codes too."""
 
-    @intrinsic
-    def run(typingctx, x, vectors, inverse, low, high, zero, codes, sums):
+    @instructions
+    def run(builder, x, vectors, inverse: types.float32, low: types.float32, high: types.float32, zero, codes, sums) -> types.float32:
         """Sum of squares of `vectors` * 16 float32 at `x` times `inverse` less the nearest whole numbers q in [low, high].
 
         Kept: codes q + zero, uint8, at `codes`, sum(q * x * inverse) and sum(q * q) in float32 [2] at `sums`.
         """
-
-        def codegen(context, builder, signature, args):
-            x, vectors, inverse, low, high, zero, codes, sums = args
-            inverse, low, high = (splat(builder, each, WIDE) for each in (inverse, low, high))
-            zeros = splat(builder, builder.trunc(zero, I32), WORDS)
-            entry, loop, done = builder.basic_block, builder.append_basic_block("fit"), builder.append_basic_block("fit.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            step = builder.phi(I64)
-            totals = [builder.phi(WIDE) for _ in range(3 if keep else 1)]
-            scaled = builder.fmul(load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4), inverse)
-            moved = builder.fadd(_clamped(builder, scaled, low, high), constant(WIDE, MAGIC))
-            q = builder.fsub(moved, constant(WIDE, MAGIC))
-            off = builder.fsub(scaled, q)
-            terms = [builder.fmul(off, off), builder.fmul(q, scaled), builder.fmul(q, q)][: len(totals)]
-            updated = [builder.fadd(total, term) for total, term in zip(totals, terms)]
-            if keep:
-                index = builder.add(builder.sub(builder.bitcast(moved, WORDS), constant(WORDS, MAGIC_BITS)), zeros)
-                store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(step, I64(LANES))))
-            following = builder.add(step, I64(1))
-            for phi, start, new in zip((step, *totals), (I64(0), *[constant(WIDE, 0.0)] * 3), (following, *updated)):
-                phi.add_incoming(start, entry)
-                phi.add_incoming(new, loop)
-            builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-            builder.position_at_end(done)
-            for i, total in enumerate(updated[1:]):
-                store(builder, _sum(builder, total), offset(builder, sums, 4 * i), 4)
-            return _sum(builder, updated[0])
-
-        return types.float32(types.int64, types.int64, *[types.float32] * 3, *[types.int64] * 3), codegen
+        inverse, low, high = (splat(builder, each, WIDE) for each in (inverse, low, high))
+        zeros = splat(builder, builder.trunc(zero, I32), WORDS)
+        entry, loop, done = builder.basic_block, builder.append_basic_block("fit"), builder.append_basic_block("fit.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        step = builder.phi(I64)
+        totals = [builder.phi(WIDE) for _ in range(3 if keep else 1)]
+        scaled = builder.fmul(load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4), inverse)
+        moved = builder.fadd(_clamped(builder, scaled, low, high), constant(WIDE, MAGIC))
+        q = builder.fsub(moved, constant(WIDE, MAGIC))
+        off = builder.fsub(scaled, q)
+        terms = [builder.fmul(off, off), builder.fmul(q, scaled), builder.fmul(q, q)][: len(totals)]
+        updated = [builder.fadd(total, term) for total, term in zip(totals, terms)]
+        if keep:
+            index = builder.add(builder.sub(builder.bitcast(moved, WORDS), constant(WORDS, MAGIC_BITS)), zeros)
+            store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(step, I64(LANES))))
+        following = builder.add(step, I64(1))
+        for phi, start, new in zip((step, *totals), (I64(0), *[constant(WIDE, 0.0)] * 3), (following, *updated)):
+            phi.add_incoming(start, entry)
+            phi.add_incoming(new, loop)
+        builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
+        builder.position_at_end(done)
+        for i, total in enumerate(updated[1:]):
+            store(builder, _sum(builder, total), offset(builder, sums, 4 * i), 4)
+        return _sum(builder, updated[0])
 
     return run
 
@@ -144,37 +128,31 @@ def _grid(keep: bool):
 grid_error, grid_codes = _grid(False), _grid(True)
 
 
-@intrinsic
-def extent(typingctx, x, vectors, out):
+@instructions
+def extent(builder, x, vectors, out):
     """Smallest and largest of `vectors` * 16 float32 at `x`, and the sum of 0 * x (NaN where one is not finite) -> float32 [3] at `out`."""
-
-    def codegen(context, builder, signature, args):
-        x, vectors, out = args
-        entry, first = builder.basic_block, load(builder, args[0], WIDE, 4)
-        loop, done = builder.append_basic_block("extent"), builder.append_basic_block("extent.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        step.add_incoming(I64(0), entry)
-        low, high, odd = (builder.phi(WIDE) for _ in range(3))
-        value = load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4)
-        updated = [builder.select(builder.fcmp_ordered("<", value, low), value, low),
-                   builder.select(builder.fcmp_ordered(">", value, high), value, high),
-                   builder.fadd(odd, builder.fmul(value, constant(WIDE, 0.0)))]
-        following = builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        for phi, start, new in zip((low, high, odd), (first, first, constant(WIDE, 0.0)), updated):
-            phi.add_incoming(start, entry)
-            phi.add_incoming(new, loop)
-        builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-        builder.position_at_end(done)
-        for i, (name, found) in enumerate(zip("<>", updated)):
-            for half in (8, 4, 2, 1):
-                turned = ir.Constant(ir.VectorType(I32, LANES), [(lane + half) % LANES for lane in range(LANES)])
-                other = builder.shuffle_vector(found, found, turned)
-                found = builder.select(builder.fcmp_ordered(name, other, found), other, found)
-            store(builder, builder.extract_element(found, I32(0)), offset(builder, out, 4 * i), 4)
-        store(builder, _sum(builder, updated[2]), offset(builder, out, 8), 4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    entry, first = builder.basic_block, load(builder, x, WIDE, 4)
+    loop, done = builder.append_basic_block("extent"), builder.append_basic_block("extent.done")
+    builder.branch(loop)
+    builder.position_at_end(loop)
+    step = builder.phi(I64)
+    step.add_incoming(I64(0), entry)
+    low, high, odd = (builder.phi(WIDE) for _ in range(3))
+    value = load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4)
+    updated = [builder.select(builder.fcmp_ordered("<", value, low), value, low),
+               builder.select(builder.fcmp_ordered(">", value, high), value, high),
+               builder.fadd(odd, builder.fmul(value, constant(WIDE, 0.0)))]
+    following = builder.add(step, I64(1))
+    step.add_incoming(following, loop)
+    for phi, start, new in zip((low, high, odd), (first, first, constant(WIDE, 0.0)), updated):
+        phi.add_incoming(start, entry)
+        phi.add_incoming(new, loop)
+    builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
+    builder.position_at_end(done)
+    for i, (name, found) in enumerate(zip("<>", updated)):
+        for half in (8, 4, 2, 1):
+            turned = ir.Constant(ir.VectorType(I32, LANES), [(lane + half) % LANES for lane in range(LANES)])
+            other = builder.shuffle_vector(found, found, turned)
+            found = builder.select(builder.fcmp_ordered(name, other, found), other, found)
+        store(builder, builder.extract_element(found, I32(0)), offset(builder, out, 4 * i), 4)
+    store(builder, _sum(builder, updated[2]), offset(builder, out, 8), 4)

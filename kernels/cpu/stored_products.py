@@ -7,7 +7,7 @@ rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come from memory.
 
 from __future__ import annotations
 
-from ..deferred import inlined, intrinsic, types
+from ..deferred import inlined, instructions
 from ..layout import F32, PAGE
 from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
 from .int8_ir import NEXT_PAGE, ask, function, in_register, load, offset, splat, store
@@ -22,44 +22,38 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
     memory at no cost. (An address that is a sum of registers would cost an instruction more, and so would a broadcast for two vectors.)"""
     nbytes = item * VECTOR * vectors
 
-    @intrinsic
-    def tile(typingctx, a, b, b_stride, c, c_stride, depth, ahead):
+    @instructions
+    def tile(builder, a, b, b_stride, c, c_stride, depth, ahead):
         """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. As many bytes from `ahead` on are asked for as
         are read of B. Each element is one chain of fused multiply-adds in the order of `depth`."""
-
-        def codegen(context, builder, signature, args):
-            a, b, b_stride, c, c_stride, depth, ahead = args
-            fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-            places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
-                      for row in range(rows) for part in range(vectors)]
-            start = [load(builder, place, FLOATS, 4) for place in places]
-            entry = builder.basic_block
-            loop, done = builder.append_basic_block("depth"), builder.append_basic_block("depth.done")
-            builder.branch(loop)
-            builder.position_at_end(loop)
-            left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
-            sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
-            ask(builder, wanted, nbytes, NEXT_PAGE)
-            updated = []
-            for part in range(vectors):
-                own, value = in_register(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
-                for row in range(rows):
-                    factor = splat(builder, load(builder, offset(builder, own, row_step * row), SINGLE, 4), FLOATS)
-                    updated.append(builder.call(fma, [factor, value, sums[rows * part + row]]))
-            fewer = builder.sub(left, I64(1))
-            first = [depth, a, b, ahead, *(start[vectors * row + part] for part in range(vectors) for row in range(rows))]
-            carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, wanted, nbytes)]
-            for phi, begin, value in zip([left, factors, source, wanted, *sums], first, [*carried, *updated], strict=True):
-                phi.add_incoming(begin, entry)
-                phi.add_incoming(value, loop)
-            builder.cbranch(builder.icmp_signed(">", fewer, I64(0)), loop, done)
-            builder.position_at_end(done)
-            for index, place in enumerate(places):
-                row, part = divmod(index, vectors)
-                store(builder, updated[rows * part + row], place, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
+        places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
+                  for row in range(rows) for part in range(vectors)]
+        start = [load(builder, place, FLOATS, 4) for place in places]
+        entry = builder.basic_block
+        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("depth.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
+        sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
+        ask(builder, wanted, nbytes, NEXT_PAGE)
+        updated = []
+        for part in range(vectors):
+            own, value = in_register(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
+            for row in range(rows):
+                factor = splat(builder, load(builder, offset(builder, own, row_step * row), SINGLE, 4), FLOATS)
+                updated.append(builder.call(fma, [factor, value, sums[rows * part + row]]))
+        fewer = builder.sub(left, I64(1))
+        first = [depth, a, b, ahead, *(start[vectors * row + part] for part in range(vectors) for row in range(rows))]
+        carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, wanted, nbytes)]
+        for phi, begin, value in zip([left, factors, source, wanted, *sums], first, [*carried, *updated], strict=True):
+            phi.add_incoming(begin, entry)
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed(">", fewer, I64(0)), loop, done)
+        builder.position_at_end(done)
+        for index, place in enumerate(places):
+            row, part = divmod(index, vectors)
+            store(builder, updated[rows * part + row], place, 4)
 
     return tile
 

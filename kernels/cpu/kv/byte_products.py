@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ...deferred import intrinsic, types
+from ...deferred import instructions, types
 from ...kv_layout import PLANES, WIDTHS
 from ...layout import PAGE
 from ...target import target
@@ -73,32 +73,27 @@ def value_zero(bits: int) -> tuple[int, int]:
     return up, (8 << up) + (((1 << bits) - 1) << value_multiple(bits)) // 2
 
 
-@intrinsic
-def key_scales(typingctx, exponents, tops, eighths, room, out, count):
+@instructions
+def key_scales(builder, exponents, tops, eighths, room, out, count) -> types.float32:
     """Scales of K of `count` channels times the channels' largest queries, as 16-bit fractions of the largest product, which is returned.
     `room`: float32 [count]."""
-
-    def codegen(context, builder, signature, args):
-        exponents, tops, eighths, room, out, count = args
-        at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
-        place = builder.shl(at, I64(2))
-        e = builder.sext(load(builder, builder.add(exponents, at), ir.VectorType(I8, LANES)), WORDS)
-        mantissa = builder.bitcast(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), WORDS)
-        power = builder.and_(builder.shl(e, constant(WORDS, 20)), constant(WORDS, -(1 << 23)))
-        scale = builder.bitcast(builder.add(mantissa, power), FLOATS)
-        product = builder.fmul(scale, load(builder, builder.add(tops, place), FLOATS, 4))
-        store(builder, product, builder.add(room, place), 4)
-        (top,) = finish([builder.select(builder.fcmp_ordered(">", product, top), product, top)])
-        most = largest(builder, top)
-        some = builder.fcmp_ordered(">=", most, F32(LEAST))
-        inverse = splat(builder, builder.select(some, builder.fdiv(F32(32767.0), most), F32(0.0)), FLOATS)
-        at, _, finish = loop(builder, count, LANES, [])
-        product = load(builder, builder.add(room, builder.shl(at, I64(2))), FLOATS, 4)
-        store(builder, shorts(builder, builder.fmul(product, inverse)), builder.add(out, builder.shl(at, I64(1))), 2)
-        finish([])
-        return builder.select(some, most, F32(0.0))
-
-    return types.float32(*[types.int64] * 6), codegen
+    at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    place = builder.shl(at, I64(2))
+    e = builder.sext(load(builder, builder.add(exponents, at), ir.VectorType(I8, LANES)), WORDS)
+    mantissa = builder.bitcast(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), WORDS)
+    power = builder.and_(builder.shl(e, constant(WORDS, 20)), constant(WORDS, -(1 << 23)))
+    scale = builder.bitcast(builder.add(mantissa, power), FLOATS)
+    product = builder.fmul(scale, load(builder, builder.add(tops, place), FLOATS, 4))
+    store(builder, product, builder.add(room, place), 4)
+    (top,) = finish([builder.select(builder.fcmp_ordered(">", product, top), product, top)])
+    most = largest(builder, top)
+    some = builder.fcmp_ordered(">=", most, F32(LEAST))
+    inverse = splat(builder, builder.select(some, builder.fdiv(F32(32767.0), most), F32(0.0)), FLOATS)
+    at, _, finish = loop(builder, count, LANES, [])
+    product = load(builder, builder.add(room, builder.shl(at, I64(2))), FLOATS, 4)
+    store(builder, shorts(builder, builder.fmul(product, inverse)), builder.add(out, builder.shl(at, I64(1))), 2)
+    finish([])
+    return builder.select(some, most, F32(0.0))
 
 
 def repeated(builder: ir.IRBuilder, address: ir.Value, kind: ir.Type, lanes: int, rows: int) -> ir.Value:
@@ -127,63 +122,51 @@ def scaled_queries(builder: ir.IRBuilder, queries: ir.Value, scales: ir.Value, r
 
 
 def _scale_rows(rows: int):
-    @intrinsic
-    def scale_rows(typingctx, queries, scales, out, quads):
+    @instructions
+    def scale_rows(builder, queries, scales, out, quads):
         """Queries, 16-bit [quads, R, 4], times `scales`, 16-bit [quads, 4]: as bytes of the same shape."""
-
-        def codegen(context, builder, signature, args):
-            queries, scales, out, quads = args
-            at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
-            parts = []
-            for part in (0, 1):
-                _, product = scaled_queries(builder, queries, scales, rows, at, part)
-                parts.append(builder.add(product, constant(HALVES, 128)))
-            store(builder, upper_bytes(builder, *parts), builder.add(out, at))
-            finish([])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4), codegen
+        at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
+        parts = []
+        for part in (0, 1):
+            _, product = scaled_queries(builder, queries, scales, rows, at, part)
+            parts.append(builder.add(product, constant(HALVES, 128)))
+        store(builder, upper_bytes(builder, *parts), builder.add(out, at))
+        finish([])
 
     return scale_rows
 
 
 def _zero_terms(rows: int):
-    @intrinsic
-    def zero_terms(typingctx, queries, zeros, factors, row_steps, bound, out, groups):
+    @instructions
+    def zero_terms(builder, queries, zeros, factors, row_steps, bound: types.float32, out, groups):
         """What a score is beside the products with codes: at `out` float32 [2, R], the step of the products and what is added.
         `queries`: bytes [quads, R, 4]; `zeros` of the channels; `factors`: int32 [groups, 2] of `zero_factors`; `row_steps`: float32 [R],
         times `bound` the step."""
-
-        def codegen(context, builder, signature, args):
-            queries, zeros, factors, row_steps, bound, out, groups = args
-            at, (total,), finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))])
-            own = builder.add(queries, builder.mul(at, I64(16 * rows)))
-            zero_at, factor_at = builder.add(zeros, builder.shl(at, I64(4))), builder.add(factors, builder.shl(at, I64(3)))
-            times_zero, alone = constant(WORDS, 0), constant(WORDS, 0)
-            for vector in range(4 * rows // LANES):
-                x = load(builder, offset(builder, own, WIDTH * vector), BYTES)
-                z = repeated(builder, offset(builder, zero_at, 4 * (vector * LANES // rows)), I32, LANES, rows)
-                z = builder.bitcast(builder.xor(z, constant(WORDS, 0x80808080 - (1 << 32))), BYTES)
-                times_zero = dot(builder, times_zero, z, x, True)
-                alone = dot(builder, alone, constant(BYTES, 1), x, False)
-            first = splat(builder, load(builder, factor_at, I32, 4), WORDS)
-            second = splat(builder, load(builder, offset(builder, factor_at, 4), I32, 4), WORDS)
-            part = builder.sub(builder.mul(times_zero, first), builder.mul(alone, second))
-            (total,) = finish([builder.add(total, part)])
-            while total.type.count > rows:
-                half = total.type.count // 2
-                ends = [ir.Constant(ir.VectorType(I32, half), list(range(begin, begin + half))) for begin in (0, half)]
-                total = builder.add(*(builder.shuffle_vector(total, total, places) for places in ends))
-            kind = ir.VectorType(F32, total.type.count)
-            for piece in range(rows // total.type.count):
-                place = 4 * total.type.count * piece
-                step = builder.fmul(load(builder, offset(builder, row_steps, place), kind, 4), splat(builder, bound, kind))
-                store(builder, step, offset(builder, out, place), 4)
-                added = builder.fmul(builder.fmul(builder.sitofp(total, kind), constant(kind, 1 / 64)), step)
-                store(builder, added, offset(builder, out, 4 * rows + place), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4, types.float32, *[types.int64] * 2), codegen
+        at, (total,), finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))])
+        own = builder.add(queries, builder.mul(at, I64(16 * rows)))
+        zero_at, factor_at = builder.add(zeros, builder.shl(at, I64(4))), builder.add(factors, builder.shl(at, I64(3)))
+        times_zero, alone = constant(WORDS, 0), constant(WORDS, 0)
+        for vector in range(4 * rows // LANES):
+            x = load(builder, offset(builder, own, WIDTH * vector), BYTES)
+            z = repeated(builder, offset(builder, zero_at, 4 * (vector * LANES // rows)), I32, LANES, rows)
+            z = builder.bitcast(builder.xor(z, constant(WORDS, 0x80808080 - (1 << 32))), BYTES)
+            times_zero = dot(builder, times_zero, z, x, True)
+            alone = dot(builder, alone, constant(BYTES, 1), x, False)
+        first = splat(builder, load(builder, factor_at, I32, 4), WORDS)
+        second = splat(builder, load(builder, offset(builder, factor_at, 4), I32, 4), WORDS)
+        part = builder.sub(builder.mul(times_zero, first), builder.mul(alone, second))
+        (total,) = finish([builder.add(total, part)])
+        while total.type.count > rows:
+            half = total.type.count // 2
+            ends = [ir.Constant(ir.VectorType(I32, half), list(range(begin, begin + half))) for begin in (0, half)]
+            total = builder.add(*(builder.shuffle_vector(total, total, places) for places in ends))
+        kind = ir.VectorType(F32, total.type.count)
+        for piece in range(rows // total.type.count):
+            place = 4 * total.type.count * piece
+            step = builder.fmul(load(builder, offset(builder, row_steps, place), kind, 4), splat(builder, bound, kind))
+            store(builder, step, offset(builder, out, place), 4)
+            added = builder.fmul(builder.fmul(builder.sitofp(total, kind), constant(kind, 1 / 64)), step)
+            store(builder, added, offset(builder, out, 4 * rows + place), 4)
 
     return zero_terms
 
@@ -231,50 +214,44 @@ def _dot_units(rows: int):
     if READ_ONCE:  # both vectors of a row one after the other
         order.sort(key=lambda each: each[1])
 
-    @intrinsic
-    def dot_units(typingctx, codes, widths, queries, terms, unit, out, groups, ahead, share):
+    @instructions
+    def dot_units(builder, codes, widths, queries, terms, unit, out, groups, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of UNITS_AT_ONCE units of tokens from `unit` on. `widths`:
         bits of the groups, bytes; `queries`: bytes [quads, R, 4]; `terms` as `zero_terms` leaves them.
         LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
+        sums = [(WORDS, constant(WORDS, 0))] * (rows * VECTORS)
+        at, carried, finish = loop(builder, groups, 1, [(I64, codes), *sums])
+        source, running = carried[0], carried[1:]
+        bits = load(builder, builder.add(widths, at), I8)
+        own = builder.add(queries, builder.mul(at, I64(16 * rows)))
+        wanted = builder.add(ahead, builder.mul(at, share))
 
-        def codegen(context, builder, signature, args):
-            codes, widths, queries, terms, unit, out, groups, ahead, share = args
-            sums = [(WORDS, constant(WORDS, 0))] * (rows * VECTORS)
-            at, carried, finish = loop(builder, groups, 1, [(I64, codes), *sums])
-            source, running = carried[0], carried[1:]
-            bits = load(builder, builder.add(widths, at), I8)
-            own = builder.add(queries, builder.mul(at, I64(16 * rows)))
-            wanted = builder.add(ahead, builder.mul(at, share))
+        def products(width: int) -> list[ir.Value]:
+            made = list(running)
+            for first in range(0, 4, PAIRED):
+                quads, vectors = range(first, first + PAIRED), []
+                for quad in quads:
+                    ask_part(builder, wanted, quad, 4)
+                    vectors.append([codes_of_keys(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
+                                    for v in range(VECTORS)])
+                places = [in_register(builder, own) if WIDTH == 64 and not READ_ONCE else own for _ in range(VECTORS)]
+                for v, row in order:
+                    x = [load(builder, offset(builder, places[v], 4 * (quad * rows + row)), I32, 4) for quad in quads]
+                    x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
+                    index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
+                    made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
+            return made
 
-            def products(width: int) -> list[ir.Value]:
-                made = list(running)
-                for first in range(0, 4, PAIRED):
-                    quads, vectors = range(first, first + PAIRED), []
-                    for quad in quads:
-                        ask_part(builder, wanted, quad, 4)
-                        vectors.append([codes_of_keys(builder, source, width, quad, offset(builder, unit, v // PIECES), v % PIECES)
-                                        for v in range(VECTORS)])
-                    places = [in_register(builder, own) if WIDTH == 64 and not READ_ONCE else own for _ in range(VECTORS)]
-                    for v, row in order:
-                        x = [load(builder, offset(builder, places[v], 4 * (quad * rows + row)), I32, 4) for quad in quads]
-                        x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
-                        index, largest = VECTORS * row + v, 127 * ((1 << width) - 1)
-                        made[index] = dots(builder, made[index], [each[v] for each in vectors], x, largest)
-                return made
-
-            running = by_width(builder, bits, MOST_K, running, products)
-            following = builder.add(source, builder.shl(builder.zext(bits, I64), I64(8)))
-            _, *running = finish([following, *running])
-            place = builder.add(out, builder.shl(unit, I64(6)))
-            for row in range(rows):
-                step = splat(builder, load(builder, offset(builder, terms, 4 * row), F32, 4), FLOATS)
-                more = splat(builder, load(builder, offset(builder, terms, 4 * (rows + row)), F32, 4), FLOATS)
-                for v in range(VECTORS):
-                    score = fma(builder, builder.sitofp(running[VECTORS * row + v], FLOATS), step, more)
-                    store(builder, score, offset(builder, place, 4 * (PAGE * row + LANES * v)), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 9), codegen
+        running = by_width(builder, bits, MOST_K, running, products)
+        following = builder.add(source, builder.shl(builder.zext(bits, I64), I64(8)))
+        _, *running = finish([following, *running])
+        place = builder.add(out, builder.shl(unit, I64(6)))
+        for row in range(rows):
+            step = splat(builder, load(builder, offset(builder, terms, 4 * row), F32, 4), FLOATS)
+            more = splat(builder, load(builder, offset(builder, terms, 4 * (rows + row)), F32, 4), FLOATS)
+            for v in range(VECTORS):
+                score = fma(builder, builder.sitofp(running[VECTORS * row + v], FLOATS), step, more)
+                store(builder, score, offset(builder, place, 4 * (PAGE * row + LANES * v)), 4)
 
     return dot_units
 
@@ -293,53 +270,47 @@ def _dot_values(rows: int):
     # sums of a row side by side: a product takes several cycles, the addition of a pair one
     chains = 2 if rows < 8 and PAIRED == 1 else 1
 
-    @intrinsic
-    def dot_values(typingctx, codes, bits, zeros, weights, step, out, stride, keep, take, ahead, share):
+    @instructions
+    def dot_values(builder, codes, bits, zeros, weights, step: types.float32, out, stride, keep, take, ahead, share):
         """float32 [R, 16] at `out`, rows `stride` bytes apart, times `keep`, plus `take`, both float32 [R], times step times the sum over
         tokens of weights, bytes [R, PAGE], and a group of values: codes of `bits` moved up by `value_multiple`, and `zeros`, a byte for
         every token. LINES cache lines from `ahead` on, `share` bytes further for every 32 tokens, are asked for meanwhile."""
+        count = rows * PIECES
 
-        def codegen(context, builder, signature, args):
-            codes, bits, zeros, weights, step, out, stride, keep, take, ahead, share = args
-            count = rows * PIECES
+        def products(width: int) -> list[ir.Value]:
+            first = [(WORDS, constant(WORDS, 0))] * (count * chains)
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
+            wanted = builder.add(ahead, builder.mul(at, share))
+            source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
+            weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
+            for first_quad in range(0, 8, PAIRED):
+                quads, values = range(first_quad, first_quad + PAIRED), []
+                for quad in quads:
+                    ask_part(builder, wanted, quad, 8)
+                    zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
+                    zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
+                    values.append([builder.add(codes_of_values(builder, codes, source, width, quad, piece, value_multiple(width)), zero)
+                                   for piece in range(PIECES)])
+                for row in range(rows):
+                    x = [load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32) for quad in quads]
+                    x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
+                    for piece in range(PIECES):
+                        place = (first_quad % chains) * count + PIECES * row + piece
+                        made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1],
+                                           above=True)
+            made = finish(made)
+            return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
 
-            def products(width: int) -> list[ir.Value]:
-                first = [(WORDS, constant(WORDS, 0))] * (count * chains)
-                at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
-                wanted = builder.add(ahead, builder.mul(at, share))
-                source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
-                weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)
-                for first_quad in range(0, 8, PAIRED):
-                    quads, values = range(first_quad, first_quad + PAIRED), []
-                    for quad in quads:
-                        ask_part(builder, wanted, quad, 8)
-                        zero = load(builder, offset(builder, zero_at, 4 * quad), I32)
-                        zero = builder.bitcast(splat(builder, zero, WORDS), BYTES)
-                        values.append([builder.add(codes_of_values(builder, codes, source, width, quad, piece, value_multiple(width)), zero)
-                                       for piece in range(PIECES)])
-                    for row in range(rows):
-                        x = [load(builder, offset(builder, weight_at, PAGE * row + 4 * quad), I32) for quad in quads]
-                        x = [builder.bitcast(splat(builder, each, WORDS), BYTES) for each in x]
-                        for piece in range(PIECES):
-                            place = (first_quad % chains) * count + PIECES * row + piece
-                            made[place] = dots(builder, made[place], x, [each[piece] for each in values], 255 * value_zero(width)[1],
-                                               above=True)
-                made = finish(made)
-                return [builder.add(*(made[chain * count + i] for chain in range(chains))) if chains > 1 else made[i] for i in range(count)]
-
-            sums = by_width(builder, builder.trunc(bits, I8), MOST_V, [constant(WORDS, 0)] * count, products)
-            factor = splat(builder, step, FLOATS)
-            for row in range(rows):
-                place = builder.add(out, builder.mul(stride, I64(row)))
-                old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
-                for piece in range(PIECES):
-                    where = offset(builder, place, WIDTH * piece)
-                    value = builder.fmul(builder.sitofp(sums[PIECES * row + piece], FLOATS), factor)
-                    value = builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), builder.fmul(value, new))
-                    store(builder, value, where, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 4, types.float32, *[types.int64] * 6), codegen
+        sums = by_width(builder, builder.trunc(bits, I8), MOST_V, [constant(WORDS, 0)] * count, products)
+        factor = splat(builder, step, FLOATS)
+        for row in range(rows):
+            place = builder.add(out, builder.mul(stride, I64(row)))
+            old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
+            for piece in range(PIECES):
+                where = offset(builder, place, WIDTH * piece)
+                value = builder.fmul(builder.sitofp(sums[PIECES * row + piece], FLOATS), factor)
+                value = builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), builder.fmul(value, new))
+                store(builder, value, where, 4)
 
     return dot_values
 

@@ -12,7 +12,7 @@ from functools import partial
 
 from llvmlite import ir
 
-from ...deferred import intrinsic, types
+from ...deferred import instructions, types
 from ...layout import PAGE
 from ..int8_ir import (
     BYTES,
@@ -93,112 +93,93 @@ def _total(builder: ir.IRBuilder, sums: list[ir.Value], shift: int) -> ir.Value:
 
 
 def _scale_digits(rows: int, coarse: bool = False):
-    @intrinsic
-    def scale_digits(typingctx, queries, scales, high, low, words, quads):
+    @instructions
+    def scale_digits(builder, queries, scales, high, low, words, quads):
         """Queries, 16-bit [quads, R, 4], times `scales`, 16-bit [quads, 4]: as digits, bytes of the same shape, and where products read
         them as 16-bit `words`. A low digit of -128, which has no opposite, becomes -127; `coarse` ones are 0."""
-
-        def codegen(context, builder, signature, args):
-            queries, scales, high, low, words, quads = args
-            at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
-            parts = []
-            for part in (0, 1):
-                place, product = scaled_queries(builder, queries, scales, rows, at, part)
-                if coarse:
-                    parts.append(builder.and_(builder.add(product, constant(HALVES, 128)), constant(HALVES, -256)))
-                else:
-                    lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
-                    parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
-                if not DIGITS:
-                    store(builder, parts[part], builder.add(words, place))
-            store(builder, upper_bytes(builder, *(builder.add(part, constant(HALVES, 128)) for part in parts)), builder.add(high, at))
-            store(builder, _lower_bytes(builder, *parts), builder.add(low, at))
-            finish([])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6), codegen
+        at, _, finish = loop(builder, builder.mul(quads, I64(4 * rows)), WIDTH, [])
+        parts = []
+        for part in (0, 1):
+            place, product = scaled_queries(builder, queries, scales, rows, at, part)
+            if coarse:
+                parts.append(builder.and_(builder.add(product, constant(HALVES, 128)), constant(HALVES, -256)))
+            else:
+                lowest = builder.icmp_unsigned("==", builder.and_(product, constant(HALVES, 255)), constant(HALVES, 128))
+                parts.append(builder.sub(product, builder.sext(lowest, HALVES)))
+            if not DIGITS:
+                store(builder, parts[part], builder.add(words, place))
+        store(builder, upper_bytes(builder, *(builder.add(part, constant(HALVES, 128)) for part in parts)), builder.add(high, at))
+        store(builder, _lower_bytes(builder, *parts), builder.add(low, at))
+        finish([])
 
     return scale_digits
 
 
 def _dot_units(rows: int):
-    @intrinsic
-    def dot_units(typingctx, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share):
+    @instructions
+    def dot_units(builder, codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of the tokens of a unit. `widths`: bits of the groups, bytes;
         `starts`: where their codes begin, int32; `high`, `low`: digits of queries, bytes [quads, R, 4], or the same 16-bit numbers; terms
         of both digits as `zero_terms` leaves them. Behind the groups are `rests` of them, REST bits each, for the high digits alone.
         KEY_LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
+        def part_of(at: ir.Value, count: int) -> tuple[ir.Value, list[ir.Value]]:
+            start = load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
+            own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)[:count]]
+            return builder.add(codes, builder.zext(start, I64)), own
 
-        def codegen(context, builder, signature, args):
-            codes, widths, starts, high, low, terms, low_terms, unit, out, groups, rests, ahead, share = args
+        def add(running: list[ir.Value], quad: int, row: int, vector: ir.Value, own: list[ir.Value]) -> None:
+            factors = [offset(builder, each, 4 * (quad * rows + row) * ITEM) for each in own]
+            running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, factors, False)
 
-            def part_of(at: ir.Value, count: int) -> tuple[ir.Value, list[ir.Value]]:
-                start = load(builder, builder.add(starts, builder.shl(at, I64(2))), I32, 4)
-                own = [builder.add(each, builder.mul(at, I64(16 * rows * ITEM))) for each in (high, low)[:count]]
-                return builder.add(codes, builder.zext(start, I64)), own
-
-            def add(running: list[ir.Value], quad: int, row: int, vector: ir.Value, own: list[ir.Value]) -> None:
-                factors = [offset(builder, each, 4 * (quad * rows + row) * ITEM) for each in own]
-                running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, factors, False)
-
-            for piece in range(PIECES):
-                at, running, finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
-                running, bits = list(running), load(builder, builder.add(widths, at), I8)
-                source, own = part_of(at, 2)
-                quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
-                    codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
-                for quad in range(4):
-                    if piece == 0:
-                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
-                    for row in range(rows):
-                        add(running, quad, row, quads[quad], own)
-                running = finish(running)
-                before, done = builder.basic_block, builder.append_basic_block("rests.done")
-                following = builder.append_basic_block("rests")
-                builder.cbranch(builder.icmp_signed(">", rests, I64(0)), following, done)
-                builder.position_at_end(following)
-                at, finer, finish = loop(builder, rests, 1, [(WORDS, value) for value in running])
-                finer, (source, own) = list(finer), part_of(builder.add(at, groups), 1)
-                for quad in range(4):
-                    vector = codes_of_keys(builder, source, REST, quad, unit, piece)
-                    for row in range(rows):
-                        add(finer, quad, row, vector, own)
-                finer, behind = finish(finer), builder.basic_block
-                builder.branch(done)
-                builder.position_at_end(done)
-                for index, pair in enumerate(zip(running, finer, strict=True)):
-                    running[index] = builder.phi(WORDS)
-                    for value, block in zip(pair, (before, behind), strict=True):
-                        running[index].add_incoming(value, block)
+        for piece in range(PIECES):
+            at, running, finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            running, bits = list(running), load(builder, builder.add(widths, at), I8)
+            source, own = part_of(at, 2)
+            quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
+                codes_of_keys(builder, source, width, quad, unit, piece) for quad in range(4)])
+            for quad in range(4):
+                if piece == 0:
+                    ask_part(builder, builder.add(ahead, builder.mul(at, share)), quad, 4, KEY_LINES, 2)
                 for row in range(rows):
-                    word = lambda at, index: splat(builder, load(builder, offset(builder, at, 4 * index), F32, 4), FLOATS)  # noqa: E731
-                    step = builder.fmul(word(terms, row), constant(FLOATS, 1 / 256))
-                    more = fma(builder, word(low_terms, rows + row), constant(FLOATS, 1 / 256), word(terms, rows + row))
-                    total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 8), FLOATS)
-                    place = offset(builder, builder.add(out, builder.shl(unit, I64(6))), 4 * (PAGE * row + LANES * piece))
-                    store(builder, fma(builder, total, step, more), place, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 13), codegen
+                    add(running, quad, row, quads[quad], own)
+            running = finish(running)
+            before, done = builder.basic_block, builder.append_basic_block("rests.done")
+            following = builder.append_basic_block("rests")
+            builder.cbranch(builder.icmp_signed(">", rests, I64(0)), following, done)
+            builder.position_at_end(following)
+            at, finer, finish = loop(builder, rests, 1, [(WORDS, value) for value in running])
+            finer, (source, own) = list(finer), part_of(builder.add(at, groups), 1)
+            for quad in range(4):
+                vector = codes_of_keys(builder, source, REST, quad, unit, piece)
+                for row in range(rows):
+                    add(finer, quad, row, vector, own)
+            finer, behind = finish(finer), builder.basic_block
+            builder.branch(done)
+            builder.position_at_end(done)
+            for index, pair in enumerate(zip(running, finer, strict=True)):
+                running[index] = builder.phi(WORDS)
+                for value, block in zip(pair, (before, behind), strict=True):
+                    running[index].add_incoming(value, block)
+            for row in range(rows):
+                word = lambda at, index: splat(builder, load(builder, offset(builder, at, 4 * index), F32, 4), FLOATS)  # noqa: E731
+                step = builder.fmul(word(terms, row), constant(FLOATS, 1 / 256))
+                more = fma(builder, word(low_terms, rows + row), constant(FLOATS, 1 / 256), word(terms, rows + row))
+                total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 8), FLOATS)
+                place = offset(builder, builder.add(out, builder.shl(unit, I64(6))), 4 * (PAGE * row + LANES * piece))
+                store(builder, fma(builder, total, step, more), place, 4)
 
     return dot_units
 
 
-@intrinsic
-def rises(typingctx, lowest, eighths, out):
+@instructions
+def rises(builder, lowest, eighths, out):
     """What tokens' lowest steps, bytes [PAGE], took from their weights: float32 2^(step / 4)."""
-
-    def codegen(context, builder, signature, args):
-        lowest, eighths, out = args
-        at, _, finish = loop(builder, I64(PAGE), LANES, [])
-        step = builder.zext(load(builder, builder.add(lowest, at), ir.VectorType(I8, LANES)), WORDS)
-        eighth = builder.shl(builder.and_(step, constant(WORDS, 3)), constant(WORDS, 1))
-        value = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.lshr(step, constant(WORDS, 2))))
-        store(builder, value, builder.add(out, builder.shl(at, I64(2))), 4)
-        finish([])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 3), codegen
+    at, _, finish = loop(builder, I64(PAGE), LANES, [])
+    step = builder.zext(load(builder, builder.add(lowest, at), ir.VectorType(I8, LANES)), WORDS)
+    eighth = builder.shl(builder.and_(step, constant(WORDS, 3)), constant(WORDS, 1))
+    value = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.lshr(step, constant(WORDS, 2))))
+    store(builder, value, builder.add(out, builder.shl(at, I64(2))), 4)
+    finish([])
 
 
 def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
@@ -212,42 +193,36 @@ def _highest(builder: ir.IRBuilder, rows: Iterable[list[ir.Value]]) -> ir.Value:
 
 
 def _weigh(rows: int):
-    @intrinsic
-    def weigh(typingctx, scores, low, rise, fractions, out, lower, stride, groups, tops, totals):
+    @instructions
+    def weigh(builder, scores, low, rise, fractions, out, lower, stride, groups, tops, totals):
         """`weights.weigh` in 15 bits and from a finer exponential: weights times V's scales [R, PAGE] for every group, `stride` bytes
         apart, as digits at `out` and `lower` or as 16-bit numbers at `out`. `rise` as of `rises`; totals are sums of whole numbers."""
+        count, kind = PAGE // LANES, ir.VectorType(F32, rows)
+        column = lambda base, i: load(builder, offset(builder, base, 4 * LANES * i), FLOATS, 4)  # noqa: E731
 
-        def codegen(context, builder, signature, args):
-            scores, low, rise, fractions, out, lower, stride, groups, tops, totals = args
-            count, kind = PAGE // LANES, ir.VectorType(F32, rows)
-            column = lambda base, i: load(builder, offset(builder, base, 4 * LANES * i), FLOATS, 4)  # noqa: E731
+        def raised(row: int) -> list[ir.Value]:
+            return [builder.fadd(column(offset(builder, scores, 4 * PAGE * row), i), column(low, i)) for i in range(count)]
 
-            def raised(row: int) -> list[ir.Value]:
-                return [builder.fadd(column(offset(builder, scores, 4 * PAGE * row), i), column(low, i)) for i in range(count)]
-
-            most, sums = _highest(builder, (raised(row) for row in range(rows))), []
-            store(builder, builder.fmul(most, constant(kind, LN2)), tops, 4)
-            for row in range(rows):
-                top = splat(builder, builder.extract_element(most, I32(row)), FLOATS)
-                total, parts = constant(WORDS, 0), []
-                for i, each in enumerate(raised(row)):
-                    weight = exp2(builder, builder.fsub(each, top))
-                    parts.append(shorts(builder, builder.fmul(weight, constant(FLOATS, WEIGHT))))
-                    part = fma(builder, builder.fmul(weight, column(rise, i)), constant(FLOATS, TOTAL), constant(FLOATS, MAGIC))
-                    total = builder.add(total, builder.sub(builder.bitcast(part, WORDS), constant(WORDS, MAGIC_BITS)))
-                sums.append(total)
-                both = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
-                weights = [builder.shuffle_vector(*pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
-                first = offset(builder, out, PAGE * ITEM * row)
-                _, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, first), (I64, offset(builder, lower, PAGE * row))])
-                _scaled(builder, weights, *carried)
-                finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(each, stride) for each in carried[1:])])
-            total = builder.sitofp(across(builder, sums, builder.add), kind)
-            nothing = builder.fsub(most, most)  # unless a score is no number: that must show
-            store(builder, builder.fadd(builder.fmul(total, constant(kind, 1 / TOTAL)), nothing), totals, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), codegen
+        most, sums = _highest(builder, (raised(row) for row in range(rows))), []
+        store(builder, builder.fmul(most, constant(kind, LN2)), tops, 4)
+        for row in range(rows):
+            top = splat(builder, builder.extract_element(most, I32(row)), FLOATS)
+            total, parts = constant(WORDS, 0), []
+            for i, each in enumerate(raised(row)):
+                weight = exp2(builder, builder.fsub(each, top))
+                parts.append(shorts(builder, builder.fmul(weight, constant(FLOATS, WEIGHT))))
+                part = fma(builder, builder.fmul(weight, column(rise, i)), constant(FLOATS, TOTAL), constant(FLOATS, MAGIC))
+                total = builder.add(total, builder.sub(builder.bitcast(part, WORDS), constant(WORDS, MAGIC_BITS)))
+            sums.append(total)
+            both = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
+            weights = [builder.shuffle_vector(*pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
+            first = offset(builder, out, PAGE * ITEM * row)
+            _, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, first), (I64, offset(builder, lower, PAGE * row))])
+            _scaled(builder, weights, *carried)
+            finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(each, stride) for each in carried[1:])])
+        total = builder.sitofp(across(builder, sums, builder.add), kind)
+        nothing = builder.fsub(most, most)  # unless a score is no number: that must show
+        store(builder, builder.fadd(builder.fmul(total, constant(kind, 1 / TOTAL)), nothing), totals, 4)
 
     return weigh
 
@@ -287,76 +262,64 @@ def _zero_sums(builder: ir.IRBuilder, zeros: ir.Value, weights: tuple[ir.Value, 
 
 
 def _dot_values(rows: int):
-    @intrinsic
-    def dot_values(typingctx, codes, bits, multiple, zeros, weights, lower, step, out, stride, keep, take, ahead, share):
+    @instructions
+    def dot_values(builder, codes, bits, multiple, zeros, weights, lower, step: types.float32, out, stride, keep, take, ahead, share):
         """`byte_products.dot_values`, weights [R, PAGE] as digits, or 16-bit numbers at `weights`; `multiple` is the `value_multiple` of
         `bits`, zeros are of `value_zero` here, step what a weight of 1 / VALUE_FULL and a value of 2^-multiple count in."""
-
-        def codegen(context, builder, signature, args):
-            codes, bits, multiple, zeros, weights, lower, step, out, stride, keep, take, ahead, share = args
-            bits, factor = builder.trunc(bits, I8), splat(builder, step, FLOATS)
-            up = splat(builder, builder.trunc(multiple, I32), WORDS)
-            extra = _zero_sums(builder, zeros, (weights, lower), rows)
-            for piece in range(PIECES):
-                at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
-                source, running = builder.mul(at, I64(64)), list(running)
-                own = [builder.add(each, builder.mul(at, I64(32 * ITEM))) for each in (weights, lower)]
-                for first in (0, 4):
-                    quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece, first=first: [
-                        builder.sub(codes_of_values(builder, codes, source, width, quad, piece, 0), constant(BYTES, 1 << width - 1))
-                        for quad in range(first, first + 4)])
-                    for i, quad in enumerate(quads):
-                        if piece == 0:
-                            ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
-                        for row in range(rows):
-                            place = (PAGE * row + 4 * (first + i)) * ITEM
-                            factors = [offset(builder, each, place) for each in own]
-                            running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quad, factors, True)
-                running = finish(running)
-                for row in range(rows):
-                    total = builder.shl(_total(builder, running[2 * row : 2 * row + 2], 7), up)
-                    total = builder.add(total, splat(builder, builder.extract_element(extra, I32(row)), WORDS))
-                    where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
-                    old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
-                    value = builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), factor), new)
-                    store(builder, builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), value), where, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 6, types.float32, *[types.int64] * 6), codegen
+        bits, factor = builder.trunc(bits, I8), splat(builder, step, FLOATS)
+        up = splat(builder, builder.trunc(multiple, I32), WORDS)
+        extra = _zero_sums(builder, zeros, (weights, lower), rows)
+        for piece in range(PIECES):
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            source, running = builder.mul(at, I64(64)), list(running)
+            own = [builder.add(each, builder.mul(at, I64(32 * ITEM))) for each in (weights, lower)]
+            for first in (0, 4):
+                quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece, first=first: [
+                    builder.sub(codes_of_values(builder, codes, source, width, quad, piece, 0), constant(BYTES, 1 << width - 1))
+                    for quad in range(first, first + 4)])
+                for i, quad in enumerate(quads):
+                    if piece == 0:
+                        ask_part(builder, builder.add(ahead, builder.mul(at, share)), first + i, 8, VALUE_LINES, 2)
+                    for row in range(rows):
+                        place = (PAGE * row + 4 * (first + i)) * ITEM
+                        factors = [offset(builder, each, place) for each in own]
+                        running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], quad, factors, True)
+            running = finish(running)
+            for row in range(rows):
+                total = builder.shl(_total(builder, running[2 * row : 2 * row + 2], 7), up)
+                total = builder.add(total, splat(builder, builder.extract_element(extra, I32(row)), WORDS))
+                where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
+                old, new = (splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for each in (keep, take))
+                value = builder.fmul(builder.fmul(builder.sitofp(total, FLOATS), factor), new)
+                store(builder, builder.fadd(builder.fmul(load(builder, where, FLOATS, 4), old), value), where, 4)
 
     return dot_values
 
 
 def _dot_rests(rows: int):
-    @intrinsic
-    def dot_rests(typingctx, codes, weights, step, out, stride, take):
+    @instructions
+    def dot_rests(builder, codes, weights, step: types.float32, out, stride, take):
         """What a group of V has beyond 8 bits: added to float32 [R, 16] at `out`, rows `stride` bytes apart, `take`, float32 [R], times
         step times the sum over tokens of weights, as of `dot_values` but for their low digits, and codes of REST bits from their middle,
         in halves."""
-
-        def codegen(context, builder, signature, args):
-            codes, weights, step, out, stride, take = args
-            factor = splat(builder, step, FLOATS)
-            for piece in range(PIECES):
-                at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
-                source, running = builder.mul(at, I64(64)), list(running)
-                own = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
-                for quad in range(8):
-                    vector = codes_of_values(builder, codes, source, REST, quad, piece, 1)
-                    vector = builder.sub(vector, constant(BYTES, (1 << REST) - 1))
-                    for row in range(rows):
-                        place = [offset(builder, own, (PAGE * row + 4 * quad) * ITEM)]
-                        running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, place, True, -128)
-                running = finish(running)
+        factor = splat(builder, step, FLOATS)
+        for piece in range(PIECES):
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            source, running = builder.mul(at, I64(64)), list(running)
+            own = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
+            for quad in range(8):
+                vector = codes_of_values(builder, codes, source, REST, quad, piece, 1)
+                vector = builder.sub(vector, constant(BYTES, (1 << REST) - 1))
                 for row in range(rows):
-                    total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 7), FLOATS)
-                    where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
-                    new = splat(builder, load(builder, offset(builder, take, 4 * row), F32, 4), FLOATS)
-                    value = builder.fmul(builder.fmul(total, factor), new)
-                    store(builder, builder.fadd(load(builder, where, FLOATS, 4), value), where, 4)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64, types.float32, *[types.int64] * 3), codegen
+                    place = [offset(builder, own, (PAGE * row + 4 * quad) * ITEM)]
+                    running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, place, True, -128)
+            running = finish(running)
+            for row in range(rows):
+                total = builder.sitofp(_total(builder, running[2 * row : 2 * row + 2], 7), FLOATS)
+                where = offset(builder, builder.add(out, builder.mul(stride, I64(row))), WIDTH * piece)
+                new = splat(builder, load(builder, offset(builder, take, 4 * row), F32, 4), FLOATS)
+                value = builder.fmul(builder.fmul(total, factor), new)
+                store(builder, builder.fadd(load(builder, where, FLOATS, 4), value), where, 4)
 
     return dot_rests
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ...deferred import intrinsic, types
+from ...deferred import instructions, types
 from ...kv_layout import CHANNELS
 from ...layout import PAGE
 from ..int8_ir import (
@@ -74,24 +74,18 @@ def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple[
 def _spread(width: int, up: int, merge: bool):
     """A plane of `width` bits: its fields, moved up by `up`, into one byte each; `merge` keeps what the bytes hold already."""
 
-    @intrinsic
-    def spread(typingctx, source, target, run):
+    @instructions
+    def spread(builder, source, target, run):
         """`run` bytes (a multiple of 64) at source -> 8 / width runs of bytes at target."""
-
-        def codegen(context, builder, signature, args):
-            source, target, run = args
-            at, _, finish = loop(builder, run, 64, [])
-            raw = [load(builder, offset(builder, builder.add(source, at), WIDTH * piece), BYTES) for piece in range(PIECES)]
-            for field in range(8 // width):
-                begin = builder.add(builder.add(target, at), builder.mul(run, I64(field)))
-                for piece in range(PIECES):
-                    value = field_at(builder, raw[piece], width * field, width, up)
-                    where = offset(builder, begin, WIDTH * piece)
-                    store(builder, builder.or_(value, load(builder, where, BYTES)) if merge else value, where)
-            finish([])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 3), codegen
+        at, _, finish = loop(builder, run, 64, [])
+        raw = [load(builder, offset(builder, builder.add(source, at), WIDTH * piece), BYTES) for piece in range(PIECES)]
+        for field in range(8 // width):
+            begin = builder.add(builder.add(target, at), builder.mul(run, I64(field)))
+            for piece in range(PIECES):
+                value = field_at(builder, raw[piece], width * field, width, up)
+                where = offset(builder, begin, WIDTH * piece)
+                store(builder, builder.or_(value, load(builder, where, BYTES)) if merge else value, where)
+        finish([])
 
     return spread
 
@@ -125,26 +119,20 @@ def _widen(behind: int):
         raw = load(builder, offset(builder, address, half * piece), ir.VectorType(I8, half))
         return builder.shl(builder.zext(raw, EIGHT), constant(EIGHT, 7))
 
-    @intrinsic
-    def widen(typingctx, codes, a, b, out, nbytes):
+    @instructions
+    def widen(builder, codes, a, b, out, nbytes):
         """Bytes at `codes`, in fours that share factors, -> 16-bit numbers at `out`: code * a + b, rounded, the code taken as a fraction of
         256. `a` (of 1/128) and `b` are four 16-bit numbers; `nbytes` is a multiple of 64."""
-
-        def codegen(context, builder, signature, args):
-            codes, a, b, out, nbytes = args
-            factor, shift = _four(builder, a), _four(builder, b)
-            at, _, finish = loop(builder, nbytes, 64, [])
-            for piece in range(64 // half):
-                value = part(builder, builder.add(codes, at), piece)
-                if behind:
-                    low = part(builder, offset(builder, builder.add(codes, at), behind), piece)
-                    value = builder.or_(value, builder.lshr(low, constant(EIGHT, 8)))
-                where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
-                store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
-            finish([])
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 5), codegen
+        factor, shift = _four(builder, a), _four(builder, b)
+        at, _, finish = loop(builder, nbytes, 64, [])
+        for piece in range(64 // half):
+            value = part(builder, builder.add(codes, at), piece)
+            if behind:
+                low = part(builder, offset(builder, builder.add(codes, at), behind), piece)
+                value = builder.or_(value, builder.lshr(low, constant(EIGHT, 8)))
+            where = offset(builder, builder.add(out, builder.shl(at, I64(1))), WIDTH * piece)
+            store(builder, builder.add(rounded_high(builder, value, factor), shift), where)
+        finish([])
 
     return widen
 
@@ -154,51 +142,39 @@ GROUP_NBYTES = CHANNELS * PAGE  # of a group's codes as bytes
 widen, widen_both = _widen(0), _widen(GROUP_NBYTES)
 
 
-@intrinsic
-def dot_keys(typingctx, opened, x, factor, out, quads):
+@instructions
+def dot_keys(builder, opened, x, factor: types.float32, out, quads):
     """SPAN float32 at out: factor * sum over `quads` of opened [SPAN, 4] (of pages of tokens) times x [4]; both 16-bit. `quads` is a
     multiple of four."""
     vectors, stride = SPAN * 4 * 2 // WIDTH, PAGE * 4 * 2
     unrolled = max(1, CHAINS // vectors)
-
-    def codegen(context, builder, signature, args):
-        opened, x, factor, out, quads = args
-        at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
-        base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
-        updated = []
-        for step in range(unrolled):
-            other = _four(builder, offset(builder, place, 8 * step))
-            for i in range(vectors):
-                own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
-                updated.append(pair_products(builder, running[vectors * step + i], own, other))
-        updated = finish(updated)
-        sums = updated[:vectors]
-        for step in range(1, unrolled):
-            sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
-        scale = splat(builder, factor, FLOATS)
-        for i in range(0, vectors, 2):
-            places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
-            both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
-            store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.float32, types.int64, types.int64), codegen
+    at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
+    base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
+    updated = []
+    for step in range(unrolled):
+        other = _four(builder, offset(builder, place, 8 * step))
+        for i in range(vectors):
+            own = load(builder, offset(builder, base, stride * step + WIDTH * i), EIGHT)
+            updated.append(pair_products(builder, running[vectors * step + i], own, other))
+    updated = finish(updated)
+    sums = updated[:vectors]
+    for step in range(1, unrolled):
+        sums = [builder.add(one, more) for one, more in zip(sums, updated[vectors * step : vectors * (step + 1)], strict=True)]
+    scale = splat(builder, factor, FLOATS)
+    for i in range(0, vectors, 2):
+        places = [ir.Constant(ir.VectorType(I32, LANES), list(range(first, 2 * LANES, 2))) for first in (0, 1)]
+        both = builder.add(*(builder.shuffle_vector(sums[i], sums[i + 1], each) for each in places))
+        store(builder, builder.fmul(builder.sitofp(both, FLOATS), scale), offset(builder, out, 4 * LANES * (i // 2)), 4)
 
 
-@intrinsic
-def round_row(typingctx, x, factor, out, count):
+@instructions
+def round_row(builder, x, factor: types.float32, out, count):
     """float32 x [count] times a factor as 16-bit numbers. `count` is a multiple of 16."""
-
-    def codegen(context, builder, signature, args):
-        x, factor, out, count = args
-        scale = splat(builder, factor, FLOATS)
-        at, _, finish = loop(builder, count, LANES, [])
-        value = builder.fmul(load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4), scale)
-        store(builder, shorts(builder, value), builder.add(out, builder.shl(at, I64(1))), 2)
-        finish([])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.float32, types.int64, types.int64), codegen
+    scale = splat(builder, factor, FLOATS)
+    at, _, finish = loop(builder, count, LANES, [])
+    value = builder.fmul(load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4), scale)
+    store(builder, shorts(builder, value), builder.add(out, builder.shl(at, I64(1))), 2)
+    finish([])
 
 
 def shorts(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -235,72 +211,62 @@ def _bytes(builder: ir.IRBuilder, address: ir.Value, signed: bool) -> ir.Value:
     return builder.sext(raw, WORDS) if signed else builder.zext(raw, WORDS)
 
 
-@intrinsic
-def key_factors(typingctx, exponents, zeros, eighths, of_channel, products, a, b, count):
+@instructions
+def key_factors(builder, exponents, zeros, eighths, of_channel, products, a, b, count) -> types.float32:
     """What opens the codes of `count` channels: `a` and `b` for `widen`; returns the step. e and z are signed bytes, `eighths` the eight
     powers 2^(i / 8), `of_channel` float32 [4, count]: gain, 2^bits, what a zero counts in, half; `products` is room for float32
     [2, count].
 
     With scale = 2^(e / 8) * gain a code is scale * (code + z * unit - half).
     """
-
-    def codegen(context, builder, signature, args):
-        exponents, zeros, eighths, of_channel, products, a, b, count = args
-        row = builder.shl(count, I64(2))
-        at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
-        place = builder.shl(at, I64(2))
-        gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
-        e = _bytes(builder, builder.add(exponents, at), True)
-        octave = power(builder, builder.ashr(e, constant(WORDS, 3)))
-        scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), octave), gain)
-        zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
-        store(builder, scale, builder.add(products, place), 4)
-        store(builder, zero, builder.add(builder.add(products, row), place), 4)
-        (top,) = finish([_bound(builder, scale, zero, half, top)])
-        step, inverse = _steps(builder, largest(builder, top))
-        at, _, finish = loop(builder, count, LANES, [])
-        place = builder.shl(at, I64(2))
-        _, count_of, _, half = _columns(builder, builder.add(of_channel, place), row, 4)
-        scale = builder.fmul(load(builder, builder.add(products, place), FLOATS, 4), inverse)
-        shift = builder.fsub(load(builder, builder.add(builder.add(products, row), place), FLOATS, 4), half)
-        _put_factors(builder, scale, shift, count_of, a, b, builder.shl(at, I64(1)))
-        finish([])
-        return step
-
-    return types.float32(*[types.int64] * 8), codegen
+    row = builder.shl(count, I64(2))
+    at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    place = builder.shl(at, I64(2))
+    gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
+    e = _bytes(builder, builder.add(exponents, at), True)
+    octave = power(builder, builder.ashr(e, constant(WORDS, 3)))
+    scale = builder.fmul(builder.fmul(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), octave), gain)
+    zero = builder.fmul(builder.sitofp(_bytes(builder, builder.add(zeros, at), True), FLOATS), unit)
+    store(builder, scale, builder.add(products, place), 4)
+    store(builder, zero, builder.add(builder.add(products, row), place), 4)
+    (top,) = finish([_bound(builder, scale, zero, half, top)])
+    step, inverse = _steps(builder, largest(builder, top))
+    at, _, finish = loop(builder, count, LANES, [])
+    place = builder.shl(at, I64(2))
+    _, count_of, _, half = _columns(builder, builder.add(of_channel, place), row, 4)
+    scale = builder.fmul(load(builder, builder.add(products, place), FLOATS, 4), inverse)
+    shift = builder.fsub(load(builder, builder.add(builder.add(products, row), place), FLOATS, 4), half)
+    _put_factors(builder, scale, shift, count_of, a, b, builder.shl(at, I64(1)))
+    finish([])
+    return step
 
 
-@intrinsic
-def value_factors(typingctx, packed, eighths, top, bits, products, a, b):
+@instructions
+def value_factors(builder, packed, eighths, top, bits, products, a, b) -> types.float32:
     """`key_factors` for a page of tokens of V: scale = 2^((top - step) / 4), bytes hold step and z + 8; `products`: float32 [2, PAGE]."""
-
-    def codegen(context, builder, signature, args):
-        packed, eighths, top, bits, products, a, b = args
-        count = splat(builder, builder.sitofp(builder.shl(I64(1), bits), F32), FLOATS)
-        unit = builder.fmul(count, constant(FLOATS, 1 / 32))
-        half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
-        top = splat(builder, builder.trunc(top, I32), WORDS)
-        at, (most,), finish = loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
-        place = builder.add(products, builder.shl(at, I64(2)))
-        raw = _bytes(builder, builder.add(packed, at), False)
-        quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
-        eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
-        scale = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.ashr(quarters, constant(WORDS, 2))))
-        zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
-        zero = builder.fmul(zero, unit)
-        store(builder, scale, place, 4)
-        store(builder, zero, offset(builder, place, 4 * PAGE), 4)
-        (most,) = finish([_bound(builder, scale, zero, half, most)])
-        step, inverse = _steps(builder, largest(builder, most))
-        at, _, finish = loop(builder, I64(PAGE), LANES, [])
-        place = builder.add(products, builder.shl(at, I64(2)))
-        scale = builder.fmul(load(builder, place, FLOATS, 4), inverse)
-        shift = builder.fsub(load(builder, offset(builder, place, 4 * PAGE), FLOATS, 4), half)
-        _put_factors(builder, scale, shift, count, a, b, builder.shl(at, I64(1)))
-        finish([])
-        return step
-
-    return types.float32(*[types.int64] * 7), codegen
+    count = splat(builder, builder.sitofp(builder.shl(I64(1), bits), F32), FLOATS)
+    unit = builder.fmul(count, constant(FLOATS, 1 / 32))
+    half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
+    top = splat(builder, builder.trunc(top, I32), WORDS)
+    at, (most,), finish = loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    place = builder.add(products, builder.shl(at, I64(2)))
+    raw = _bytes(builder, builder.add(packed, at), False)
+    quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
+    eighth = builder.shl(builder.and_(quarters, constant(WORDS, 3)), constant(WORDS, 1))
+    scale = builder.fmul(pick(builder, eighths, eighth), power(builder, builder.ashr(quarters, constant(WORDS, 2))))
+    zero = builder.sitofp(builder.sub(builder.lshr(raw, constant(WORDS, 4)), constant(WORDS, 8)), FLOATS)
+    zero = builder.fmul(zero, unit)
+    store(builder, scale, place, 4)
+    store(builder, zero, offset(builder, place, 4 * PAGE), 4)
+    (most,) = finish([_bound(builder, scale, zero, half, most)])
+    step, inverse = _steps(builder, largest(builder, most))
+    at, _, finish = loop(builder, I64(PAGE), LANES, [])
+    place = builder.add(products, builder.shl(at, I64(2)))
+    scale = builder.fmul(load(builder, place, FLOATS, 4), inverse)
+    shift = builder.fsub(load(builder, offset(builder, place, 4 * PAGE), FLOATS, 4), half)
+    _put_factors(builder, scale, shift, count, a, b, builder.shl(at, I64(1)))
+    finish([])
+    return step
 
 
 def _columns(builder: ir.IRBuilder, address: ir.Value, row: ir.Value, count: int) -> list[ir.Value]:
@@ -337,35 +303,24 @@ def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count:
     store(builder, shorts(builder, builder.fmul(scale, shift)), builder.add(b, at), 2)
 
 
-@intrinsic
-def row_factor(typingctx, x, count):
+@instructions
+def row_factor(builder, x, count) -> types.float32:
     """What to multiply float32 x [count] with before `round_row`; 0 for nothing, NaN where x holds one or infinity."""
-
-    def codegen(context, builder, signature, args):
-        x, count = args
-        at, (top, total), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
-        value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
-        size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
-        top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])
-        whole = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
-                             fastmath=("reassoc",))
-        by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), largest(builder, top))
-        smaller = builder.select(builder.fcmp_ordered(">", by_sum, by_top), by_top, by_sum)
-        finite = builder.fcmp_ordered("<", whole, F32(float("inf")))
-        return builder.select(finite, builder.select(builder.fcmp_ordered("<", whole, F32(LEAST)), F32(0.0), smaller), F32(float("nan")))
-
-    return types.float32(types.int64, types.int64), codegen
+    at, (top, total), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
+    value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
+    size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
+    top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])
+    whole = builder.call(function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{LANES}f32"), [F32(0.0), total],
+                         fastmath=("reassoc",))
+    by_sum, by_top = builder.fdiv(F32(TOTAL), whole), builder.fdiv(F32(LARGEST), largest(builder, top))
+    smaller = builder.select(builder.fcmp_ordered(">", by_sum, by_top), by_top, by_sum)
+    finite = builder.fcmp_ordered("<", whole, F32(float("inf")))
+    return builder.select(finite, builder.select(builder.fcmp_ordered("<", whole, F32(LEAST)), F32(0.0), smaller), F32(float("nan")))
 
 
-@intrinsic
-def prefetch(typingctx, address, nbytes):
+@instructions
+def prefetch(builder, address, nbytes):
     """Ask for `nbytes` (> 0) at an address."""
-
-    def codegen(context, builder, signature, args):
-        address, nbytes = args
-        at, _, finish = loop(builder, nbytes, 64, [])
-        ask(builder, builder.add(address, at), 64, NEXT_PAGE)
-        finish([])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    at, _, finish = loop(builder, nbytes, 64, [])
+    ask(builder, builder.add(address, at), 64, NEXT_PAGE)
+    finish([])

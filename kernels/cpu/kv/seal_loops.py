@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from ...deferred import intrinsic, types
+from ...deferred import instructions, types
 from ...kv_layout import MANTISSA_BITS
 from ...layout import PAGE
 from ..int8_ir import I8, constant, load, offset, splat, store
@@ -72,113 +72,102 @@ def _power(builder: ir.IRBuilder, eighths: ir.Value) -> ir.Value:
     return builder.bitcast(builder.add(bits, exponent), WIDE)
 
 
-@intrinsic
-def span(typingctx, x, stride, count, levels, out):
+@instructions
+def span(builder, x, stride, count, levels: types.float32, out) -> types.float32:
     """The ends of 16 groups of `count` float32, `stride` bytes apart, and the exponents of the scales that just hold them with `levels`
     steps -> `SPAN_NBYTES` at `out`. Returns 0, or NaN where a value is not finite or not below 2^60."""
+    first = load(builder, x, WIDE, 4)
 
-    def codegen(context, builder, signature, args):
-        x, stride, count, levels, out = args
-        first = load(builder, x, WIDE, 4)
+    def step(index, held):
+        low, high, odd = held
+        value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
+        nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
+        return [_smaller(builder, value, low), larger(builder, value, high), builder.fadd(odd, nothing)]
 
-        def step(index, held):
-            low, high, odd = held
-            value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
-            nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
-            return [_smaller(builder, value, low), larger(builder, value, high), builder.fadd(odd, nothing)]
-
-        low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
-        need = builder.fdiv(builder.fsub(high, low), splat(builder, levels, WIDE))
-        bits = builder.bitcast(larger(builder, need, constant(WIDE, TINY)), WORDS)
-        exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
-        mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
-        eighths = builder.shl(exponent, constant(WORDS, 3))
-        for each in MANTISSA_BITS:
-            eighths = builder.sub(eighths, builder.sext(builder.icmp_signed(">", mantissa, constant(WORDS, each)), WORDS))
-        for at, value in ((LOW_AT, low), (HIGH_AT, high), (FIRST_AT, eighths)):
-            store(builder, value, offset(builder, out, at), 4)
-        total = builder.extract_element(odd, I32(0))
-        for lane in range(1, LANES):
-            total = builder.fadd(total, builder.extract_element(odd, I32(lane)))
-        return total
-
-    return types.float32(*[types.int64] * 3, types.float32, types.int64), codegen
+    low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
+    need = builder.fdiv(builder.fsub(high, low), splat(builder, levels, WIDE))
+    bits = builder.bitcast(larger(builder, need, constant(WIDE, TINY)), WORDS)
+    exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
+    mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
+    eighths = builder.shl(exponent, constant(WORDS, 3))
+    for each in MANTISSA_BITS:
+        eighths = builder.sub(eighths, builder.sext(builder.icmp_signed(">", mantissa, constant(WORDS, each)), WORDS))
+    for at, value in ((LOW_AT, low), (HIGH_AT, high), (FIRST_AT, eighths)):
+        store(builder, value, offset(builder, out, at), 4)
+    total = builder.extract_element(odd, I32(0))
+    for lane in range(1, LANES):
+        total = builder.fadd(total, builder.extract_element(odd, I32(lane)))
+    return total
 
 
-@intrinsic
-def search(typingctx, x, stride, count, spans, table, least, most, codes, codes_stride, out):
+@instructions
+def search(builder, x, stride, count, spans, table, least, most, codes, codes_stride, out):
     """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
     `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, what is below
     them CODES_NBYTES behind, `FOUND_NBYTES` to `out`."""
+    whole = lambda place: load(builder, offset(builder, table, 4 * place), I32, 4)  # noqa: E731
+    real = lambda place: splat(builder, load(builder, offset(builder, table, 4 * place), F32, 4), WIDE)  # noqa: E731
+    low, high = (load(builder, offset(builder, spans, at), WIDE, 4) for at in (LOW_AT, HIGH_AT))
+    middle = builder.fmul(builder.fadd(high, low), constant(WIDE, 0.5))
+    least, most = (splat(builder, builder.trunc(end, I32), WORDS) for end in (least, most))
+    coarse, aside = splat(builder, whole(COARSE), WORDS), builder.sext(whole(ASIDE), I64)
+    half, top, unit, per_unit, least_zero, most_zero = map(real, (HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO))
+    nothing = constant(WIDE, 0.0)
+    behind = splat(builder, whole(BEHIND), WORDS)
+    rest = builder.sub(builder.shl(constant(WORDS, 1), behind), constant(WORDS, 1))
+    # eighths to steps of the exponent, upwards
+    last = builder.sub(builder.shl(constant(WORDS, 1), coarse), constant(WORDS, 1))
+    first = builder.ashr(builder.add(load(builder, offset(builder, spans, FIRST_AT), WORDS, 4), last), coarse)
+    first = builder.add(first, splat(builder, whole(ABOVE), WORDS))
 
-    def codegen(context, builder, signature, args):
-        x, stride, count, spans, table, least, most, codes, codes_stride, out = args
-        whole = lambda place: load(builder, offset(builder, table, 4 * place), I32, 4)  # noqa: E731
-        real = lambda place: splat(builder, load(builder, offset(builder, table, 4 * place), F32, 4), WIDE)  # noqa: E731
-        low, high = (load(builder, offset(builder, spans, at), WIDE, 4) for at in (LOW_AT, HIGH_AT))
-        middle = builder.fmul(builder.fadd(high, low), constant(WIDE, 0.5))
-        least, most = (splat(builder, builder.trunc(end, I32), WORDS) for end in (least, most))
-        coarse, aside = splat(builder, whole(COARSE), WORDS), builder.sext(whole(ASIDE), I64)
-        half, top, unit, per_unit, least_zero, most_zero = map(real, (HALF, MOST, UNIT, PER_UNIT, LEAST_ZERO, MOST_ZERO))
-        nothing = constant(WIDE, 0.0)
-        behind = splat(builder, whole(BEHIND), WORDS)
-        rest = builder.sub(builder.shl(constant(WORDS, 1), behind), constant(WORDS, 1))
-        # eighths to steps of the exponent, upwards
-        last = builder.sub(builder.shl(constant(WORDS, 1), coarse), constant(WORDS, 1))
-        first = builder.ashr(builder.add(load(builder, offset(builder, spans, FIRST_AT), WORDS, 4), last), coarse)
-        first = builder.add(first, splat(builder, whole(ABOVE), WORDS))
+    def scales(exponent):
+        eighths = builder.shl(exponent, coarse)
+        return _power(builder, eighths), _power(builder, builder.sub(constant(WORDS, 0), eighths))
 
-        def scales(exponent):
-            eighths = builder.shl(exponent, coarse)
-            return _power(builder, eighths), _power(builder, builder.sub(constant(WORDS, 0), eighths))
+    def away(index, inverse, shift):
+        value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
+        return builder.fsub(builder.fmul(value, inverse), shift)
 
-        def away(index, inverse, shift):
-            value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
-            return builder.fsub(builder.fmul(value, inverse), shift)
+    def one_exponent(below, held):
+        below = splat(builder, builder.trunc(below, I32), WORDS)
+        exponent = builder.sub(first, below)
+        exponent = builder.select(builder.icmp_signed("<", exponent, least), least, exponent)
+        exponent = builder.select(builder.icmp_signed(">", exponent, most), most, exponent)
+        scale, inverse = scales(exponent)
+        square = builder.fmul(scale, scale)
+        centre = builder.fmul(builder.fmul(middle, inverse), per_unit)
+        centre = _whole(builder, _clamped(builder, centre, constant(WIDE, -FAR), constant(WIDE, FAR)))
 
-        def one_exponent(below, held):
-            below = splat(builder, builder.trunc(below, I32), WORDS)
-            exponent = builder.sub(first, below)
-            exponent = builder.select(builder.icmp_signed("<", exponent, least), least, exponent)
-            exponent = builder.select(builder.icmp_signed(">", exponent, most), most, exponent)
-            scale, inverse = scales(exponent)
-            square = builder.fmul(scale, scale)
-            centre = builder.fmul(builder.fmul(middle, inverse), per_unit)
-            centre = _whole(builder, _clamped(builder, centre, constant(WIDE, -FAR), constant(WIDE, FAR)))
+        def one_zero(place, held):
+            best, best_exponent, best_zero = held
+            moved = builder.sitofp(builder.trunc(builder.sub(place, aside), I32), F32)
+            zero = _clamped(builder, builder.fadd(centre, splat(builder, moved, WIDE)), least_zero, most_zero)
+            shift = builder.fsub(builder.fmul(zero, unit), half)
 
-            def one_zero(place, held):
-                best, best_exponent, best_zero = held
-                moved = builder.sitofp(builder.trunc(builder.sub(place, aside), I32), F32)
-                zero = _clamped(builder, builder.fadd(centre, splat(builder, moved, WIDE)), least_zero, most_zero)
-                shift = builder.fsub(builder.fmul(zero, unit), half)
+            def one_value(index, held):
+                wanted = away(index, inverse, shift)
+                off = builder.fsub(_whole(builder, _clamped(builder, wanted, nothing, top)), wanted)
+                return [builder.fadd(held[0], builder.fmul(off, off))]
 
-                def one_value(index, held):
-                    wanted = away(index, inverse, shift)
-                    off = builder.fsub(_whole(builder, _clamped(builder, wanted, nothing, top)), wanted)
-                    return [builder.fadd(held[0], builder.fmul(off, off))]
+            (error,) = _loop(builder, "values", count, [nothing], one_value)
+            error = builder.fmul(error, square)
+            better = builder.fcmp_ordered("<", error, builder.fmul(best, constant(WIDE, NEARLY)))
+            return [builder.select(better, new, old) for new, old in ((error, best), (exponent, best_exponent), (zero, best_zero))]
 
-                (error,) = _loop(builder, "values", count, [nothing], one_value)
-                error = builder.fmul(error, square)
-                better = builder.fcmp_ordered("<", error, builder.fmul(best, constant(WIDE, NEARLY)))
-                return [builder.select(better, new, old) for new, old in ((error, best), (exponent, best_exponent), (zero, best_zero))]
+        return _loop(builder, "zeros", builder.add(builder.shl(aside, I64(1)), I64(1)), held, one_zero)
 
-            return _loop(builder, "zeros", builder.add(builder.shl(aside, I64(1)), I64(1)), held, one_zero)
+    start = [constant(WIDE, float("inf")), first, nothing]
+    _, exponent, zero = _loop(builder, "exponents", builder.sext(whole(TRIES), I64), start, one_exponent)
+    _, inverse = scales(exponent)
+    shift = builder.fsub(builder.fmul(zero, unit), half)
 
-        start = [constant(WIDE, float("inf")), first, nothing]
-        _, exponent, zero = _loop(builder, "exponents", builder.sext(whole(TRIES), I64), start, one_exponent)
-        _, inverse = scales(exponent)
-        shift = builder.fsub(builder.fmul(zero, unit), half)
+    def keep(index, held):
+        code = builder.fptosi(_whole(builder, _clamped(builder, away(index, inverse, shift), nothing, top)), WORDS)
+        place = builder.add(codes, builder.mul(index, codes_stride))
+        store(builder, builder.trunc(builder.lshr(code, behind), SMALL), place)
+        store(builder, builder.trunc(builder.and_(code, rest), SMALL), offset(builder, place, CODES_NBYTES))
+        return []
 
-        def keep(index, held):
-            code = builder.fptosi(_whole(builder, _clamped(builder, away(index, inverse, shift), nothing, top)), WORDS)
-            place = builder.add(codes, builder.mul(index, codes_stride))
-            store(builder, builder.trunc(builder.lshr(code, behind), SMALL), place)
-            store(builder, builder.trunc(builder.and_(code, rest), SMALL), offset(builder, place, CODES_NBYTES))
-            return []
-
-        _loop(builder, "codes", count, [], keep)
-        store(builder, exponent, offset(builder, out, EXPONENT_AT), 4)
-        store(builder, builder.fptosi(zero, WORDS), offset(builder, out, ZERO_AT), 4)
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 10), codegen
+    _loop(builder, "codes", count, [], keep)
+    store(builder, exponent, offset(builder, out, EXPONENT_AT), 4)
+    store(builder, builder.fptosi(zero, WORDS), offset(builder, out, ZERO_AT), 4)

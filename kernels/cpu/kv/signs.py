@@ -12,7 +12,7 @@ import numpy as np
 from llvmlite import ir
 from numpy import float32, int8
 
-from ...deferred import inlined, intrinsic, types
+from ...deferred import inlined, instructions
 from ...layout import PAGE
 from ..arithmetic import ZERO
 from ..int8_ir import (
@@ -104,43 +104,37 @@ def _nibbles(builder: ir.IRBuilder, raw: ir.Value, half: int) -> list[ir.Value]:
 
 
 def _sign_scores(rows: int):
-    @intrinsic
-    def sign_scores(typingctx, sides, far, tables, steps, more, out, pairs):
+    @instructions
+    def sign_scores(builder, sides, far, tables, steps, more, out, pairs):
         """Scores of R rows, float32 [R, PAGE] at `out`: steps * far * the sums of signs + more. `sides` uint8 [pairs, PAGE], `far` uint8
         [PAGE], `tables` uint8 [R, pairs, TABLE], `steps` and `more` float32 [R]."""
-
-        def codegen(context, builder, signature, args):
-            sides, far, tables, steps, more, out, pairs = args
-            own = [builder.add(tables, builder.mul(pairs, I64(TABLE * row))) for row in range(rows)]
-            factors, terms = ([splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for row in range(rows)]
-                              for each in (steps, more))
-            bias = splat(builder, builder.trunc(builder.mul(pairs, I64(2 * LARGEST)), I16), HALVES)
-            for begin in range(0, PAGE, WIDTH):
-                at, sums, finish = loop(builder, pairs, 1, [(HALVES, constant(HALVES, 0))] * (2 * rows))
-                raw = load(builder, offset(builder, builder.add(sides, builder.mul(at, I64(PAGE))), begin), BYTES)
-                low, high, updated = _nibbles(builder, raw, 0), _nibbles(builder, raw, 1), []
-                for row in range(rows):
-                    table = builder.add(own[row], builder.mul(at, I64(TABLE)))
-                    found = builder.add(_looked_up(builder, table, low), _looked_up(builder, offset(builder, table, 16), high))
-                    found = builder.bitcast(found, HALVES)
-                    updated.append(builder.add(sums[2 * row], found))
-                    updated.append(builder.add(sums[2 * row + 1], builder.lshr(found, constant(HALVES, 8))))
-                sums = finish(updated)
-                for row in range(rows):
-                    odd = sums[2 * row + 1]
-                    even = builder.sub(sums[2 * row], builder.shl(odd, constant(HALVES, 8)))
-                    even, odd = builder.sub(even, bias), builder.sub(odd, bias)
-                    for piece in range(WIDTH // LANES):
-                        first = LANES // 2 * piece
-                        places = [first + i // 2 + i % 2 * (WIDTH // 2) for i in range(LANES)]
-                        words = builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, LANES), places))
-                        place = begin + LANES * piece
-                        distance = load(builder, offset(builder, far, place), ir.VectorType(I8, LANES))
-                        value = builder.sitofp(builder.mul(builder.sext(words, WORDS), builder.zext(distance, WORDS)), FLOATS)
-                        store(builder, fma(builder, value, factors[row], terms[row]), offset(builder, out, 4 * (PAGE * row + place)), 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 7), codegen
+        own = [builder.add(tables, builder.mul(pairs, I64(TABLE * row))) for row in range(rows)]
+        factors, terms = ([splat(builder, load(builder, offset(builder, each, 4 * row), F32, 4), FLOATS) for row in range(rows)]
+                          for each in (steps, more))
+        bias = splat(builder, builder.trunc(builder.mul(pairs, I64(2 * LARGEST)), I16), HALVES)
+        for begin in range(0, PAGE, WIDTH):
+            at, sums, finish = loop(builder, pairs, 1, [(HALVES, constant(HALVES, 0))] * (2 * rows))
+            raw = load(builder, offset(builder, builder.add(sides, builder.mul(at, I64(PAGE))), begin), BYTES)
+            low, high, updated = _nibbles(builder, raw, 0), _nibbles(builder, raw, 1), []
+            for row in range(rows):
+                table = builder.add(own[row], builder.mul(at, I64(TABLE)))
+                found = builder.add(_looked_up(builder, table, low), _looked_up(builder, offset(builder, table, 16), high))
+                found = builder.bitcast(found, HALVES)
+                updated.append(builder.add(sums[2 * row], found))
+                updated.append(builder.add(sums[2 * row + 1], builder.lshr(found, constant(HALVES, 8))))
+            sums = finish(updated)
+            for row in range(rows):
+                odd = sums[2 * row + 1]
+                even = builder.sub(sums[2 * row], builder.shl(odd, constant(HALVES, 8)))
+                even, odd = builder.sub(even, bias), builder.sub(odd, bias)
+                for piece in range(WIDTH // LANES):
+                    first = LANES // 2 * piece
+                    places = [first + i // 2 + i % 2 * (WIDTH // 2) for i in range(LANES)]
+                    words = builder.shuffle_vector(even, odd, ir.Constant(ir.VectorType(I32, LANES), places))
+                    place = begin + LANES * piece
+                    distance = load(builder, offset(builder, far, place), ir.VectorType(I8, LANES))
+                    value = builder.sitofp(builder.mul(builder.sext(words, WORDS), builder.zext(distance, WORDS)), FLOATS)
+                    store(builder, fma(builder, value, factors[row], terms[row]), offset(builder, out, 4 * (PAGE * row + place)), 4)
 
     return sign_scores
 

@@ -12,7 +12,7 @@ from functools import partial
 import numpy as np
 from llvmlite import ir
 
-from ...deferred import intrinsic, types
+from ...deferred import instructions
 from ...layout import PAGE
 from ..int8_ir import (
     BYTES,
@@ -76,50 +76,38 @@ def _levels(levels: list[int]) -> list[ir.Value]:
     return [ir.Constant(BYTES, [levels[i % 16] for i in range(WIDTH)])]
 
 
-@intrinsic
-def lowest_steps(typingctx, packed, groups, lowest, low, up):
+@instructions
+def lowest_steps(builder, packed, groups, lowest, low, up):
     """Of V's scales, bytes [groups, PAGE] with the step in the low four bits: each token's lowest step, as bytes, what it takes from an
     exponent of two, float32 [PAGE], and what it multiplies a weight by, 16-bit [PAGE] of 1 / UP."""
-
-    def codegen(context, builder, signature, args):
-        packed, groups, lowest, low, up = args
-        token, _, finish_tokens = loop(builder, I64(PAGE), WIDTH, [])
-        group, (least,), finish = loop(builder, groups, 1, [(BYTES, constant(BYTES, 15))])
-        at = builder.add(builder.add(packed, token), builder.mul(group, I64(PAGE)))
-        steps = builder.and_(load(builder, at, BYTES), constant(BYTES, 15))
-        (least,) = finish([builder.select(builder.icmp_unsigned("<", steps, least), steps, least)])
-        store(builder, least, builder.add(lowest, token))
-        for piece in range(WIDTH // LANES):
-            places = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES * piece, LANES * (piece + 1))))
-            whole = builder.zext(builder.shuffle_vector(least, least, places), WORDS)
-            where = builder.shl(builder.add(token, I64(LANES * piece)), I64(2))
-            store(builder, builder.fmul(builder.sitofp(whole, FLOATS), constant(FLOATS, -0.25)), builder.add(low, where), 4)
-        _put_words(builder, _words(builder, least, STEPS_UP), builder.add(up, builder.shl(token, I64(1))))
-        finish_tokens([])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    token, _, finish_tokens = loop(builder, I64(PAGE), WIDTH, [])
+    group, (least,), finish = loop(builder, groups, 1, [(BYTES, constant(BYTES, 15))])
+    at = builder.add(builder.add(packed, token), builder.mul(group, I64(PAGE)))
+    steps = builder.and_(load(builder, at, BYTES), constant(BYTES, 15))
+    (least,) = finish([builder.select(builder.icmp_unsigned("<", steps, least), steps, least)])
+    store(builder, least, builder.add(lowest, token))
+    for piece in range(WIDTH // LANES):
+        places = ir.Constant(ir.VectorType(I32, LANES), list(range(LANES * piece, LANES * (piece + 1))))
+        whole = builder.zext(builder.shuffle_vector(least, least, places), WORDS)
+        where = builder.shl(builder.add(token, I64(LANES * piece)), I64(2))
+        store(builder, builder.fmul(builder.sitofp(whole, FLOATS), constant(FLOATS, -0.25)), builder.add(low, where), 4)
+    _put_words(builder, _words(builder, least, STEPS_UP), builder.add(up, builder.shl(token, I64(1))))
+    finish_tokens([])
 
 
-@intrinsic
-def value_scales(typingctx, packed, lowest, up, less, fractions, zeros):
+@instructions
+def value_scales(builder, packed, lowest, up, less, fractions, zeros):
     """One group of V's scales and zeros, bytes [PAGE]: scales as 16-bit fractions of the token's largest (`lowest`: its step); zeros,
     moved up by `up` bits and less `less`, as bytes."""
-
-    def codegen(context, builder, signature, args):
-        packed, lowest, up, less, fractions, zeros = args
-        up, less = (splat(builder, builder.trunc(each, kind.element), kind) for each, kind in ((up, HALVES), (less, BYTES)))
-        at, _, finish = loop(builder, I64(PAGE), WIDTH, [])
-        raw = load(builder, builder.add(packed, at), BYTES)
-        high = builder.and_(builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES), constant(BYTES, 15))
-        high = builder.bitcast(builder.shl(builder.bitcast(high, HALVES), up), BYTES)
-        store(builder, builder.sub(high, less), builder.add(zeros, at))
-        below = builder.sub(builder.and_(raw, constant(BYTES, 15)), load(builder, builder.add(lowest, at), BYTES))
-        _put_words(builder, _words(builder, below, STEPS_DOWN), builder.add(fractions, builder.shl(at, I64(1))))
-        finish([])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    up, less = (splat(builder, builder.trunc(each, kind.element), kind) for each, kind in ((up, HALVES), (less, BYTES)))
+    at, _, finish = loop(builder, I64(PAGE), WIDTH, [])
+    raw = load(builder, builder.add(packed, at), BYTES)
+    high = builder.and_(builder.bitcast(builder.lshr(builder.bitcast(raw, HALVES), constant(HALVES, 4)), BYTES), constant(BYTES, 15))
+    high = builder.bitcast(builder.shl(builder.bitcast(high, HALVES), up), BYTES)
+    store(builder, builder.sub(high, less), builder.add(zeros, at))
+    below = builder.sub(builder.and_(raw, constant(BYTES, 15)), load(builder, builder.add(lowest, at), BYTES))
+    _put_words(builder, _words(builder, below, STEPS_DOWN), builder.add(fractions, builder.shl(at, I64(1))))
+    finish([])
 
 
 def _upper(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
@@ -141,49 +129,43 @@ def _weights(builder: ir.IRBuilder, below: list[ir.Value]) -> ir.Value:
 
 
 def _weigh(rows: int):
-    @intrinsic
-    def weigh(typingctx, scores, low, up, fractions, tables, out, stride, groups, tops, totals):
+    @instructions
+    def weigh(builder, scores, low, up, fractions, tables, out, stride, groups, tops, totals):
         """R rows of PAGE scores, in units of log 2, -infinity where masked (not everywhere): their weights times V's scales as bytes [R,
         PAGE], `groups` of them `stride` bytes apart at `out`; float32 [R] each, what was taken from the exponents, in natural units, and
         the weights' sum. `low` and `up` as of `lowest_steps`, `fractions`: 16-bit [groups, PAGE] of `value_scales`. A row of
         scores that are no numbers has no sum either; a lone one weighs nothing, since looking for it makes all of this 4% slower."""
+        count = PAGE // LANES
+        kind = ir.VectorType(F32, rows)
+        lows = [load(builder, offset(builder, low, 4 * LANES * i), FLOATS, 4) for i in range(count)]
 
-        def codegen(context, builder, signature, args):
-            scores, low, up, fractions, tables, out, stride, groups, tops, totals = args
-            count = PAGE // LANES
-            kind = ir.VectorType(F32, rows)
-            lows = [load(builder, offset(builder, low, 4 * LANES * i), FLOATS, 4) for i in range(count)]
+        def raised(row: int) -> list[ir.Value]:
+            at = offset(builder, scores, 4 * PAGE * row)
+            return [builder.fadd(load(builder, offset(builder, at, 4 * LANES * i), FLOATS, 4), lows[i]) for i in range(count)]
 
-            def raised(row: int) -> list[ir.Value]:
-                at = offset(builder, scores, 4 * PAGE * row)
-                return [builder.fadd(load(builder, offset(builder, at, 4 * LANES * i), FLOATS, 4), lows[i]) for i in range(count)]
-
-            higher = partial(larger, builder)
-            highest = across(builder, [merged(raised(row), higher) for row in range(rows)], higher)
-            store(builder, builder.fmul(highest, constant(kind, LN2)), tops, 4)
-            sums = []
-            for row in range(rows):
-                top = splat(builder, builder.extract_element(highest, I32(row)), FLOATS)
-                below = []
-                for each in raised(row):
-                    u = fma(builder, builder.fsub(top, each), constant(FLOATS, 256.0), constant(FLOATS, MAGIC + LEAST))
-                    most = constant(FLOATS, MAGIC + MOST)
-                    below.append(builder.select(builder.fcmp_ordered("<", u, most), u, most))
-                weights = [_weights(builder, pair) for pair in zip(below[::2], below[1::2], strict=True)]
-                total = constant(WORDS, 0)
-                for i, each in enumerate(weights):
-                    half = builder.lshr(each, constant(HALVES, 1))
-                    total = pair_products(builder, total, half, load(builder, offset(builder, up, WIDTH * i), HALVES))
-                sums.append(total)
-                at, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, offset(builder, out, PAGE * row))])
-                _scaled(builder, weights, tables, *carried)
-                finish([offset(builder, carried[0], 2 * PAGE), builder.add(carried[1], stride)])
-            total = builder.uitofp(across(builder, sums, builder.add), kind)
-            nothing = builder.fsub(highest, highest)  # unless it is no number: that must show
-            store(builder, builder.fadd(builder.fmul(total, constant(kind, 2 / (UP * FULL))), nothing), totals, 4)
-            return context.get_dummy_value()
-
-        return types.void(*[types.int64] * 10), codegen
+        higher = partial(larger, builder)
+        highest = across(builder, [merged(raised(row), higher) for row in range(rows)], higher)
+        store(builder, builder.fmul(highest, constant(kind, LN2)), tops, 4)
+        sums = []
+        for row in range(rows):
+            top = splat(builder, builder.extract_element(highest, I32(row)), FLOATS)
+            below = []
+            for each in raised(row):
+                u = fma(builder, builder.fsub(top, each), constant(FLOATS, 256.0), constant(FLOATS, MAGIC + LEAST))
+                most = constant(FLOATS, MAGIC + MOST)
+                below.append(builder.select(builder.fcmp_ordered("<", u, most), u, most))
+            weights = [_weights(builder, pair) for pair in zip(below[::2], below[1::2], strict=True)]
+            total = constant(WORDS, 0)
+            for i, each in enumerate(weights):
+                half = builder.lshr(each, constant(HALVES, 1))
+                total = pair_products(builder, total, half, load(builder, offset(builder, up, WIDTH * i), HALVES))
+            sums.append(total)
+            at, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, offset(builder, out, PAGE * row))])
+            _scaled(builder, weights, tables, *carried)
+            finish([offset(builder, carried[0], 2 * PAGE), builder.add(carried[1], stride)])
+        total = builder.uitofp(across(builder, sums, builder.add), kind)
+        nothing = builder.fsub(highest, highest)  # unless it is no number: that must show
+        store(builder, builder.fadd(builder.fmul(total, constant(kind, 2 / (UP * FULL))), nothing), totals, 4)
 
     return weigh
 
@@ -214,26 +196,20 @@ def exp2(builder: ir.IRBuilder, x: ir.Value) -> ir.Value:
     return builder.bitcast(builder.add(builder.bitcast(value, words), exponent), kind)
 
 
-@intrinsic
-def fold_sums(typingctx, m, l, tops, totals, factors, rows):
+@instructions
+def fold_sums(builder, m, l, tops, totals, factors, rows):
     """Take (m, l) into running ones, float32 [rows] each; at `factors` [2, rows], what the running output is multiplied by, and the new
     one. `rows` is a multiple of four."""
-
-    def codegen(context, builder, signature, args):
-        m, l, tops, totals, factors, rows = args
-        four = ir.VectorType(F32, 4)
-        row, _, finish = loop(builder, builder.shl(rows, I64(2)), 16, [])
-        places = [builder.add(each, row) for each in (m, l, tops, totals, factors, builder.add(factors, builder.shl(rows, I64(2))))]
-        old, total, new, more = (load(builder, each, four, 4) for each in places[:4])
-        top = larger(builder, new, old)
-        scaled = []
-        for each in (old, new):
-            scaled.append(exp2(builder, builder.fmul(builder.fsub(each, top), constant(four, LOG2E))))
-        store(builder, top, places[0], 4)
-        store(builder, builder.fadd(builder.fmul(total, scaled[0]), builder.fmul(more, scaled[1])), places[1], 4)
-        for each, place in zip(scaled, places[4:], strict=True):
-            store(builder, each, place, 4)
-        finish([])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 6), codegen
+    four = ir.VectorType(F32, 4)
+    row, _, finish = loop(builder, builder.shl(rows, I64(2)), 16, [])
+    places = [builder.add(each, row) for each in (m, l, tops, totals, factors, builder.add(factors, builder.shl(rows, I64(2))))]
+    old, total, new, more = (load(builder, each, four, 4) for each in places[:4])
+    top = larger(builder, new, old)
+    scaled = []
+    for each in (old, new):
+        scaled.append(exp2(builder, builder.fmul(builder.fsub(each, top), constant(four, LOG2E))))
+    store(builder, top, places[0], 4)
+    store(builder, builder.fadd(builder.fmul(total, scaled[0]), builder.fmul(more, scaled[1])), places[1], 4)
+    for each, place in zip(scaled, places[4:], strict=True):
+        store(builder, each, place, 4)
+    finish([])
