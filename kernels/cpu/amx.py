@@ -13,9 +13,9 @@ from llvmlite import ir
 from ..compile import cpu_features
 from ..deferred import instructions
 from ..reference_low_bit import HALVES_SPAN
-from .gemm_tiles import Loop
 from .int8_ir import FLOATS, I8, INSTRUCTION_SET, WORDS, constant, fma, function, load, offset, splat, store
 from .intrinsics import F32, I64
+from .ir_loop import Loop
 
 AMX = INSTRUCTION_SET == "avx512" and {"amx-tile", "amx-int8"} <= cpu_features()
 SIDE, INPUTS = 16, 64  # rows of a tile; bytes of a row, inputs of one instruction

@@ -7,9 +7,9 @@ from llvmlite import ir
 from ..deferred import instructions
 from .amx import INPUTS, LEFT, RIGHT, SIDE, SUMS, TILE_NBYTES, call, load_tile, store_tiles, zero_tiles
 from .amx_planes import transposed
-from .gemm_tiles import Loop
 from .int8_ir import FLOATS, I8, LANES, WORDS, constant, load, offset, store
 from .intrinsics import I16, I64
+from .ir_loop import Loop
 
 PARTS = 3  # of an activation: as many bits as float32 has
 STEP = 32  # inputs of one instruction

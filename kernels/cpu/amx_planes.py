@@ -12,9 +12,10 @@ from llvmlite import ir
 
 from ..deferred import instructions
 from .amx import BLOCK, INPUTS, QUAD_NBYTES, SIDE, STEP_NBYTES, TILE_NBYTES
-from .gemm_tiles import ROUND, ROUND_BITS, Loop
+from .gemm_tiles import ROUND, ROUND_BITS
 from .int8_ir import BYTES, FLOATS, HALVES, I8, LANES, WORDS, constant, function, load, offset, splat, store
 from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
 
 MOST = 127.0 * 256.0
 SMALLEST = 2.0**-126  # the smallest normal number

@@ -5,20 +5,13 @@ Both repeat what `inner_loops.dot_rows` does to one output, operation for operat
 
 from __future__ import annotations
 
-from llvmlite import ir
-
 from ..deferred import inlined, instructions, types
 from ..layout import BF16, F16
 from .arithmetic import widen
 from .inner_loops import FLOATS, VECTOR, plain_f32, widen_bf16, widen_f16
-from .int8_ir import function, load
-from .intrinsics import F32, HAS_HALF, I32, I64, f32_at
-
-
-def _splat(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
-    undefined = ir.Constant(FLOATS, ir.Undefined)
-    one = builder.insert_element(undefined, value, I32(0))
-    return builder.shuffle_vector(one, undefined, ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+from .int8_ir import fma, function, load, splat, store
+from .intrinsics import F32, HAS_HALF, I64, f32_at
+from .ir_loop import Loop
 
 
 def _add_scaled(convert, item: int):
@@ -27,22 +20,12 @@ def _add_scaled(convert, item: int):
     @instructions
     def add_scaled(builder, weights, factor: types.float32, sums, vectors):
         """sums[i] = fma(weights[i], factor, sums[i]) for `vectors` >= 1 times VECTOR values; addresses, and a float32."""
-        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-        scale = _splat(builder, factor)
-        entry = builder.basic_block
-        loop, done = builder.append_basic_block("scaled"), builder.append_basic_block("scaled.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        step.add_incoming(I64(0), entry)
-        place = builder.add(sums, builder.mul(step, I64(4 * VECTOR)))
-        value = convert(builder, builder.add(weights, builder.mul(step, I64(item * VECTOR))))
-        total = builder.call(fma, [value, scale, load(builder, place, FLOATS, 4)])
-        builder.store(total, builder.inttoptr(place, FLOATS.as_pointer()), align=4)
-        following = builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-        builder.position_at_end(done)
+        scale = splat(builder, factor, FLOATS)
+        loop = Loop(builder, vectors, [], "scaled")
+        place = builder.add(sums, builder.mul(loop.turn, I64(4 * VECTOR)))
+        value = convert(builder, builder.add(weights, builder.mul(loop.turn, I64(item * VECTOR))))
+        store(builder, fma(builder, value, scale, load(builder, place, FLOATS, 4)), place, 4)
+        loop.end([])
 
     return add_scaled
 

@@ -20,7 +20,6 @@ from ..compile import kernel
 from ..deferred import inlined, instructions, types
 from ..tiles import ROWS, TILE
 from .arithmetic import gate_values, normalise
-from .gemm_tiles import Loop
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -40,6 +39,7 @@ from .int8_ir import (
     store,
 )
 from .intrinsics import F32, I16, I32, I64, f32_at, f64_at, i64_at
+from .ir_loop import Loop
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .packed import write
 from .packed_matrix import BIAS, FIELDS, ROW_COUNT, ROW_SCALES, SCALES, SHIFT, TILES, WEIGHT

@@ -12,7 +12,7 @@ from llvmlite import ir
 
 from ..deferred import instructions
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
-from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form, Loop
+from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -33,6 +33,7 @@ from .int8_ir import (
     widen_bytes,
 )
 from .intrinsics import I16, I32, I64
+from .ir_loop import Loop
 from .packed_factors import byte_scales, exponent_scales, half_scales
 from .small_floats import small_scales
 

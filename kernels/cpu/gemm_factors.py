@@ -7,9 +7,9 @@ from llvmlite import ir
 from ..deferred import instructions
 from ..tiles import ROWS
 from .gemm_expand import QUADS
-from .gemm_tiles import Loop
 from .int8_ir import I8, LANES, PIECES, WORDS, constant, load, offset, splat, store, to_floats, widen_bytes
 from .intrinsics import F32, I16, I32, I64
+from .ir_loop import Loop
 from .packed_factors import half_scales, signed_bytes, six_bits
 
 

@@ -8,9 +8,10 @@ from llvmlite import ir
 
 from ..deferred import instructions
 from .gemm_expand import LOWERED
-from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, Loop, add_sums, first_sums, panel_by_turns, steps_of_tile
+from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, add_sums, first_sums, panel_by_turns, steps_of_tile
 from .int8_ir import FLOATS, HALVES, LANES, WORDS, constant, load, offset
 from .intrinsics import I32, I64
+from .ir_loop import Loop
 
 
 def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, alike: bool = False, lowered: int = 0):

@@ -13,9 +13,10 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from ..deferred import instructions
-from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form, Loop
+from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form
 from .int8_ir import FLOATS, LANES, WORDS, constant, load, offset, splat, store
 from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
 
 PADDED = 1 << (TOKENS - 1).bit_length()  # tokens of a tree
 EACH, SCALES = ir.VectorType(I32, TOKENS), ir.VectorType(F32, TOKENS)  # a number of each token

@@ -31,7 +31,7 @@ from .gemm_expand import (
     twice,
     widened,
 )
-from .gemm_tiles import HALVES, INPUTS, ROUND, SIGNED_BYTES, STEP, STRIPE, Loop
+from .gemm_tiles import HALVES, INPUTS, ROUND, SIGNED_BYTES, STEP, STRIPE
 from .int8_ir import (
     FLOATS,
     I8,
@@ -55,6 +55,7 @@ from .int8_ir import (
 )
 from .int8_products import rounded_high
 from .intrinsics import I16, I32
+from .ir_loop import Loop
 
 SCALED_SHIFT = 0 if SIGNED_BYTES else 128  # what stripes are above their values where bytes are multiplied
 WORDS_LOOKED_UP = INSTRUCTION_SET == "avx512"

@@ -20,7 +20,7 @@ from llvmlite import ir
 from ..deferred import instructions
 from ..tiles import ROWS
 from .gemm_expand import QUADS, steps_of, steps_table, table_of
-from .gemm_tiles import AS_BYTES, HEADER, STRIPE, TOKENS, VECTORS, Loop
+from .gemm_tiles import AS_BYTES, HEADER, STRIPE, TOKENS, VECTORS
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -41,6 +41,7 @@ from .int8_ir import (
     store,
 )
 from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
 
 PAIR_NBYTES = 3 * PIECES * WIDTH  # two quads and their seeds
 RECORD = 2 * PAIR_NBYTES + PIECES * WIDTH

@@ -48,6 +48,7 @@ from .int8_ir import (
 )
 from .int8_products import dot, pair_products
 from .intrinsics import F32, I16, I32, I64
+from .ir_loop import Loop
 
 PAIRS = INSTRUCTION_SET in ("avx2", "neon", "portable")
 SIGNED_BYTES = INSTRUCTION_SET == "neondot"
@@ -106,34 +107,6 @@ def multiply_add(builder: ir.IRBuilder, sums: ir.Value, weights: ir.Value, x: ir
     if not PAIRS:
         return dot(builder, sums, builder.bitcast(weights, BYTES), builder.bitcast(x, BYTES), False)
     return pair_products(builder, sums, weights, x)
-
-
-class Loop:
-    """`count` >= 1 turns of a block of instructions; values that change go round as phis, given first and returned last."""
-
-    def __init__(self, builder: ir.IRBuilder, count: ir.Value, values: list[ir.Value], name: str) -> None:
-        self.builder, self.count = builder, count
-        entry = builder.basic_block
-        self.body, self.done = builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
-        builder.branch(self.body)
-        builder.position_at_end(self.body)
-        self.turn = builder.phi(I64)
-        self.turn.add_incoming(I64(0), entry)
-        self.values = []
-        for value in values:
-            phi = builder.phi(value.type)
-            phi.add_incoming(value, entry)
-            self.values.append(phi)
-
-    def end(self, values: list[ir.Value]) -> list[ir.Value]:
-        builder, last = self.builder, self.builder.basic_block
-        following = builder.add(self.turn, I64(1))
-        self.turn.add_incoming(following, last)
-        for phi, value in zip(self.values, values, strict=True):
-            phi.add_incoming(value, last)
-        builder.cbranch(builder.icmp_signed("<", following, self.count), self.body, self.done)
-        builder.position_at_end(self.done)
-        return values
 
 
 def steps_of_tile(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs: ir.Value, sums: list[ir.Value],
@@ -283,8 +256,7 @@ def _correction(form: Form):
         up = builder.sub(I32(32 - item_bits), builder.mul(place, I32(item_bits)))
         x = builder.ashr(builder.shl(word, splat(builder, up, words)), constant(words, 32 - item_bits))
         x = builder.fmul(builder.sitofp(x, floats), load(builder, header, floats, 4))
-        multiply = function(builder, floats, [floats] * 3, f"llvm.fma.v{lanes}f32")
-        total, = loop.end([builder.call(multiply, [x, value, loop.values[0]])])
+        total, = loop.end([fma(builder, x, value, loop.values[0])])
         store(builder, total, out, 4)
 
     return run

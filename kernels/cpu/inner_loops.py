@@ -12,8 +12,9 @@ from llvmlite import ir
 
 from ..compile import cpu_features
 from ..deferred import inlined, instructions
-from .int8_ir import function, load
+from .int8_ir import fma, function, load, offset, splat, store
 from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
+from .ir_loop import Loop
 
 VECTOR = 16 if "avx512f" in cpu_features() else 8 if "avx2" in cpu_features() else 4
 # Rows of the register tile: 12 x 2 accumulators of 32 registers on AVX-512, 6 x 2 of 16 elsewhere.
@@ -66,28 +67,15 @@ def _dot_rows(widen, item: int, count: int, width: int):
         A row's sum has the same bits whichever rows are beside it.
         """
         rows = [load(builder, builder.add(table, I64(8 * row)), I64, 8) for row in range(count)]
-        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
-        entry = builder.basic_block
-        loop, done = builder.append_basic_block("dot"), builder.append_basic_block("dot.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        step.add_incoming(I64(0), entry)
-        sums = [builder.phi(FLOATS) for _ in range(parts * count)]
-        at_x, at_w = builder.mul(step, I64(4 * width)), builder.mul(step, I64(item * width))
+        loop = Loop(builder, steps, [ir.Constant(FLOATS, [0.0] * VECTOR)] * (parts * count), "dot")
+        at_x, at_w = builder.mul(loop.turn, I64(4 * width)), builder.mul(loop.turn, I64(item * width))
         pieces = [load(builder, builder.add(x, builder.add(at_x, I64(4 * VECTOR * part))), FLOATS, 4) for part in range(parts)]
         updated = []
         for index in range(parts * count):
             row, part = divmod(index, parts)
             address = builder.add(rows[row], builder.add(at_w, I64(item * VECTOR * part)))
-            updated.append(builder.call(fma, [widen(builder, address), pieces[part], sums[index]]))
-        following = builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        for phi, value in zip(sums, updated):
-            phi.add_incoming(ir.Constant(FLOATS, [0.0] * VECTOR), entry)
-            phi.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, steps), loop, done)
-        builder.position_at_end(done)
+            updated.append(fma(builder, widen(builder, address), pieces[part], loop.values[index]))
+        loop.end(updated)
         reduce = function(builder, F32, [F32, FLOATS], f"llvm.vector.reduce.fadd.v{VECTOR}f32")
         for row in range(count):
             total = updated[parts * row]
@@ -114,55 +102,33 @@ def _tile_product(rows: int, vectors: int = 2):
         Addresses and strides in bytes; `accumulate` 0 starts from zero, 1 from what C holds. Each element is one chain of fused
         multiply-adds in the order of `depth`, so cutting the depth or the columns differently gives the same bits.
         """
-        vector = ir.VectorType(F32, VECTOR)
         width = VECTOR * 4
-        at = lambda base, offset: builder.add(base, I64(offset)) if offset else base  # noqa: E731
-        fma = function(builder, vector, [vector] * 3, f"llvm.fma.v{VECTOR}f32")
         rows_a = [builder.add(a, builder.mul(I64(r), a_stride)) for r in range(rows)]
         rows_c = [builder.add(c, builder.mul(I64(r), c_stride)) for r in range(rows)]
         warm = builder.icmp_signed("!=", accumulate, I64(0))
-        zero = ir.Constant(vector, [0.0] * VECTOR)
+        zero = ir.Constant(FLOATS, [0.0] * VECTOR)
         start = builder.basic_block
         with builder.if_then(warm):
-            loaded = [load(builder, at(row, part * width), vector, 4) for row in rows_c for part in range(vectors)]
+            loaded = [load(builder, offset(builder, row, part * width), FLOATS, 4) for row in rows_c for part in range(vectors)]
             loading = builder.basic_block
-        entry = builder.basic_block
         first = []
         for value in loaded:
-            phi = builder.phi(vector)
+            phi = builder.phi(FLOATS)
             phi.add_incoming(zero, start)
             phi.add_incoming(value, loading)
             first.append(phi)
-        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("tile.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        step.add_incoming(I64(0), entry)
-        sums = []
-        for value in first:
-            phi = builder.phi(vector)
-            phi.add_incoming(value, entry)
-            sums.append(phi)
-        row_b = builder.add(b, builder.mul(step, b_stride))
-        parts = [load(builder, at(row_b, part * width), vector, 4) for part in range(vectors)]
-        offset = builder.mul(step, I64(4))
+        loop = Loop(builder, depth, first, "depth")
+        row_b = builder.add(b, builder.mul(loop.turn, b_stride))
+        parts = [load(builder, offset(builder, row_b, part * width), FLOATS, 4) for part in range(vectors)]
+        place = builder.mul(loop.turn, I64(4))
         updated = []
         for r in range(rows):
-            scalar = load(builder, builder.add(rows_a[r], offset), F32, 4)
-            broad = builder.insert_element(ir.Constant(vector, ir.Undefined), scalar, I32(0))
-            broad = builder.shuffle_vector(broad, ir.Constant(vector, ir.Undefined),
-                                           ir.Constant(ir.VectorType(I32, VECTOR), [0] * VECTOR))
+            broad = splat(builder, load(builder, builder.add(rows_a[r], place), F32, 4), FLOATS)
             for part in range(vectors):
-                updated.append(builder.call(fma, [broad, parts[part], sums[vectors * r + part]]))
-        following = builder.add(step, I64(1))
-        step.add_incoming(following, loop)
-        for phi, value in zip(sums, updated):
-            phi.add_incoming(value, loop)
-        builder.cbranch(builder.icmp_signed("<", following, depth), loop, done)
-        builder.position_at_end(done)
-        for index, value in enumerate(updated):
+                updated.append(fma(builder, broad, parts[part], loop.values[vectors * r + part]))
+        for index, value in enumerate(loop.end(updated)):
             row, part = divmod(index, vectors)
-            builder.store(value, builder.inttoptr(at(rows_c[row], part * width), vector.as_pointer()), align=4)
+            store(builder, value, offset(builder, rows_c[row], part * width), 4)
 
     return tile_product
 

@@ -115,7 +115,8 @@ def words_at(builder: ir.IRBuilder, address: ir.Value, count: int) -> list[ir.Va
 
 
 def fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return builder.call(function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{LANES}f32"), [a, b, c])
+    """a * b + c of vectors of floats, rounded once."""
+    return builder.call(function(builder, a.type, [a.type] * 3, f"llvm.fma.v{a.type.count}f32"), [a, b, c])
 
 
 def shift_right(builder: ir.IRBuilder, value: ir.Value, bits: int, keep: int) -> ir.Value:

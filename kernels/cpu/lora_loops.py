@@ -26,11 +26,11 @@ from ..compile import kernel
 from ..deferred import inlined, instructions
 from ..layout import BF16, F16, F32, THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
 from .arithmetic import ONE, ZERO, gate_values, normalise, widen
-from .gemm_tiles import Loop
 from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
-from .int8_ir import constant, function, load, offset, splat, store
+from .int8_ir import constant, fma, load, offset, splat, store
 from .intrinsics import F32 as FLOAT
 from .intrinsics import I64, call_kernel, f32_at, f64_at, i64_at
+from .ir_loop import Loop
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
 from .sharing import COUNTERS_NBYTES, first_region, take
 
@@ -54,10 +54,6 @@ def parts_of(depth: int) -> int:
     return -(-(depth // CHAINS * CHAINS) // PART) + (depth % CHAINS > 0)
 
 
-def _fma(builder: ir.IRBuilder, a: ir.Value, b: ir.Value, c: ir.Value) -> ir.Value:
-    return builder.call(function(builder, a.type, [a.type] * 3, f"llvm.fma.v{a.type.count}f32"), [a, b, c])
-
-
 def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.Value) -> None:
     before = builder.fadd(load(builder, address, value.type, 4), value)
     store(builder, builder.select(builder.icmp_signed("!=", warm, I64(0)), before, value), address, 4)
@@ -77,7 +73,7 @@ def _in(widened: Callable, item: int, abreast: int, lanes: int):
             for c, column in enumerate(columns):
                 at = offset(builder, builder.add(column, builder.mul(loop.turn, I64(4 * CHAINS))), 4 * chain)
                 place = CHAINS * c + chain
-                sums[place] = _fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
+                sums[place] = fma(builder, splat(builder, load(builder, at, FLOAT, 4), floats), weight, sums[place])
         _, *sums = loop.end([row, *sums])
         for c in range(abreast):
             one, two, three, four = sums[CHAINS * c : CHAINS * (c + 1)]
@@ -99,7 +95,7 @@ def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
         for c, column in enumerate(columns):
             number = load(builder, builder.add(column, builder.mul(loop.turn, I64(4))), FLOAT, 4)
             for v in range(vectors):
-                sums[vectors * c + v] = _fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
+                sums[vectors * c + v] = fma(builder, splat(builder, number, floats), own[v], sums[vectors * c + v])
         _, *sums = loop.end([builder.add(row, pitch), *sums])
         for c in range(abreast):
             to = builder.add(out, builder.mul(out_apart, I64(c)))

@@ -21,7 +21,6 @@ from numpy import float32, int32
 
 from ..deferred import inlined, instructions, types
 from ..tiles import ROWS, TILE
-from .gemm_tiles import Loop
 from .int8_ir import (
     BYTES,
     FLOATS,
@@ -40,6 +39,7 @@ from .int8_ir import (
     to_floats,
 )
 from .intrinsics import F32, I16, I32, I64, f32_at, i8_at, i16_at, i32_at, i64_at, u8_at
+from .ir_loop import Loop
 from .lut_order import LINE, PAIR, QUADS, pair_tile_nbytes
 
 ABREAST = 2  # pairs that share a table while it is in a register

@@ -18,9 +18,9 @@ from ..compile import kernel
 from ..deferred import inlined, instructions
 from ..tiles import PLANES, ROWS, TILE
 from ..workspace import address
-from .gemm_tiles import Loop
 from .int8_ir import I8, constant, load, offset, store
 from .intrinsics import I32, I64, fetch_add, i64_at
+from .ir_loop import Loop
 
 if TYPE_CHECKING:
     from ...quant.spec import QuantSpec

@@ -54,6 +54,7 @@ from .int8_ir import (
 )
 from .int8_products import TABLE_SHIFT, side_by_side
 from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
 from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
@@ -78,37 +79,9 @@ def quads_of_x(builder: ir.IRBuilder, address: ir.Value) -> list[ir.Value]:
     return [builder.bitcast(each, BYTES) for each in words_at(builder, address, 8)]
 
 
-def begin_loop(builder: ir.IRBuilder, name: str, start: ir.Value, kinds: list[tuple[ir.Type, ir.Value]]) -> tuple[object, ir.Value, list]:
-    """A loop head: (blocks, counter, values carried with their first ones)."""
-    entry = builder.basic_block
-    loop, done = builder.append_basic_block(name), builder.append_basic_block(name + ".done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    counter = builder.phi(I64)
-    counter.add_incoming(start, entry)
-    carried = []
-    for kind, first in kinds:
-        phi = builder.phi(kind)
-        phi.add_incoming(first, entry)
-        carried.append(phi)
-    return (loop, done), counter, carried
-
-
-def end_loop(builder: ir.IRBuilder, blocks: tuple, counter: ir.Value, end: ir.Value, carried: list, updated: list) -> None:
-    loop, done = blocks
-    here = builder.basic_block
-    following = builder.add(counter, I64(1))
-    counter.add_incoming(following, here)
-    for phi, value in zip(carried, updated):
-        phi.add_incoming(value, here)
-    builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
-    builder.position_at_end(done)
-
-
-def end_tiles(builder: ir.IRBuilder, blocks: tuple, tile: ir.Value, tiles: ir.Value, totals: list, updated: list, out: ir.Value) -> None:
-    """`end_loop` over tiles; then the sums of all pieces to `out`, one after the other."""
-    end_loop(builder, blocks, tile, tiles, totals, updated)
-    for index, value in enumerate(updated):
+def end_tiles(builder: ir.IRBuilder, loop: Loop, totals: list[ir.Value], out: ir.Value) -> None:
+    """The end of a loop over tiles, and the sums of all pieces to `out`, one after the other."""
+    for index, value in enumerate(loop.end(totals)):
         store(builder, value, offset(builder, out, 4 * LANES * index), 4)
 
 
@@ -154,7 +127,8 @@ def single(bits: int, way: str, streams: int = STREAMS):
         x_codes, x_scales, x_seeds = (slot(x, i) for i in range(3))
         levels, steps = tables_of(builder, way, tables, bits)
         zero = constant(FLOATS, 0.0)
-        blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, zero)] * (streams * PIECES))
+        loop = Loop(builder, tiles, [zero] * (streams * PIECES), "tiles")
+        tile, totals = loop.turn, loop.values
         seeds = seeds_of(builder, way, builder.add(x_seeds, builder.mul(tile, I64(8))))
         x_scale = splat(builder, load(builder, builder.add(x_scales, builder.mul(tile, I64(4))), F32, 4), FLOATS)
         values = quads_of_x(builder, builder.add(x_codes, builder.mul(tile, I64(32))))
@@ -166,7 +140,7 @@ def single(bits: int, way: str, streams: int = STREAMS):
                 quads = weights_of(builder, way, levels, at, bits, piece)
                 part = tile_of(builder, way, steps, *places, piece, most)
                 updated += side_by_side([part.times(quads, values, seeds, x_scale, totals[PIECES * s + piece])])
-        end_tiles(builder, blocks, tile, tiles, totals, updated, out)
+        end_tiles(builder, loop, updated, out)
 
     return run
 
@@ -179,7 +153,8 @@ def expand(bits: int, way: str):
         """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels as `weights_of` has them);
         codes of eight bits 128 lower as `packed_turns.py` takes them."""
         levels, _ = tables_of(builder, way, tables, bits)
-        blocks, tile, _ = begin_loop(builder, "expand", I64(0), [])
+        loop = Loop(builder, tiles, [], "expand")
+        tile = loop.turn
         at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
         to = builder.add(out, builder.mul(tile, I64(64 * 8)))
         ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
@@ -188,7 +163,7 @@ def expand(bits: int, way: str):
                 if bits == 8 and INSTRUCTION_SET == "avx2":
                     value = builder.xor(value, constant(BYTES, 128))
                 store(builder, value, offset(builder, to, 64 * j + WIDTH * piece), WIDTH)
-        end_loop(builder, blocks, tile, tiles, [], [])
+        loop.end([])
 
     return run
 
@@ -220,7 +195,8 @@ def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list
     quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share = args
     _, steps = tables_of(builder, way, tables)
     spots = [offset(builder, sums, 4 * LANES * (c * PIECES + piece)) for c in range(count) for piece in range(PIECES)]
-    blocks, tile, totals = begin_loop(builder, "columns", begin, [(FLOATS, load(builder, spot, FLOATS, 4)) for spot in spots])
+    loop = Loop(builder, end, [load(builder, spot, FLOATS, 4) for spot in spots], "columns", begin)
+    tile, totals = loop.turn, loop.values
     updated = list(totals)
     passed, quarter = builder.sub(tile, begin), builder.lshr(share, I64(2))
     wanted = builder.add(ahead, builder.mul(passed, share))
@@ -238,6 +214,6 @@ def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list
         part = tile_of(builder, way, steps, *places_of(builder, way, scales, zeros, tile, shift, zero_shift), piece, most)
         updated[piece::PIECES] = side_by_side([part.times(weights, codes[c], seeds[c], x_scales[c], totals[c * PIECES + piece])
                                                for c in range(count)])
-    end_loop(builder, blocks, tile, end, totals, updated)
+    loop.end(updated)
     for spot, value in zip(spots, updated):
         store(builder, value, spot, 4)

@@ -18,7 +18,8 @@ from ..deferred import instructions
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import BYTES, FLOATS, HALVES, LANES, PIECES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store, to_floats
 from .intrinsics import F32, I32, I64
-from .packed_loops import STREAMS, begin_loop, end_loop, end_tiles, tile_at
+from .ir_loop import Loop
+from .packed_loops import STREAMS, end_tiles, tile_at
 from .packed_turns import EIGHTS_AT, RECORD, SCALE_AT, pair_up, scale_up
 
 SPREAD_WORDS = 12  # of a record: codes, and seeds of each 8 inputs
@@ -31,13 +32,14 @@ NOTHING = 0x80  # an index that finds a zero
 @instructions
 def spread_records(builder, records, tiles, out):
     """A column's records -> the same as whole vectors, SPREAD bytes a tile. `tiles` >= 1."""
-    blocks, tile, _ = begin_loop(builder, "spread", I64(0), [])
+    loop = Loop(builder, tiles, [], "spread")
+    tile = loop.turn
     record = builder.add(records, builder.mul(tile, I64(RECORD)))
     to = builder.add(out, builder.mul(tile, I64(SPREAD)))
     for i in range(SPREAD_WORDS):
         store(builder, splat(builder, load(builder, offset(builder, record, 4 * i), I32, 4), WORDS), offset(builder, to, WIDTH * i), 4)
     store(builder, load(builder, offset(builder, record, SCALE_AT), I32, 4), offset(builder, to, WIDTH * SPREAD_WORDS), 4)
-    end_loop(builder, blocks, tile, tiles, [], [])
+    loop.end([])
 
 
 def _look_up(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
@@ -104,7 +106,8 @@ def single(bits: int):
         codes, scales, _, nexts = ([slot(table, part * STREAMS + s) for s in range(STREAMS)] for part in range(4))
         column, (levels, steps) = slot(x, 3), _tables(builder, tables, bits)
         pieces = [(s, piece) for s in range(STREAMS) for piece in range(PIECES)]
-        blocks, tile, totals = begin_loop(builder, "tiles", I64(0), [(FLOATS, constant(FLOATS, 0.0))] * len(pieces))
+        loop = Loop(builder, tiles, [constant(FLOATS, 0.0)] * len(pieces), "tiles")
+        tile, totals = loop.turn, loop.values
         at = [tile_at(builder, each, following, tile, tiles, tile_nbytes(bits)) for each, following in zip(codes, nexts, strict=True)]
         places = [builder.add(each, builder.mul(tile, I64(ROWS))) for each in scales]
         factors = [each for place in places for each in _steps(builder, steps, place)]
@@ -128,6 +131,6 @@ def single(bits: int):
                 builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
         x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
         updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
-        end_tiles(builder, blocks, tile, tiles, totals, updated, out)
+        end_tiles(builder, loop, updated, out)
 
     return run

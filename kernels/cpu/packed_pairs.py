@@ -23,8 +23,9 @@ from ..tiles import tile_nbytes
 from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, ask, load, offset, splat, store
 from .int8_products import side_by_side
 from .intrinsics import F32, I64
+from .ir_loop import Loop
 from .packed_factors import places_of, tile_of
-from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, begin_loop, end_loop, quads_of_x, seeds_of, tables_of, weights_of
+from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, quads_of_x, seeds_of, tables_of, weights_of
 from .packed_turns import next_column
 
 IN_PAIRS = INSTRUCTION_SET == "avx512"  # is this the way here?
@@ -50,7 +51,8 @@ class _RowBlock(NamedTuple):
 def _columns_go_by(builder: ir.IRBuilder, way: str, weights: list[list[ir.Value]], parts: list, sums: Sequence[ir.Value], records: ir.Value,
                    nbytes: ir.Value) -> None:
     """A tile of some row blocks, in registers, times all columns."""
-    turns, place, _ = begin_loop(builder, "turns", I64(0), [])
+    turns = Loop(builder, nbytes, [], "turns")
+    place = turns.turn
     record = builder.add(records, place)
     codes, seeds = quads_of_x(builder, record), seeds_of(builder, way, offset(builder, record, SEEDS_AT))
     scale = splat(builder, load(builder, offset(builder, record, SCALE_AT), F32, 4), FLOATS)
@@ -59,7 +61,7 @@ def _columns_go_by(builder: ir.IRBuilder, way: str, weights: list[list[ir.Value]
                            for part, quads, spot in zip(parts, weights, spots, strict=True)])
     for total, spot in zip(totals, spots, strict=True):
         store(builder, total, spot, 4)
-    next_column(builder, turns, place, nbytes)
+    next_column(turns)
 
 
 def pairs(bits: int, way: str):
@@ -79,7 +81,8 @@ def pairs(bits: int, way: str):
         blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
 
         def walk(together: list[_RowBlock]) -> None:
-            loop, tile, _ = begin_loop(builder, "tiles", I64(0), [])
+            loop = Loop(builder, tiles, [], "tiles")
+            tile = loop.turn
             passed, weights, parts = builder.mul(tile, I64(tile_nbytes(bits))), [], []
             for own in together:
                 at, behind = builder.add(own.codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), end)
@@ -92,7 +95,7 @@ def pairs(bits: int, way: str):
                 parts.append(tile_of(builder, way, steps, *places, 0, most))
             records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
             _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
-            end_loop(builder, loop, tile, tiles, [], [])
+            loop.end([])
 
         if not FEW:
             walk(blocks)
@@ -120,7 +123,8 @@ def columns(way: str, most: int):
         firsts = quads, scales, zeros, ahead
         seconds = [builder.add(each, load(builder, offset(builder, apart, 8 * i), I64, 8)) for i, each in enumerate(firsts)]
         nbytes, quarter = builder.mul(count, I64(STRIDE)), builder.lshr(share, I64(2))
-        loop, tile, _ = begin_loop(builder, "tiles", begin, [])
+        loop = Loop(builder, end, [], "tiles", begin)
+        tile = loop.turn
         passed, weights, parts = builder.sub(tile, begin), [], []
         for own, scale, zero, following in (firsts, seconds):
             wanted = builder.add(following, builder.mul(passed, share))
@@ -131,6 +135,6 @@ def columns(way: str, most: int):
             parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, most))
         spots = [offset(builder, sums, SUMS_NBYTES * r) for r in range(PAIR)]
         _columns_go_by(builder, way, weights, parts, spots, builder.add(x, builder.mul(tile, nbytes)), nbytes)
-        end_loop(builder, loop, tile, end, [], [])
+        loop.end([])
 
     return run

@@ -47,8 +47,9 @@ from .int8_ir import (
 )
 from .int8_products import SIGNED_SHIFT, Emitting
 from .intrinsics import F32, I16, I32, I64
+from .ir_loop import Loop
 from .packed_factors import places_of, tile_of
-from .packed_loops import begin_loop, end_loop, tables_of
+from .packed_loops import tables_of
 
 IN_TURN = INSTRUCTION_SET == "avx2"  # is this the way here?
 RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
@@ -60,7 +61,8 @@ EIGHTS_AT, SIXTEENTHS_AT, SCALE_AT, TOTAL_AT = 32, 48, 56, 60
 @instructions
 def make_column(builder, codes, scales, tiles, pitch, records):
     """A column's int8 [tiles * 32] and float32 scales per 32 -> its records, `pitch` bytes apart. `tiles` >= 1."""
-    blocks, tile, _ = begin_loop(builder, "records", I64(0), [])
+    loop = Loop(builder, tiles, [], "records")
+    tile = loop.turn
     code = load(builder, builder.add(codes, builder.mul(tile, I64(32))), ir.VectorType(I8, 32))
     to = builder.add(records, builder.mul(tile, pitch))
     store(builder, code, to)
@@ -78,7 +80,7 @@ def make_column(builder, codes, scales, tiles, pitch, records):
         total = builder.add(total, builder.extract_element(sums, I32(i)))
     store(builder, load(builder, builder.add(scales, builder.mul(tile, I64(4))), I32, 4), offset(builder, to, SCALE_AT))
     store(builder, builder.sitofp(total, F32), offset(builder, to, TOTAL_AT))
-    end_loop(builder, blocks, tile, tiles, [], [])
+    loop.end([])
 
 
 class _Record:
@@ -186,14 +188,14 @@ def _add(builder: ir.IRBuilder, way: str, tile: object, group: int, dots: ir.Val
     return fma(builder, builder.fmul(own, tile.factors[group if way in APART else 0]), scale, total)
 
 
-def next_column(builder: ir.IRBuilder, blocks: tuple, place: ir.Value, end: ir.Value) -> None:
+def next_column(loop: Loop) -> None:
     """The end of a loop over columns. The compiler must not know how often it runs: it would unroll it, and keep on the stack what the
     registers have no room for then."""
-    loop, done = blocks
-    following = in_register(builder, builder.add(place, I64(STRIDE)))
-    place.add_incoming(following, builder.basic_block)
-    builder.cbranch(builder.icmp_signed("<", following, end), loop, done)
-    builder.position_at_end(done)
+    builder = loop.builder
+    following = in_register(builder, builder.add(loop.turn, I64(STRIDE)))
+    loop.turn.add_incoming(following, builder.basic_block)
+    builder.cbranch(builder.icmp_signed("<", following, loop.count), loop.body, loop.done)
+    builder.position_at_end(loop.done)
 
 
 def columns(way: str, most: int):
@@ -209,7 +211,8 @@ def columns(way: str, most: int):
         _, steps = tables_of(builder, way, tables)
         nbytes = builder.mul(count, I64(STRIDE))
         parts = builder.sub(quads, nbytes)
-        tiles, tile, _ = begin_loop(builder, "tiles", begin, [])
+        loop = Loop(builder, end, [], "tiles", begin)
+        tile = loop.turn
         places = places_of(builder, way, scales, zeros, tile, shift, zero_shift)
         passed = builder.sub(tile, begin)
         wanted, part = builder.add(ahead, builder.mul(passed, share)), builder.lshr(share, I64(2))
@@ -224,7 +227,8 @@ def columns(way: str, most: int):
             if most > 127:
                 size = function(builder, BYTES, [BYTES, I1], f"llvm.abs.v{WIDTH}i8")
                 weights = [[builder.call(size, [each, I1(0)]) for each in own] for own in weights]
-            turns, place, _ = begin_loop(builder, "turns", I64(0), [])
+            turns = Loop(builder, nbytes, [], "turns")
+            place = turns.turn
             record = _Record(builder, builder.add(records, place))
             signs = here if most > 127 else [()] * PIECES
             dots = _abreast(builder, [_dots(builder, way, factors[piece], group, weights[piece], signs[piece], record)
@@ -237,7 +241,7 @@ def columns(way: str, most: int):
                 if way not in APART:
                     own = builder.add(own, load(builder, kept, WORDS, WIDTH))
                 store(builder, _add(builder, way, factors[piece], group, own, record, load(builder, spot, FLOATS, 4)), spot, 4)
-            next_column(builder, turns, place, nbytes)
-        end_loop(builder, tiles, tile, end, [], [])
+            next_column(turns)
+        loop.end([])
 
     return run

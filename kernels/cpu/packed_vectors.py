@@ -9,7 +9,7 @@ from ..tiles import ROWS, TILE
 from .inner_loops import VECTOR
 from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
-from .packed_loops import begin_loop, end_loop
+from .ir_loop import Loop
 
 MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves the nearest whole number in the low bits
 SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
@@ -28,7 +28,8 @@ def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     wide = ir.VectorType(F32, VECTOR)
     reduce = lambda name, value: builder.call(function(builder, I32, [words], f"llvm.vector.reduce.{name}.v{VECTOR}i32"), [value])  # noqa: E731
     least = builder.trunc(least, I32)
-    blocks, tile, _ = begin_loop(builder, "quantize", I64(0), [])
+    loop = Loop(builder, tiles, [], "quantize")
+    tile = loop.turn
     at = builder.add(x, builder.mul(tile, I64(4 * TILE)))
     values = [load(builder, offset(builder, at, 4 * VECTOR * i), wide, 4) for i in range(parts)]
     # Magnitudes order like their bits, and NaN lies above infinity: a few vector maxima, where a maximum of floats becomes a chain of
@@ -53,7 +54,7 @@ def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
         for more in sums[half * parts // 2 + 1 : (half + 1) * parts // 2]:
             own = builder.add(own, more)
         store(builder, own, builder.add(totals, builder.add(builder.mul(tile, I64(8)), I64(4 * half))), 4)
-    end_loop(builder, blocks, tile, tiles, [], [])
+    loop.end([])
 
 
 @instructions

@@ -12,6 +12,7 @@ from llvmlite import ir
 from ..deferred import instructions, types
 from .int8_ir import I8, constant, function, load, offset, splat, store
 from .intrinsics import F32, I16, I32, I64
+from .ir_loop import Loop
 
 LANES = 16  # of these loops on every instruction set: the order of a sum must not depend on it
 WIDE, WORDS = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES)
@@ -98,29 +99,20 @@ def _grid(keep: bool):
         """
         inverse, low, high = (splat(builder, each, WIDE) for each in (inverse, low, high))
         zeros = splat(builder, builder.trunc(zero, I32), WORDS)
-        entry, loop, done = builder.basic_block, builder.append_basic_block("fit"), builder.append_basic_block("fit.done")
-        builder.branch(loop)
-        builder.position_at_end(loop)
-        step = builder.phi(I64)
-        totals = [builder.phi(WIDE) for _ in range(3 if keep else 1)]
-        scaled = builder.fmul(load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4), inverse)
+        loop = Loop(builder, vectors, [constant(WIDE, 0.0)] * (3 if keep else 1), "fit")
+        scaled = builder.fmul(load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WIDE, 4), inverse)
         moved = builder.fadd(_clamped(builder, scaled, low, high), constant(WIDE, MAGIC))
         q = builder.fsub(moved, constant(WIDE, MAGIC))
         off = builder.fsub(scaled, q)
-        terms = [builder.fmul(off, off), builder.fmul(q, scaled), builder.fmul(q, q)][: len(totals)]
-        updated = [builder.fadd(total, term) for total, term in zip(totals, terms)]
+        terms = [builder.fmul(off, off), builder.fmul(q, scaled), builder.fmul(q, q)][: len(loop.values)]
+        totals = [builder.fadd(total, term) for total, term in zip(loop.values, terms)]
         if keep:
             index = builder.add(builder.sub(builder.bitcast(moved, WORDS), constant(WORDS, MAGIC_BITS)), zeros)
-            store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(step, I64(LANES))))
-        following = builder.add(step, I64(1))
-        for phi, start, new in zip((step, *totals), (I64(0), *[constant(WIDE, 0.0)] * 3), (following, *updated)):
-            phi.add_incoming(start, entry)
-            phi.add_incoming(new, loop)
-        builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-        builder.position_at_end(done)
-        for i, total in enumerate(updated[1:]):
+            store(builder, builder.trunc(index, SMALL), builder.add(codes, builder.mul(loop.turn, I64(LANES))))
+        loop.end(totals)
+        for i, total in enumerate(totals[1:]):
             store(builder, _sum(builder, total), offset(builder, sums, 4 * i), 4)
-        return _sum(builder, updated[0])
+        return _sum(builder, totals[0])
 
     return run
 
@@ -131,24 +123,14 @@ grid_error, grid_codes = _grid(False), _grid(True)
 @instructions
 def extent(builder, x, vectors, out):
     """Smallest and largest of `vectors` * 16 float32 at `x`, and the sum of 0 * x (NaN where one is not finite) -> float32 [3] at `out`."""
-    entry, first = builder.basic_block, load(builder, x, WIDE, 4)
-    loop, done = builder.append_basic_block("extent"), builder.append_basic_block("extent.done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    step = builder.phi(I64)
-    step.add_incoming(I64(0), entry)
-    low, high, odd = (builder.phi(WIDE) for _ in range(3))
-    value = load(builder, builder.add(x, builder.mul(step, I64(4 * LANES))), WIDE, 4)
+    first = load(builder, x, WIDE, 4)
+    loop = Loop(builder, vectors, [first, first, constant(WIDE, 0.0)], "extent")
+    low, high, odd = loop.values
+    value = load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WIDE, 4)
     updated = [builder.select(builder.fcmp_ordered("<", value, low), value, low),
                builder.select(builder.fcmp_ordered(">", value, high), value, high),
                builder.fadd(odd, builder.fmul(value, constant(WIDE, 0.0)))]
-    following = builder.add(step, I64(1))
-    step.add_incoming(following, loop)
-    for phi, start, new in zip((low, high, odd), (first, first, constant(WIDE, 0.0)), updated):
-        phi.add_incoming(start, entry)
-        phi.add_incoming(new, loop)
-    builder.cbranch(builder.icmp_signed("<", following, vectors), loop, done)
-    builder.position_at_end(done)
+    loop.end(updated)
     for i, (name, found) in enumerate(zip("<>", updated)):
         for half in (8, 4, 2, 1):
             turned = ir.Constant(ir.VectorType(I32, LANES), [(lane + half) % LANES for lane in range(LANES)])

@@ -10,7 +10,7 @@ from llvmlite import ir
 from ..deferred import intrinsic, types
 from ..layout import PAGE
 from .inner_loops import FLOATS, VECTOR
-from .int8_ir import constant, function, load, offset, splat, store
+from .int8_ir import constant, fma, load, offset, splat, store
 from .intrinsics import I32
 from .merging import across, larger, merged
 
@@ -28,9 +28,8 @@ def power_of_two(builder: ir.IRBuilder, x: ir.Value, power: Sequence[float] = PO
     bounded = builder.select(low, constant(FLOATS, LOWEST), x)
     moved = builder.fadd(bounded, constant(FLOATS, MAGIC))
     rest, value = builder.fsub(bounded, builder.fsub(moved, constant(FLOATS, MAGIC))), constant(FLOATS, power[-1])
-    fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
     for factor in power[-2::-1]:
-        value = builder.call(fma, [value, rest, constant(FLOATS, factor)])
+        value = fma(builder, value, rest, constant(FLOATS, factor))
     scaled = builder.add(builder.bitcast(value, WORDS), builder.shl(builder.bitcast(moved, WORDS), constant(WORDS, 23)))
     return builder.select(low, constant(FLOATS, 0.0), builder.bitcast(scaled, FLOATS))
 

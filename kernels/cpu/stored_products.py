@@ -10,7 +10,7 @@ from __future__ import annotations
 from ..deferred import inlined, instructions
 from ..layout import F32, PAGE
 from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
-from .int8_ir import NEXT_PAGE, ask, function, in_register, load, offset, splat, store
+from .int8_ir import NEXT_PAGE, ask, fma, in_register, load, offset, splat, store
 from .intrinsics import F32 as SINGLE
 from .intrinsics import I64, f32_at
 
@@ -26,7 +26,6 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
     def tile(builder, a, b, b_stride, c, c_stride, depth, ahead):
         """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. As many bytes from `ahead` on are asked for as
         are read of B. Each element is one chain of fused multiply-adds in the order of `depth`."""
-        fma = function(builder, FLOATS, [FLOATS] * 3, f"llvm.fma.v{VECTOR}f32")
         places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
                   for row in range(rows) for part in range(vectors)]
         start = [load(builder, place, FLOATS, 4) for place in places]
@@ -42,7 +41,7 @@ def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: 
             own, value = in_register(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
             for row in range(rows):
                 factor = splat(builder, load(builder, offset(builder, own, row_step * row), SINGLE, 4), FLOATS)
-                updated.append(builder.call(fma, [factor, value, sums[rows * part + row]]))
+                updated.append(fma(builder, factor, value, sums[rows * part + row]))
         fewer = builder.sub(left, I64(1))
         first = [depth, a, b, ahead, *(start[vectors * row + part] for part in range(vectors) for row in range(rows))]
         carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, wanted, nbytes)]

@@ -77,7 +77,7 @@ def value_zero(bits: int) -> tuple[int, int]:
 def key_scales(builder, exponents, tops, eighths, room, out, count) -> types.float32:
     """Scales of K of `count` channels times the channels' largest queries, as 16-bit fractions of the largest product, which is returned.
     `room`: float32 [count]."""
-    at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
     place = builder.shl(at, I64(2))
     e = builder.sext(load(builder, builder.add(exponents, at), ir.VectorType(I8, LANES)), WORDS)
     mantissa = builder.bitcast(pick(builder, eighths, builder.and_(e, constant(WORDS, 7))), WORDS)
@@ -142,7 +142,7 @@ def _zero_terms(rows: int):
         """What a score is beside the products with codes: at `out` float32 [2, R], the step of the products and what is added.
         `queries`: bytes [quads, R, 4]; `zeros` of the channels; `factors`: int32 [groups, 2] of `zero_factors`; `row_steps`: float32 [R],
         times `bound` the step."""
-        at, (total,), finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))])
+        at, (total,), finish = loop(builder, groups, 1, [constant(WORDS, 0)])
         own = builder.add(queries, builder.mul(at, I64(16 * rows)))
         zero_at, factor_at = builder.add(zeros, builder.shl(at, I64(4))), builder.add(factors, builder.shl(at, I64(3)))
         times_zero, alone = constant(WORDS, 0), constant(WORDS, 0)
@@ -219,8 +219,7 @@ def _dot_units(rows: int):
         """Scores of R rows, float32 PAGE apart at `out`, with the codes of K of UNITS_AT_ONCE units of tokens from `unit` on. `widths`:
         bits of the groups, bytes; `queries`: bytes [quads, R, 4]; `terms` as `zero_terms` leaves them.
         LINES cache lines from `ahead` on, `share` bytes further for every group, are asked for meanwhile."""
-        sums = [(WORDS, constant(WORDS, 0))] * (rows * VECTORS)
-        at, carried, finish = loop(builder, groups, 1, [(I64, codes), *sums])
+        at, carried, finish = loop(builder, groups, 1, [codes, *[constant(WORDS, 0)] * (rows * VECTORS)])
         source, running = carried[0], carried[1:]
         bits = load(builder, builder.add(widths, at), I8)
         own = builder.add(queries, builder.mul(at, I64(16 * rows)))
@@ -278,8 +277,7 @@ def _dot_values(rows: int):
         count = rows * PIECES
 
         def products(width: int) -> list[ir.Value]:
-            first = [(WORDS, constant(WORDS, 0))] * (count * chains)
-            at, running, finish = loop(builder, I64(PAGE // 32), 1, first)
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (count * chains))
             wanted = builder.add(ahead, builder.mul(at, share))
             source, zero_at = builder.mul(at, I64(64)), builder.add(zeros, builder.shl(at, I64(5)))
             weight_at, made = builder.add(weights, builder.shl(at, I64(5))), list(running)

@@ -132,7 +132,7 @@ def _dot_units(rows: int):
             running[2 * row : 2 * row + 2] = _products(builder, running[2 * row : 2 * row + 2], vector, factors, False)
 
         for piece in range(PIECES):
-            at, running, finish = loop(builder, groups, 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            at, running, finish = loop(builder, groups, 1, [constant(WORDS, 0)] * (2 * rows))
             running, bits = list(running), load(builder, builder.add(widths, at), I8)
             source, own = part_of(at, 2)
             quads = by_width(builder, bits, 8, [constant(BYTES, 0)] * 4, lambda width, source=source, piece=piece: [
@@ -147,7 +147,7 @@ def _dot_units(rows: int):
             following = builder.append_basic_block("rests")
             builder.cbranch(builder.icmp_signed(">", rests, I64(0)), following, done)
             builder.position_at_end(following)
-            at, finer, finish = loop(builder, rests, 1, [(WORDS, value) for value in running])
+            at, finer, finish = loop(builder, rests, 1, running)
             finer, (source, own) = list(finer), part_of(builder.add(at, groups), 1)
             for quad in range(4):
                 vector = codes_of_keys(builder, source, REST, quad, unit, piece)
@@ -217,7 +217,7 @@ def _weigh(rows: int):
             both = ir.Constant(ir.VectorType(I32, 2 * LANES), list(range(2 * LANES)))
             weights = [builder.shuffle_vector(*pair, both) for pair in zip(parts[::2], parts[1::2], strict=True)]
             first = offset(builder, out, PAGE * ITEM * row)
-            _, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, first), (I64, offset(builder, lower, PAGE * row))])
+            _, carried, finish = loop(builder, groups, 1, [fractions, first, offset(builder, lower, PAGE * row)])
             _scaled(builder, weights, *carried)
             finish([offset(builder, carried[0], 2 * PAGE), *(builder.add(each, stride) for each in carried[1:])])
         total = builder.sitofp(across(builder, sums, builder.add), kind)
@@ -270,7 +270,7 @@ def _dot_values(rows: int):
         up = splat(builder, builder.trunc(multiple, I32), WORDS)
         extra = _zero_sums(builder, zeros, (weights, lower), rows)
         for piece in range(PIECES):
-            at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (2 * rows))
             source, running = builder.mul(at, I64(64)), list(running)
             own = [builder.add(each, builder.mul(at, I64(32 * ITEM))) for each in (weights, lower)]
             for first in (0, 4):
@@ -304,7 +304,7 @@ def _dot_rests(rows: int):
         in halves."""
         factor = splat(builder, step, FLOATS)
         for piece in range(PIECES):
-            at, running, finish = loop(builder, I64(PAGE // 32), 1, [(WORDS, constant(WORDS, 0))] * (2 * rows))
+            at, running, finish = loop(builder, I64(PAGE // 32), 1, [constant(WORDS, 0)] * (2 * rows))
             source, running = builder.mul(at, I64(64)), list(running)
             own = builder.add(weights, builder.mul(at, I64(32 * ITEM)))
             for quad in range(8):

@@ -8,6 +8,8 @@ stay below 2^31: exact, and the same on every instruction set.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from llvmlite import ir
 
 from ...deferred import instructions, types
@@ -34,6 +36,7 @@ from ..int8_ir import (
 )
 from ..int8_products import pair_products, rounded_high
 from ..intrinsics import F32, I16, I32, I64
+from ..ir_loop import Loop
 
 SPAN = 32  # tokens that share a scale of K
 MOST = 8191  # of an opened K or V
@@ -43,32 +46,11 @@ LEAST = 2.0**-100  # a largest value below it counts as zero: its inverse could 
 CHAINS = 8  # independent sums of a dot product
 
 
-def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: list[tuple[ir.Type, ir.Value]]):
+def loop(builder: ir.IRBuilder, count: ir.Value, step: int, carried: Sequence[ir.Value]):
     """Head of a loop from 0 to `count` (> 0) in steps: (counter, carried values, finish). `finish(values)` ends the body and returns what
     is carried out of it."""
-    entry = builder.basic_block
-    body, done = builder.append_basic_block("loop"), builder.append_basic_block("loop.done")
-    builder.branch(body)
-    builder.position_at_end(body)
-    counter = builder.phi(I64)
-    counter.add_incoming(I64(0), entry)
-    phis = []
-    for kind, first in carried:
-        phi = builder.phi(kind)
-        phi.add_incoming(first, entry)
-        phis.append(phi)
-
-    def finish(values: list[ir.Value]) -> list[ir.Value]:
-        following = builder.add(counter, I64(step))
-        last = builder.basic_block
-        counter.add_incoming(following, last)
-        for phi, value in zip(phis, values, strict=True):
-            phi.add_incoming(value, last)
-        builder.cbranch(builder.icmp_signed("<", following, count), body, done)
-        builder.position_at_end(done)
-        return values
-
-    return counter, phis, finish
+    made = Loop(builder, count, carried, "loop", step=step)
+    return made.turn, made.values, made.end
 
 
 def _spread(width: int, up: int, merge: bool):
@@ -148,7 +130,7 @@ def dot_keys(builder, opened, x, factor: types.float32, out, quads):
     multiple of four."""
     vectors, stride = SPAN * 4 * 2 // WIDTH, PAGE * 4 * 2
     unrolled = max(1, CHAINS // vectors)
-    at, running, finish = loop(builder, quads, unrolled, [(WORDS, constant(WORDS, 0))] * (vectors * unrolled))
+    at, running, finish = loop(builder, quads, unrolled, [constant(WORDS, 0)] * (vectors * unrolled))
     base, place = builder.add(opened, builder.mul(at, I64(stride))), builder.add(x, builder.shl(at, I64(3)))
     updated = []
     for step in range(unrolled):
@@ -220,7 +202,7 @@ def key_factors(builder, exponents, zeros, eighths, of_channel, products, a, b, 
     With scale = 2^(e / 8) * gain a code is scale * (code + z * unit - half).
     """
     row = builder.shl(count, I64(2))
-    at, (top,), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    at, (top,), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)])
     place = builder.shl(at, I64(2))
     gain, _, unit, half = _columns(builder, builder.add(of_channel, place), row, 4)
     e = _bytes(builder, builder.add(exponents, at), True)
@@ -248,7 +230,7 @@ def value_factors(builder, packed, eighths, top, bits, products, a, b) -> types.
     unit = builder.fmul(count, constant(FLOATS, 1 / 32))
     half = builder.fmul(builder.fsub(count, constant(FLOATS, 1.0)), constant(FLOATS, 0.5))
     top = splat(builder, builder.trunc(top, I32), WORDS)
-    at, (most,), finish = loop(builder, I64(PAGE), LANES, [(FLOATS, constant(FLOATS, 0.0))])
+    at, (most,), finish = loop(builder, I64(PAGE), LANES, [constant(FLOATS, 0.0)])
     place = builder.add(products, builder.shl(at, I64(2)))
     raw = _bytes(builder, builder.add(packed, at), False)
     quarters = builder.sub(top, builder.and_(raw, constant(WORDS, 15)))
@@ -306,7 +288,7 @@ def _put_factors(builder: ir.IRBuilder, scale: ir.Value, shift: ir.Value, count:
 @instructions
 def row_factor(builder, x, count) -> types.float32:
     """What to multiply float32 x [count] with before `round_row`; 0 for nothing, NaN where x holds one or infinity."""
-    at, (top, total), finish = loop(builder, count, LANES, [(FLOATS, constant(FLOATS, 0.0))] * 2)
+    at, (top, total), finish = loop(builder, count, LANES, [constant(FLOATS, 0.0)] * 2)
     value = load(builder, builder.add(x, builder.shl(at, I64(2))), FLOATS, 4)
     size = builder.call(function(builder, FLOATS, [FLOATS], f"llvm.fabs.v{LANES}f32"), [value])
     top, total = finish([builder.select(builder.fcmp_ordered(">", size, top), size, top), builder.fadd(total, size)])

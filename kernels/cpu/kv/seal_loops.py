@@ -15,6 +15,7 @@ from ...kv_layout import MANTISSA_BITS
 from ...layout import PAGE
 from ..int8_ir import I8, constant, load, offset, splat, store
 from ..intrinsics import F32, I32, I64
+from ..ir_loop import Loop
 from ..merging import larger
 
 LANES = 16
@@ -36,18 +37,8 @@ CODES_NBYTES = PAGE * LANES  # of a group; as many bytes behind them take the bi
 def _loop(builder: ir.IRBuilder, name: str, count: ir.Value, start: Sequence[ir.Value],
           body: Callable[[ir.Value, list[ir.Value]], list[ir.Value]]) -> list[ir.Value]:
     """`count` >= 1 times `body(index, values)`, which returns the next values; the last ones."""
-    entry, loop, done = builder.basic_block, builder.append_basic_block(name), builder.append_basic_block(f"{name}.done")
-    builder.branch(loop)
-    builder.position_at_end(loop)
-    index, held = builder.phi(I64), [builder.phi(value.type) for value in start]
-    values = body(index, held)
-    following, latch = builder.add(index, I64(1)), builder.basic_block
-    for phi, first, new in zip((index, *held), (I64(0), *start), (following, *values)):
-        phi.add_incoming(first, entry)
-        phi.add_incoming(new, latch)
-    builder.cbranch(builder.icmp_signed("<", following, count), loop, done)
-    builder.position_at_end(done)
-    return values
+    loop = Loop(builder, count, start, name)
+    return loop.end(body(loop.turn, loop.values))
 
 
 def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:

@@ -113,7 +113,7 @@ def _sign_scores(rows: int):
                           for each in (steps, more))
         bias = splat(builder, builder.trunc(builder.mul(pairs, I64(2 * LARGEST)), I16), HALVES)
         for begin in range(0, PAGE, WIDTH):
-            at, sums, finish = loop(builder, pairs, 1, [(HALVES, constant(HALVES, 0))] * (2 * rows))
+            at, sums, finish = loop(builder, pairs, 1, [constant(HALVES, 0)] * (2 * rows))
             raw = load(builder, offset(builder, builder.add(sides, builder.mul(at, I64(PAGE))), begin), BYTES)
             low, high, updated = _nibbles(builder, raw, 0), _nibbles(builder, raw, 1), []
             for row in range(rows):

@@ -81,7 +81,7 @@ def lowest_steps(builder, packed, groups, lowest, low, up):
     """Of V's scales, bytes [groups, PAGE] with the step in the low four bits: each token's lowest step, as bytes, what it takes from an
     exponent of two, float32 [PAGE], and what it multiplies a weight by, 16-bit [PAGE] of 1 / UP."""
     token, _, finish_tokens = loop(builder, I64(PAGE), WIDTH, [])
-    group, (least,), finish = loop(builder, groups, 1, [(BYTES, constant(BYTES, 15))])
+    group, (least,), finish = loop(builder, groups, 1, [constant(BYTES, 15)])
     at = builder.add(builder.add(packed, token), builder.mul(group, I64(PAGE)))
     steps = builder.and_(load(builder, at, BYTES), constant(BYTES, 15))
     (least,) = finish([builder.select(builder.icmp_unsigned("<", steps, least), steps, least)])
@@ -160,7 +160,7 @@ def _weigh(rows: int):
                 half = builder.lshr(each, constant(HALVES, 1))
                 total = pair_products(builder, total, half, load(builder, offset(builder, up, WIDTH * i), HALVES))
             sums.append(total)
-            at, carried, finish = loop(builder, groups, 1, [(I64, fractions), (I64, offset(builder, out, PAGE * row))])
+            at, carried, finish = loop(builder, groups, 1, [fractions, offset(builder, out, PAGE * row)])
             _scaled(builder, weights, tables, *carried)
             finish([offset(builder, carried[0], 2 * PAGE), builder.add(carried[1], stride)])
         total = builder.uitofp(across(builder, sums, builder.add), kind)
