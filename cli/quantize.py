@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 
 from .. import EffllmError, UsageError, typed
+from ..runtime.conversion import METHODS, PLAIN
 from .eval import WINDOW, named, read_text
 from .flags import add_command, flag, is_typed
 from .loading import find, follow, last, open_with_progress, resumable
@@ -39,7 +40,7 @@ Spec = Annotated[str | None, flag(FORMAT, "--spec", "SPEC", "a format by name: 4
 TensorType = Annotated[list[str] | None, flag(FORMAT, "--tensor-type", "REGEX=SPEC",
                                               "another format for tensors whose name matches; may be repeated, the last match wins")]
 Target = Annotated[str | None, flag(FORMAT, "--target", "4.25bpw", "choose each tensor's format by measured damage, to reach this average")]
-Method = Annotated[str | None, flag(FORMAT, "--method", "rtn|hqq|gptq|smooth|spqr", "how the codes are chosen (rtn)")]
+Method = Annotated[str | None, flag(FORMAT, "--method", "|".join(METHODS), f"how the codes are chosen ({PLAIN})")]
 BundleFfn = Annotated[bool, flag(FORMAT, "--bundle-ffn", "",
                                  "keep the values, but lay out a ReLU model so that each neuron can be read alone")]
 GateSparsity = Annotated[float | None, flag(FORMAT, "--gate-sparsity", "SHARE",

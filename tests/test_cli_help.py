@@ -196,14 +196,6 @@ def test_precisions_of_the_cache_are_those_that_exist() -> None:
     assert refused.value.hint == " or ".join(f"+{policy}" for policy in POLICIES)
 
 
-def test_methods_of_quantizing_are_those_that_exist() -> None:
-    """In the help, which must not load them; the default of that sentence is the one that is taken."""
-    from effllm.quant.methods import METHODS, PLAIN
-
-    (option,) = (each for words, command in commands() if words == ("quantize",) for each in command.params if each.name == "method")
-    assert tuple(option.metavar.split("|")) == METHODS and option.help.endswith(f"({PLAIN})")
-
-
 if __name__ == "__main__":
     GOLDEN.parent.mkdir(exist_ok=True)
     GOLDEN.write_text(all_pages(), encoding="utf-8")

@@ -1,5 +1,7 @@
 """Methods that need no calibration text: how much is lost by format, weights that are odd, what is refused."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 
@@ -132,6 +134,8 @@ def test_outliers_and_unknown_methods_are_refused():
 
 
 def test_every_method_is_a_module_with_the_interface():
+    files = {path.stem for path in Path(methods.__file__).parent.glob("*.py")} - {"__init__"}
+    assert files == {*methods.METHODS}, "each file of quant/methods/ has its name in METHODS of quant/method_names.py"
     for name in methods.METHODS:
         module = methods.get(name)
         assert isinstance(module.NEEDS, frozenset) and callable(module.quantize) and callable(module.check)

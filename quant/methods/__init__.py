@@ -1,6 +1,6 @@
 """How a tensor becomes low-bit: one method per file, each a pure function of a block of rows, a spec and statistics.
 
-A method is added by its file here and its name in METHODS. Its module has
+A method is added by its file here and its name in METHODS of `method_names.py`. Its module has
 
     NEEDS: frozenset[str]      what it takes from `Stats` ("hessian", "mean_square"); empty: needs no calibration text
     check(spec)                raises UsageError for a spec that the method does not serve, before any work
@@ -25,14 +25,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import EffllmError, UsageError
+from ..method_names import METHODS
+from ..method_names import PLAIN as PLAIN
 from ..spec import DEFAULTS, QuantSpec
 
 if TYPE_CHECKING:
     from ..codes import Codes
     from ..stats import Stats
-
-METHODS = ("rtn", "hqq", "gptq", "smooth", "spqr")
-PLAIN = "rtn"  # where nobody says a method, and for what no text shows
 
 
 @dataclass(frozen=True)
