@@ -110,7 +110,8 @@ def written(name: str, calls: Sequence[tuple[str, Any]]) -> str:
 
 
 def test_every_format_is_tried() -> None:
-    assert WRITTEN.keys() == BY_NAME.keys() and len(BY_NAME) == len(FORMATS)
+    assert WRITTEN.keys() == BY_NAME.keys(), "WRITTEN says how a template writes each of FORMATS"
+    assert len(BY_NAME) == len(FORMATS), "two of FORMATS have one name"
 
 
 @pytest.mark.parametrize("name", WRITTEN)

@@ -4,7 +4,7 @@ for the next."""
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ... import UsageError
@@ -18,12 +18,8 @@ from .problems import Problem
 from .thinking import thinking_of
 
 # Field of a request -> field of SamplerSettings. Of two names for one thing the later is the name elsewhere.
-SAMPLING = {"temperature": "temperature", "top_p": "top_p", "top_k": "top_k", "min_p": "min_p", "typical_p": "typical_p",
-            "repeat_penalty": "repetition_penalty", "repetition_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n",
-            "presence_penalty": "presence_penalty", "frequency_penalty": "frequency_penalty",
-            **{name: name for name in ("dry_multiplier", "dry_base", "dry_allowed_length", "dry_penalty_last_n", "dry_sequence_breakers",
-                                       "xtc_probability", "xtc_threshold", "top_n_sigma", "mirostat", "mirostat_tau", "mirostat_eta",
-                                       "seed")}}
+SAMPLING = {"repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", **{
+    each.name: each.name for each in fields(SamplerSettings) if each.name not in ("penalty_last_n", "logit_bias")}}
 NO_LIMIT = RANDOM = -1
 ALONE = "top_logprobs goes with logprobs true"
 MOST_TOP = 20  # tokens beside each of an answer whose chances are told

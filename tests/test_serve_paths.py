@@ -1,0 +1,46 @@
+"""Paths and fields that a person who adds one would forget in a second place."""
+
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import MagicMock
+
+from starlette.routing import Route
+
+import effllm
+from effllm.cli.options import SamplingFlags
+from effllm.cli.server.application import Service
+from effllm.cli.server.fields import Asked
+from effllm.cli.server.front import Front
+from effllm.cli.server.wishes import SAMPLING, Defaults
+from effllm.runtime.answers.replies import Wish
+from effllm.runtime.sampler import SamplerSettings
+
+DOCS = Path(effllm.__path__[0]) / "docs"
+OF_ONE = {("/lora-adapters", "GET"), ("/lora-adapters", "POST"), ("/v1/responses/{name}/end", "GET")}  # a front has or asks for its own
+
+
+def of_one_model() -> set[tuple[str, str]]:
+    replies = SimpleNamespace(adapted=SimpleNamespace(names=(), scales=()), tokenizer=None, config=None, engine=None)
+    return paths(Service(replies, MagicMock(), "m", print, defaults=Defaults(Wish(SamplerSettings()))).routes())
+
+
+def paths(routes: list[Route]) -> set[tuple[str, str]]:
+    return {(route.path, method) for route in routes for method in route.methods - {"HEAD"}}
+
+
+def test_a_server_of_several_models_has_every_path_that_a_model_answers() -> None:
+    missing = of_one_model() - paths(Front(MagicMock(), MagicMock(), "key").application().routes)
+    assert missing == OF_ONE, "PASSED of cli/server/front.py has what is passed on to a model"
+
+
+def test_every_path_of_openai_is_documented() -> None:
+    text = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("serve", "serve-apis"))
+    said = {path.partition("/{")[0] for path, _ in of_one_model() if path.startswith("/v1/") and path != "/v1/health"}
+    assert len(said) > 10 and not {path for path in said if path not in text}, "the table \"What is served\" of docs/serve.md"
+
+
+def test_every_setting_of_the_sampler_is_a_flag_and_a_field_of_requests() -> None:
+    names = {field.name for field in fields(SamplerSettings)} - {"logit_bias"}
+    assert names == {field.name for field in fields(SamplingFlags) if field.name != "settled"}, "SamplingFlags of cli/options.py"
+    assert SAMPLING.keys() <= Asked.model_fields.keys() and names == {*SAMPLING.values()}, "Asked of cli/server/fields.py"
