@@ -1,8 +1,8 @@
 """Model families, one file each; the file's name is the checkpoint's `model_type`.
 
 A family says which config keys it uses, which tensors it has by role, and how a block computes over a backend's `BlockOps`. To add
-one: a file with the members of `Family`, and its name in FAMILIES. `docs/architecture/families.md` has the steps. What a file does not say is
-as in the family that it names in LIKE, and where it names none, as in Llama.
+one: a file with the members of `Family`, and its name in FAMILIES; `docs/architecture/families.md` has the steps. What a file does not say
+is as in the family that it names in LIKE, and where it names none, as in Llama.
 
 Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
 post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down, entry_norm
