@@ -13,6 +13,7 @@ import time
 import psutil
 import pytest
 from served import ASKED, MINUTE, Served, serving, started, until
+from starlette.datastructures import Headers
 
 from effllm.cli.serve import judge_own
 from effllm.cli.server.guard import Rules
@@ -172,6 +173,20 @@ def test_pages_of_other_sites_may_not_ask(server: Served) -> None:
                     {"Origin": f"http://127.0.0.1:{server.port}"}, {"Origin": "http://localhost:3000"}):
         reply = server.ask("POST", CHAT, body, **headers)
         assert reply.status == 200 and reply.headers.get("access-control-allow-origin") == headers.get("Origin"), headers
+
+
+def test_nothing_of_another_sites_page_asks() -> None:
+    """A picture, a script, a frame or a link of it has no Origin, and might have a model loaded."""
+    def refused(path: str, *origins: str, **said: str) -> bool:
+        headers = {f"sec-fetch-{name}": value for name, value in said.items()}
+        return Rules(True, origins=origins).refused(path, Headers({"host": "127.0.0.1:8080", **headers})) is not None
+
+    picture, link = {"site": "cross-site", "mode": "no-cors", "dest": "image"}, {"site": "cross-site", "mode": "navigate", "dest": "iframe"}
+    for said in (picture, link):
+        assert refused("/props", **said) and refused("/v1/models", **said) and not refused("/", **said) and not refused("/health", **said)
+        assert not refused("/props", **{**said, "site": "none"}) and not refused("/props", **{**said, "site": "same-origin"})
+        assert not refused("/props", "*", **said)
+    assert not refused("/props", site="cross-site", mode="cors"), "a program's window whose requests a browser does not judge"
 
 
 def test_who_serves_reads_why_a_request_was_refused() -> None:

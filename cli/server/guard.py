@@ -53,6 +53,9 @@ class Rules:
         if origin is not None and not self.allows(origin, host):
             named = origin[:MOST_NAMED]
             return Problem(403, f"pages of {named} may not ask: --cors {named} lets them", REFUSED, code="origin_not_allowed")
+        if origin is None and ANYONE not in self.origins and path not in ("/", *OPEN) and is_part_of_another_page(headers):
+            return Problem(403, "pages of other sites may not ask, by their pictures, scripts, frames and links neither", REFUSED,
+                           code="origin_not_allowed", hint="ask for it in a tab of its own, by its address")
         is_open = path in OPEN or any(each(path, headers) for each in self.open)
         if self.key is not None and not is_open and not self._has_key(path, headers, query):
             return Problem(401, "the key is missing or wrong: Authorization: Bearer KEY, or x-api-key: KEY", REFUSED,
@@ -97,6 +100,12 @@ def is_loopback(name: str) -> bool:
         return ip_address(name).is_loopback
     except ValueError:
         return False
+
+
+def is_part_of_another_page(headers: Headers) -> bool:
+    """Whether a browser asks for what another site's page shows or leads to, which has no Origin: that page sees nothing of the answer, but
+    asking can load a model."""
+    return headers.get("sec-fetch-site") == "cross-site" and headers.get("sec-fetch-mode") in ("no-cors", "navigate")
 
 
 def is_host_of_containers(name: str) -> bool:
