@@ -1,11 +1,15 @@
 """Profiles beside the weights that they were recorded with: what is kept and done with it, and refused beside others or damaged."""
 
+import errno
 import io
 import json
 import os
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import pytest
@@ -14,13 +18,14 @@ from conversions import run
 from test_config_latent import published
 
 import effllm
-from effllm import UsageError
+from effllm import DiskFull, UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
+from effllm.runtime.files.whole_file import whole
 from effllm.runtime.kv import kv_profile_file
 from effllm.runtime.kv.kv_check import AUTO_FLIPS
 from effllm.runtime.kv.kv_profile import Profile, flips_of
@@ -57,6 +62,29 @@ def test_a_profile_survives_its_file(profiled: tuple[Path, Profile]) -> None:
         assert (one.v_inverse == other.v_inverse).all()
         assert (one.widths(4, 4)[0] == other.widths(4, 4)[0]).all()
     assert load_profile(FABLE, read_config(FABLE)) is None
+
+
+def test_a_disk_with_no_room_for_the_last_of_it_keeps_the_profile_that_was_there(profiled: tuple[Path, Profile], tmp_path: Path,
+                                                                                 monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, made = profiled
+    copy = shutil.copytree(folder, tmp_path / "copy")
+
+    class NoRoom(io.BytesIO):
+        def flush(self) -> None:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    @contextmanager
+    def full(path: Path) -> Iterator[BinaryIO]:
+        with whole(path) as file:
+            given = NoRoom() if path.name == FILE else file
+            yield given
+            given.flush()
+
+    monkeypatch.setattr(kv_profile_file, "whole", full)
+    other = replace(made, layers=tuple(replace(basis, k_scale=basis.k_scale * 2) for basis in made.layers))
+    with pytest.raises(DiskFull):
+        save_profile(other, copy)
+    assert load_profile(copy, read_config(copy)).hash == made.hash and sorted(os.listdir(copy)) == sorted(os.listdir(folder))
 
 
 def test_a_profile_from_before_sides_of_10_bits_is_read(folder: Path, tmp_path: Path) -> None:

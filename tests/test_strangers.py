@@ -70,6 +70,23 @@ def test_what_fails_leaves_the_old_file_and_nothing_else(tmp_path: Path, monkeyp
     assert path.read_bytes() == before and os.listdir(tmp_path) == ["trace.npz"]
 
 
+def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_path: Path) -> None:
+    target, others = tmp_path / "profile[1].json", [tmp_path / ".profile1.json.7.partial", tmp_path / ".profile[1].json.gguf.partial"]
+    for other in others:
+        other.write_text("of another file")
+    write = ("import os, signal, sys; from pathlib import Path; from effllm.runtime.files.whole_file import whole\n"
+             "with whole(Path(sys.argv[1])) as file:\n    file.write(b'half'); file.flush(); print(flush=True); input()")
+    with subprocess.Popen([sys.executable, "-P", "-c", write, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
+        writer.stdout.readline()
+        hidden = tmp_path / f".profile[1].json.{writer.pid}.partial"
+        whole_file.try_whole(target)
+        assert hidden.read_text() == "half"
+        writer.kill()
+    assert hidden.exists()
+    whole_file.write_whole(target, "whole", "nothing")
+    assert {*tmp_path.iterdir()} == {target, *others} and target.read_text() == "whole"
+
+
 def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:
     victim = tmp_path / "precious"
     victim.write_text("precious")

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import fcntl
+import glob
 import os
-import tempfile
+import stat
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -18,12 +19,17 @@ UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 
 
 @contextmanager
-def whole(path: Path) -> Iterator[BinaryIO]:
+def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that has the name `path` when the block ends, whatever had it before; an error leaves that, and nothing else. It is made anew
-    under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. Raises OSError."""
-    part = path.with_name(f".{path.name[:200]}.{os.getpid()}.partial")
-    part.unlink(missing_ok=True)
-    descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+    under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. What killed processes
+    left of such files goes first. Raises OSError."""
+    short = path.name[:200]
+    for left in path.parent.glob(UNFINISHED.format(glob.escape(short))):
+        if left.name[len(short) + 2 :].partition(".")[0].isdigit():
+            _remove_unlocked(left)
+    part = path.with_name(f".{short}.{os.getpid()}.partial")
+    descriptor = _made_and_locked(part, mode)
+    lock = os.dup(descriptor)  # until it has its name
     try:
         with open(descriptor, "wb") as file:
             yield file
@@ -31,6 +37,37 @@ def whole(path: Path) -> Iterator[BinaryIO]:
     except BaseException:
         part.unlink(missing_ok=True)
         raise
+    finally:
+        os.close(lock)
+
+
+def _made_and_locked(part: Path, mode: int) -> int:
+    """A new file that no other process takes for one that was left."""
+    while True:
+        part.unlink(missing_ok=True)
+        descriptor = os.open(part, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
+        with suppress(OSError):  # without locks others leave it alone
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        if os.fstat(descriptor).st_nlink:
+            return descriptor
+        os.close(descriptor)  # it was taken for one before it was locked
+
+
+def _remove_unlocked(left: Path) -> None:
+    """Remove an unfinished file of ours that no living process writes."""
+    try:
+        descriptor = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError:
+        return  # another user's, or no file
+    try:
+        status = os.fstat(descriptor)
+        if stat.S_ISREG(status.st_mode) and status.st_uid == os.getuid():
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            left.unlink()
+    except OSError:  # it is held, or that cannot be told
+        return
+    finally:
+        os.close(descriptor)
 
 
 class _Tried(Exception):
@@ -73,17 +110,10 @@ def write_whole(path: Path, text: str, hint: str) -> None:
     Raises EffllmError with `hint` as the next step (no permission, a folder of that name), DiskFull with room or `hint` as that: in a chat
     nothing is run again. A folder that is missing is not made: most such paths are mistyped.
     """
-    part: Path | None = None
     if not os.path.exists(above := path.parent):
         raise EffllmError(f"cannot write {path}: there is no folder {above}", f"make it: mkdir -p {typed(above)}, or {hint}")
     try:
-        descriptor, name = tempfile.mkstemp(prefix=f".{path.name[:80]}.", dir=path.parent)
-        part = Path(name)
-        with open(descriptor, "wb") as file:
+        with whole(path, 0o600) as file:
             file.write(text.encode("utf-8", "replace"))
-        os.replace(part, path)
     except OSError as error:
         raise not_written(error, f"cannot write {path}", hint, f"make room there, or {hint}") from None
-    finally:
-        if part is not None:
-            part.unlink(missing_ok=True)

@@ -79,9 +79,10 @@ def save_profile(profile: Profile, path: Path) -> Path:
         "costs": [None if cost is None else [np.asarray(side).tolist() for side in cost] for cost in profile.costs],
     }
     try:
-        for where, data in ((arrays, raw), (target, json.dumps({**content, "sha256": _own_hash(content)}).encode())):
-            with whole(where) as file:
-                file.write(data)
+        with whole(target) as said, whole(arrays) as values:  # a disk that has no room for both keeps the profile that was there
+            said.write(json.dumps({**content, "sha256": _own_hash(content)}).encode())
+            said.flush()
+            values.write(raw)
     except OSError as error:
         raise _not_saved(error, target) from error
     return target
