@@ -57,7 +57,7 @@ def test_want_of_room_is_told_from_other_failures(code: int) -> None:
 
 
 @pytest.mark.parametrize(("what", "step", "place"), (
-    ("a conversation", "choose another place: /save FILE", "tempfile.mkstemp"),
+    ("a conversation", "choose another place: /save FILE", "os.replace"),
     ("a temporary folder", "set TMPDIR to a folder with room", "tempfile.mkdtemp"),
     ("a trace", "another --trace FILE", "numpy.savez_compressed")))
 def test_what_may_lie_elsewhere_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str, step: str, place: str) -> None:
