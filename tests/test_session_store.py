@@ -311,6 +311,7 @@ def test_no_page_goes_while_another_process_saves(store: SessionStore) -> None:
 @pytest.mark.parametrize("at", [1, 4, 8])
 def test_a_disk_that_fills_while_saving(store: SessionStore, monkeypatch: pytest.MonkeyPatch, code: int, at: int) -> None:
     save(store, "tale", 1)
+    before = files(store)
     real, calls = os.fsync, []
 
     def full(descriptor: int) -> None:
@@ -325,6 +326,7 @@ def test_a_disk_that_fills_while_saving(store: SessionStore, monkeypatch: pytest
     assert "effllm session list" in caught.value.hint and len(calls) == at
     monkeypatch.undo()
     assert check(store, "tale") == 1 and not [path for path in store.folder.rglob(".*")]
+    assert files(store) == before, "what was written of the other would keep the room that it lacked"
     save(store, "tale", 2, 12)
     assert check(store, "tale") == 2
 

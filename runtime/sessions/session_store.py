@@ -15,7 +15,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -151,6 +151,9 @@ class SessionStore(SessionPages):
             with self._locked(fcntl.LOCK_SH):
                 yield
         except OSError as error:
+            with suppress(OSError, EffllmError), self._locked(fcntl.LOCK_EX) as alone:
+                if alone:
+                    self._collect()  # pages of what is not saved would keep the room that it lacked
             raise not_written(error, f"session {name} cannot be saved", f"check its folder: {ls(self.folder)}",
                               "effllm session list shows what takes space; the session is what it was before") from error
 
