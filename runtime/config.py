@@ -16,7 +16,7 @@ from pathlib import Path
 from .. import UsageError
 from ..offload.header import is_gguf
 from .config_keys import KEYS_HARMLESS, READ_BY_SOME, REASONS, REFUSED_UNLESS
-from .config_reader import REQUIRED, ConfigError, Keys, read_json, show, special_tokens
+from .config_reader import REQUIRED, ConfigError, Keys, of_class, read_model, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
 from .images import taken_too
 from .model_config import ModelConfig
@@ -76,7 +76,7 @@ def read_config(folder: Path, strict: bool = False) -> ModelConfig:
         from .gguf.store import read_gguf_config
 
         return read_gguf_config(folder, strict)
-    return parse_config(read_json(folder / "config.json"), strict)
+    return parse_config(read_model(folder), strict)
 
 
 def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig:
@@ -85,6 +85,7 @@ def parse_config(raw: Mapping[str, object], strict: bool = False) -> ModelConfig
     from .encoders import refuse_writing
 
     Keys(raw).text("model_type", None)  # what follows looks it up
+    raw = of_class(raw)
     refuse_writing(raw)
     refuse_alone(raw)
     architectures = raw.get("architectures") or []

@@ -51,6 +51,22 @@ def is_count(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 48
 
 
+# A type that configs of several models state -> the class that says which model it is, and the type that is meant.
+BY_CLASS = {"deepseek_vl_v2": {"DeepseekOCRForCausalLM": "deepseek_ocr", "DeepseekOCR2ForCausalLM": "deepseek_ocr2"}}
+
+
+def of_class(raw: Mapping[str, object]) -> dict[str, object]:
+    """A config with the type that its class means, where it states one of several models."""
+    classes, stated = BY_CLASS.get(str(raw.get("model_type")), {}), raw.get("architectures")
+    meant = [classes[name] for name in map(str, stated) if name in classes] if isinstance(stated, list) else []
+    return {**raw, "model_type": meant[0]} if meant else dict(raw)
+
+
+def read_model(folder: Path) -> dict[str, object]:
+    """The config.json of a folder, as of `of_class`; raises as `read_json` does."""
+    return of_class(read_json(folder / "config.json"))
+
+
 def read_json(path: Path) -> dict[str, object]:
     """A JSON object from a file of at most FILE_LIMIT bytes. Raises ModelNotFound where none can be read, ConfigError for anything else."""
     try:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
 from ..offload.header import is_gguf, shown
-from .config_reader import read_json
+from .config_reader import read_model
 from .families import BY_PREFIX
 from .hub import stated_licence
 from .stores.composite import text_alone
@@ -60,7 +60,7 @@ def open_store(path: Path, wide: str = "f16", low_bit: bool = False, kept: Calla
 
 def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[str], bool] | None, whole: bool) -> TensorStore:
     """The store under the names and in the forms that families ask for; the config has been judged when it was read."""
-    outer = read_json(store.folder / "config.json")
+    outer = read_model(store.folder)
     raw = text_alone(outer)
     if outer.get("model_type") in BY_PREFIX:
         give_text_names(store)
@@ -198,7 +198,7 @@ def quantization_of(path: Path) -> Mapping[str, object] | None:
     """The `quantization_config` of a folder, where its config has one; it has been judged when the config was read."""
     from .stores.import_config import section_of
 
-    return section_of(text_alone(read_json(path / "config.json")))
+    return section_of(text_alone(read_model(path)))
 
 
 def open_weights(path: Path, low_bit: bool = True) -> tuple[TensorStore, Container | None]:
@@ -253,7 +253,7 @@ def _is_rearranged(path: Path) -> bool:
     from .config import read_config
     from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, stacks
 
-    kind = read_json(path / "config.json").get("model_type")
+    kind = read_model(path).get("model_type")
     made = ("gpt_oss", *IN_ONE, *JOINED, *ROUTERS_TURNED, *TURNED, *BY_ROWS)
     if quantization_of(path) is not None or kind in made or kind in STACKED and stacks(read_config(path)):
         return True

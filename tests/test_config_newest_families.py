@@ -103,6 +103,24 @@ def test_unlimited_ocr() -> None:
     assert parse_config(wide, strict=True).written_window == 64
 
 
+# DeepSeek-OCR and its successor state a type that DeepSeek-VL2 has too, and say twice what their text part is.
+FIRST = {**{key: value for key, value in UNLIMITED.items() if key not in ("model_type", "sliding_window")},
+         **{key: value for key, value in UNLIMITED["language_config"].items() if key not in ("architectures", "auto_map")},
+         "model_type": "deepseek_vl_v2", "max_position_embeddings": 8192,
+         "language_config": {**UNLIMITED["language_config"], "max_position_embeddings": 8192}}
+
+
+@pytest.mark.parametrize(("kind", "name"), [("deepseek_ocr", "DeepseekOCRForCausalLM"), ("deepseek_ocr2", "DeepseekOCR2ForCausalLM")])
+def test_deepseek_ocr_as_it_was_published(kind: str, name: str) -> None:
+    made = parse_config({**FIRST, "architectures": [name]}, strict=True)
+    assert made == replace(parse_config(OCR, strict=True), dtype="bfloat16", warnings=made.warnings) and kind in made.warnings[0]
+
+
+@pytest.mark.parametrize("names", [["DeepseekVLV2ForCausalLM"], [["DeepseekOCRForCausalLM"]], None, "DeepseekOCRForCausalLM"])
+def test_other_models_of_the_type_are_named(names: object) -> None:
+    refused({**FIRST, "architectures": names}, "deepseek_vl_v2" if names in (None, ["DeepseekVLV2ForCausalLM"]) else "architectures")
+
+
 @pytest.mark.parametrize(("key", "value"), [
     ("layer_types", ["reference_sliding_attention", "full_attention"] * 6), ("layer_types", ["sliding_attention"] * 12),
     ("sliding_window", 0), ("use_mla", True), ("mlp_bias", True)])

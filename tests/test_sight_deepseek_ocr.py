@@ -1,5 +1,6 @@
 """DeepSeek-OCR 2 and Unlimited OCR: tiles and whole pages, the tower at two sizes, what reads patches, and prompts are transformers'."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
@@ -17,7 +18,7 @@ from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import mark
-from effllm.runtime.images.preprocessor import resized
+from effllm.runtime.images.preprocessor import BICUBIC, resized
 from effllm.runtime.images.tower_weights import is_of_tower, own_name
 from effllm.runtime.source import open_store
 from effllm.runtime.templates.prompting import Prompts
@@ -157,6 +158,53 @@ def test_a_prompt_of_unlimited_ocr(unlimited):
     asked = "".join(mark(each.digest) for each in shown) + "Multi page parsing."
     text = Prompts(words, album=album).rendered([{"role": "user", "content": asked}], None)
     assert text == words.special_tokens.get("bos_token", "") + asked
+
+
+def published(folder, source, name, text, **changes):
+    """What `source` holds, under the config of a folder as DeepSeek published it."""
+    for each in source.iterdir():
+        (folder / each.name).write_bytes(each.read_bytes())
+    raw = json.loads((folder / "config.json").read_text())
+    inner = {key: value for key, value in raw["text_config"].items() if key not in ("model_type", "layer_types", "sliding_window")}
+    vision = {key: value for key, value in raw["vision_config"].items() if key in ("sam_config", "encoder_config")}
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": [name], "model_type": "deepseek_vl_v2", "language_config": {**inner, **text}, "vision_config": {
+            "model_type": "vision", "model_name": "deeplip_b_l", **vision}}))
+    config_changed(folder, "preprocessor_config.json", **changes)
+
+
+@pytest.mark.parametrize("name", ["wide", "tiny"])
+def test_deepseek_ocr_sees_as_unlimited_ocr(unlimited, tmp_path, name):
+    folder, model, processor = unlimited
+    published(tmp_path, folder, "DeepseekOCRForCausalLM", {}, image_processor_type=None)
+    ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+    held_against(opened(tmp_path), PICTURES[name], model, ready)
+    words = Tokenizer.load(tmp_path, read_config(tmp_path))
+    shown = album_of(tmp_path, read_config(tmp_path)).take(PICTURES["tiny"])
+    text = Prompts(words, album=album_of(tmp_path, read_config(tmp_path))).rendered(
+        [{"role": "user", "content": f"{mark(shown.digest)}Free OCR."}], None)
+    assert text == f"{words.special_tokens.get('bos_token', '')}{mark(shown.digest)}\nFree OCR."
+
+
+def test_deepseek_ocr_2_as_it_was_published(pages, tmp_path):
+    folder, model, processor = pages
+    published(tmp_path, folder, "DeepseekOCR2ForCausalLM", {})
+    ready = processor(PICTURES["tiny"], input_data_format="channels_last", return_tensors="np")
+    held_against(opened(tmp_path), PICTURES["tiny"], model, ready)
+
+
+@pytest.mark.parametrize(("name", "which", "tile", "most"), [
+    ("DeepseekOCRForCausalLM", "unlimited", 640, 9), ("DeepseekOCR2ForCausalLM", "pages", 768, 6)])
+def test_published_folders_say_in_code_how_pages_are_made_ready(request, tmp_path, name, which, tile, most):
+    """No file does: the numbers are those of that code."""
+    published(tmp_path, request.getfixturevalue(which)[0], name, {})
+    (tmp_path / "preprocessor_config.json").unlink()
+    config_changed(tmp_path, "config.json", vision_config={"model_type": "vision", "image_size": 1024, "width": {}})
+    sight = opened(tmp_path)
+    assert (sight.whole, sight.tile, sight.least, sight.most, sight.resample) == (1024, tile, 2, most, BICUBIC)
+    assert np.allclose(sight.scale(np.array([[[0, 127, 255]]], np.uint8)), [[[-1, 127 / 127.5 - 1, 1]]], rtol=1e-5)
+    stated = [sight.encoder.raw.get(key) for key in ("hidden_size", "num_hidden_layers", "num_key_value_heads", "rope_theta")]
+    assert stated == ([896, 24, 2, 1e6] if which == "pages" else [None] * 4)
 
 
 def test_what_unlimited_ocr_may_not_have_is_refused(unlimited):

@@ -84,7 +84,8 @@ NEMOTRON_SEEING = (*NEMOTRON_OMNI, "NemotronH_Nano_VL_V2")
 HYPERCLOVAX_SEEING = ("hyperclovax_vision_v2", "vlm")  # the same
 COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "audioflamingo3": ("qwen2",), "aya_vision": ("cohere2",), "blip-2": ("opt",), "cohere2_vision": ("cohere2", "cohere2_moe"),
-    "cohere_compass": ("cohere_compass_text",), "deepseek_ocr2": ("deepseek_ocr2_text",), "embedding_gemma2": ("embedding_gemma2_text",),
+    "cohere_compass": ("cohere_compass_text",), **dict.fromkeys(("deepseek_ocr", "deepseek_ocr2"), ("deepseek_ocr2_text",)),
+    "embedding_gemma2": ("embedding_gemma2_text",),
     **dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"), ("ernie4_5_vl_moe_text",)),
     "exaone4_5": ("exaone4", "exaone4_5_text"), "fast_vlm": ("qwen2",), "gemma3": ("gemma3_text",), "minicpm_ocr": ("qwen3_5_text",),
     "unlimited_ocr": ("unlimited_ocr_text",),
@@ -110,9 +111,9 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = (*NEMOTRON_SEEING, *HYPERCLOVAX_SEEING, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
-             "deepseek_ocr2", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v", "glm4v", "glm4v_moe", "glm5_next",
-             "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics2", "idefics3",
-             "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
+             "deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v", "glm4v", "glm4v_moe",
+             "glm5_next", "glm_ocr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech", "hunyuan_vl", "idefics2",
+             "idefics3", "internvl", "kimi_k25", "lfm2_vl", "lfm3_vl", "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision",
              "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer",
              "ovis2", "paddleocr_vl", "paligemma", "perception_lm", "qianfan_ocr", "qwen2_5_omni", "qwen2_5_vl", "qwen2_audio",
              "qwen2_vl", "qwen3_asr", "qwen3_omni_moe", "qwen3_vl", "qwen3_vl_moe", "qwen4_exp", "smolvlm", "step3p7", "unlimited_ocr",

@@ -1,5 +1,5 @@
-"""DeepSeek-OCR 2's text part: the Llama block with DeepSeek V2's mixture in all layers that say so, a softmax of all logits, whose shares
-are not made to add up to one, beside experts that every token visits."""
+"""DeepSeek-OCR's text part, of 1 and 2: the Llama block with DeepSeek V2's mixture in all layers that say so, a softmax of all logits,
+whose shares are not made to add up to one, beside experts that every token visits."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from .glm4_moe_lite import sparse_behind
 from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
-KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "seq_aux"})  # of training
+# Of training, of whether there is a head, and of latent attention, which the first configs write as nothing.
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "kv_lora_rank", "lm_head", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+                           "rm_head", "seq_aux", "v_head_dim"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
                   "sliding_window": None, "use_mla": False}
 SIZES = {"vocab_size": 102_400, "hidden_size": 4096, "intermediate_size": 11_008, "num_hidden_layers": 32, "num_attention_heads": 32}

@@ -9,9 +9,6 @@ from . import deepseek_ocr2_text
 from .deepseek_ocr2_text import with_mixture
 
 LIKE = deepseek_ocr2_text
-# Of training, of whether there is a head, and of latent attention, which the first config writes as nothing.
-KEYS_HARMLESS = deepseek_ocr2_text.KEYS_HARMLESS | {"kv_lora_rank", "lm_head", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
-                                                    "rm_head", "v_head_dim"}
 REFUSED_UNLESS = {key: value for key, value in deepseek_ocr2_text.REFUSED_UNLESS.items() if key not in ("layer_types", "sliding_window")}
 SIZES = {"vocab_size": 129_280, "hidden_size": 1280, "intermediate_size": 6848, "num_hidden_layers": 12, "num_attention_heads": 10}
 BY_PROMPT, FULL = "reference_sliding_attention", "full_attention"

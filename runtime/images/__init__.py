@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
+from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..sounds import HEARING, SECTIONS, hears
@@ -31,7 +32,7 @@ PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
     "aya_vision": "aya_vision", "blip-2": "blip_2", "cohere2_vision": "cohere2_vision", "cohere_compass": "cohere_compass",
-    "deepseek_ocr2": "deepseek_ocr2",
+    "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "exaone4_5": "exaone4_5", "fast_vlm": "fast_vlm",
     "gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
@@ -193,4 +194,4 @@ def raw_of(folder: Path) -> Mapping[str, object]:
         raw = json.loads(read_whole(path, JSON_NBYTES)) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return {}
-    return raw if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}
+    return of_class(raw) if isinstance(raw, dict) and isinstance(raw.get("model_type"), str) else {}

@@ -3,27 +3,39 @@ learned rows that see all of them and the rows before, as a text does, and in wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from . import PLACE
 from .internvl import fitted
-from .preprocessor import BICUBIC, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, resized, square, squared, tiles_of
+from .preprocessor import BICUBIC, FILE, HALF, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, resized, square, squared, tiles_of
 from .sam import USUAL, convolved, load_sam
+from .senses import PICTURES
 from .tower_layers import Shape, Stored, apart, load_blocks
 from .tower_parts import CURVES, TOGETHER, Block, Crew, Matrix, Norm, Rope, product, turns
 from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_source import FolderSource
 from .tower_weights import Weights
 from .vision_transformer import layer_count
+
+if TYPE_CHECKING:
+    from pathlib import Path
+
+    from ..config import ModelConfig
+    from .tower_source import TowerSource
 
 TWICE = 2  # that a convolution makes one of two in a row and in a column
 READERS = {144: "query_768_resolution", 256: "query_1024_resolution"}  # patches -> rows behind them, of which there are as many
 ENCODER = {"hidden_size": 4096, "intermediate_size": 22_016, "num_hidden_layers": 32, "num_attention_heads": 32, "hidden_act": "silu",
            "rms_norm_eps": 1e-6}
+# As it was published, where config.json says no more than a name of it.
+FIRST_ENCODER = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_layers": 24, "num_attention_heads": 14,
+                 "num_key_value_heads": 2, "rope_theta": 1e6}
 THETA = 10_000.0
 FULL = "full_attention"
 LAYER = Stored(("input_layernorm", "post_attention_layernorm"), (), "self_attn.o_proj", apart("mlp.{}_proj", ("up", "down", "gate")))
@@ -105,7 +117,7 @@ class TiledPages(TowerSight):
 
 
 class DeepseekOcr2(TiledPages):
-    KINDS = {"deepseek_ocr2_vision": {}}
+    KINDS = {"deepseek_ocr2_vision": {}, "vision": {"encoder_config": FIRST_ENCODER}}
     PROCESSORS = ("DeepseekOcr2ImageProcessor",)
 
     def settle(self, keys: Keys) -> None:
@@ -214,4 +226,23 @@ def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, Cre
     return seen
 
 
-sight = DeepseekOcr2
+class Published(FolderSource):
+    """A folder as its makers published it, whose own code says how pages are made ready; a file that says it is read where there is one."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, PICTURES)
+
+    def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
+        if (self.model / FILE).is_file():
+            return super().processor(known)
+        return Keys({"image_mean": HALF, "image_std": HALF}, "the code of this model"), Keys({})
+
+
+def of_folder(source: TowerSource) -> TowerSource:
+    """The source, as of `Published` where it says of its tower what published folders do."""
+    vision: Mapping[str, object] = Keys(source.config).section("vision_config") or {}
+    return Published(source.model) if isinstance(source, FolderSource) and vision.get("model_type") == "vision" else source
+
+
+def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+    return DeepseekOcr2(of_folder(source), config)

@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
-from ..config_reader import Keys, read_json
+from ..config_reader import Keys, read_model
 from ..sounds.log_mel import read_extractor
 from .preprocessor import read_films, read_processor
 from .senses import Sense
@@ -46,7 +46,7 @@ class FolderSource:
 
     def __init__(self, folder: Path, sense: Sense) -> None:
         demand_tower(folder, sense)
-        self.model, self.config, self.sense = folder, read_json(folder / "config.json"), sense
+        self.model, self.config, self.sense = folder, read_model(folder), sense
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         return read_processor(self.model, known)

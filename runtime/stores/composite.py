@@ -38,16 +38,16 @@ OUTER_HARMLESS = frozenset({
     "weight_share_add_bias", "window_size"})
 # Composite models whose head is one of its own where they say nothing; of others it is the embedding. Of the second kind it is tied where
 # either object says so: a head that is stored all the same is used.
-UNTIED = ("deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni", "qwen3_5", "qwen3_5_moe",
-          "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
+UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
+          "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
              "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_SEEING,
              *families.NEMOTRON_SEEING)
 # Whose checkpoints bring code that became part of transformers.
-KNOWN_CODE = ("ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr", *families.HYPERCLOVAX_SEEING,
-              *families.NEMOTRON_SEEING)
+KNOWN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr",
+              *families.HYPERCLOVAX_SEEING, *families.NEMOTRON_SEEING)
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
     **dict.fromkeys(families.NEMOTRON_SEEING, frozenset({
@@ -90,7 +90,8 @@ TOLD = dict.fromkeys(("ernie4_5_moe_vl", "ernie4_5_vl_moe"),
 ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whether all its matrices have one
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
-INNER = {"unlimited_ocr": "language_config", **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
+INNER = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "language_config"),
+         **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
 # A type that is several makers' -> the class of the one that is known, by which it is told.
 OF_CLASS = {"vlm": "HCXVisionV2"}
 OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",)}

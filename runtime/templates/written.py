@@ -38,7 +38,7 @@ PAGES = """{%- if messages[0]['role'] != 'system' -%}
 {{ (' ' if pages else '') + '<|im_end|>' }}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{ '<|im_start|>assistant\\n' }}{%- endif -%}"""
-# DeepSeek-OCR 2: the word that begins a text, each page on a line of its own, and what is asked (Free OCR.); no words for turns.
+# DeepSeek-OCR 1 and 2: the word that begins a text, each page on a line of its own, and what is asked (Free OCR.); no words for turns.
 LINES = """{%- for message in messages -%}
 {%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
 {%- if loop.first -%}{{ bos_token }}{%- endif -%}
@@ -48,5 +48,5 @@ LINES = """{%- for message in messages -%}
 {%- endfor -%}"""
 # Unlimited OCR: the same with pages one behind the other, and what is asked (document parsing., Multi page parsing.) behind them.
 BESIDE = LINES.replace("'<image>\\n'", "'<image>'")
-WRITTEN: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr2": LINES, "got_ocr2": PAGES, "paligemma": PREFIX,
-                                     "unlimited_ocr": BESIDE}  # by model type
+WRITTEN: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr": LINES, "deepseek_ocr2": LINES, "got_ocr2": PAGES,
+                                     "paligemma": PREFIX, "unlimited_ocr": BESIDE}  # by model type
