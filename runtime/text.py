@@ -263,6 +263,8 @@ class Tokenizer:
     def _answer_tags(self) -> list[tuple[str, str]]:
         """What may stand around an answer: tags that the template or the vocabulary has."""
         template = "" if self.template is None else self.template.source
+        if self.think_tags is not None and self.think_tags.ends:
+            return [("", self.think_tags.ends)]
         return [(open, close) for open, close in ANSWER_TAGS if open in template
                 or any(self._backend.token_to_id(mark) is not None for mark in (open, *ANSWER_SIGNS.get(open, ())))]
 

@@ -84,6 +84,23 @@ def test_without_such_tags_they_are_words_of_the_answer() -> None:
     assert parts_of(ThinkFilter(), ["<think>so</think>\n<answer>yes</answer>"]) == {"thinking": "so", "answer": "<answer>yes</answer>"}
 
 
+@pytest.mark.parametrize("closes", ["[END FINAL RESPONSE]", ""])
+def test_apriel_says_where_its_answer_begins(tmp_path: Path, closes: str) -> None:
+    """Its template has the words with which reasoning begins; of two versions one ends its answers with words too."""
+    template = "{{ messages[0].content }}<|begin_assistant|>\nHere are my reasoning steps:\n"
+    made = Tokenizer.load(save(tmp_path, byte_level(special("[BEGIN FINAL RESPONSE]")), chat_template=template), CONFIG)
+    prompt = made.encode_chat([{"role": "user", "content": "Hi"}])
+    assert made.thinks and made.opens_thinking(prompt) and made.unmoved("off")
+    text = f"1. so\n[BEGIN FINAL RESPONSE]\n[yes]\n{closes}"
+    stream = made.stream()
+    pieces = [*map(stream.push, made.encode(text)), stream.flush()]
+    for cut in (pieces, [text]):
+        said = parts_of(made.reasoning(prompt), cut)
+        assert said["thinking"] == "1. so" and said["answer"].rstrip() == "[yes]"
+    assert parts_of(made.reasoning(made.encode("Hi")), [f"yes{closes}"]) == {"answer": "yes"}
+    assert not Tokenizer.load(save(tmp_path, byte_level(special("[BEGIN FINAL RESPONSE]"))), CONFIG).thinks
+
+
 def test_cohere_marks_thoughts_and_answers(tmp_path: Path) -> None:
     """Whether the vocabulary has the answer's marks as special tokens, which decoding drops, or not."""
     for at, is_special in enumerate((True, False)):

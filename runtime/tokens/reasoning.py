@@ -12,13 +12,15 @@ Part = tuple[str, str]  # (kind "answer" | "thinking", text)
 @dataclass(frozen=True)
 class ThinkTags:
     """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is
-    wanted. `token`: the one of a vocabulary that the opening tag begins with, where that is more than a token."""
+    wanted. `token`: the one of a vocabulary that the opening tag begins with, where that is more than a token. `ends`: what may stand
+    behind the answer."""
 
     open: str
     close: str
     behind: str = ""
     off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
     token: str = ""
+    ends: str = ""
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -36,8 +38,9 @@ class ThinkTags:
 THINK_TAGS = (ThinkTags("<think>", "</think>"),
               ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
               ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"),
-              ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"), ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"))
-OF_TEMPLATES = frozenset({"[THINK]", "<|channel>"})
+              ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"), ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"),
+              ThinkTags("Here are my reasoning steps:", "[BEGIN FINAL RESPONSE]", ends="[END FINAL RESPONSE]"))  # Apriel
+OF_TEMPLATES = frozenset({"[THINK]", "<|channel>", THINK_TAGS[-1].open})
 # Around the answer, of some that reason: Hunyuan, ERNIE and Granite, Command R7B and A, and their successors.
 ANSWER_TAGS = (("<answer>", "</answer>"), ("<response>", "</response>"), ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
                ("<|START_TEXT|>", "<|END_TEXT|>"))
