@@ -40,15 +40,16 @@ class ResidentPager:
     def __init__(self, store: TensorStore, groups: Mapping[Hashable, Sequence[TensorInfo]], mmap: bool = False) -> None:
         self._store = store
         self._groups = {key: tuple(infos) for key, infos in groups.items()}
+        self._own = unshared(self._groups)
         self._mmap = mmap
         self._leases: dict[Hashable, dict[str, np.ndarray]] = {}
         self._loaded = False
         self._read_nbytes = 0
         # Exact bytes of memory that load() takes (with mmap: the bytes of the files that a token touches).
         if mmap:
-            self.nbytes = sum(info.nbytes for infos in self._groups.values() for info in infos)
+            self.nbytes = sum(info.nbytes for infos in self._own.values() for info in infos)
         else:
-            self.nbytes = sum(map(resident_nbytes, self._groups.values()))
+            self.nbytes = sum(map(resident_nbytes, self._own.values()))
 
     def load(self) -> Iterator[tuple[int, int]]:
         """Bring every group in, yielding (bytes done, bytes in all); CheckpointError where a file changes meanwhile."""
@@ -101,14 +102,14 @@ class ResidentPager:
 
     def _read(self) -> Iterator[tuple[int, int]]:
         chunks: list[tuple[Callable[[], None], int]] = []
-        for key, infos in self._groups.items():
+        views: dict[str, np.ndarray] = {}
+        for infos in self._own.values():
             buffer, begin = anonymous(_group_nbytes(infos)), 0
-            self._leases[key] = {}
             for info in infos:
-                view = buffer[begin : begin + info.nbytes]
-                self._leases[key][info.name] = view
+                views[info.name] = view = buffer[begin : begin + info.nbytes]
                 chunks += self._store.reads(info, view)
                 begin += _round_up(info.nbytes, ALIGNMENT)
+        self._leases = {key: {info.name: views[info.name] for info in infos} for key, infos in self._groups.items()}
         done, total = 0, sum(nbytes for _, nbytes in chunks)
         yield done, total
         with ThreadPoolExecutor(READ_THREADS, "effllm-read") as pool:
@@ -130,8 +131,8 @@ class ResidentPager:
         # Private and writable, though nobody writes: a read-only array is another type to a compiled kernel. The file never changes.
         used = {info.file for infos in self._groups.values() for info in infos if info.nbytes}
         mapped = {file: np.frombuffer(maps.mmap(self._store.descriptor(file), 0, access=maps.ACCESS_COPY), np.uint8) for file in used}
-        for key, infos in self._groups.items():
-            self._leases[key] = {info.name: self._mapped_view(info, mapped) for info in infos}
+        views = {info.name: self._mapped_view(info, mapped) for infos in self._own.values() for info in infos}
+        self._leases = {key: {info.name: views[info.name] for info in infos} for key, infos in self._groups.items()}
         yield total, total
 
     def _mapped_view(self, info: TensorInfo, mapped: Mapping[Path, np.ndarray]) -> np.ndarray:
@@ -143,6 +144,16 @@ class ResidentPager:
             self._store.read_into(info, copy)
             return copy
         return mapped[info.file][info.offset : info.offset + info.nbytes]
+
+
+def unshared(groups: Mapping[Hashable, Sequence[TensorInfo]]) -> dict[Hashable, tuple[TensorInfo, ...]]:
+    """Groups without what an earlier one has too, as where several layers are one: that is in memory once."""
+    seen: set[str] = set()
+    made: dict[Hashable, tuple[TensorInfo, ...]] = {}
+    for key, infos in groups.items():
+        made[key] = tuple(info for info in infos if info.name not in seen)
+        seen.update(info.name for info in infos)
+    return made
 
 
 def resident_nbytes(infos: Sequence[TensorInfo]) -> int:

@@ -91,7 +91,7 @@ class Model(StoreReads):
     @property
     def nbytes(self) -> int:
         """Bytes of weights, on every tier."""
-        return sum(info.nbytes for roles in self.tensors.values() for info in roles.values())
+        return sum(tensor.nbytes for roles in self.tensors.values() for tensor in roles.values() if not tensor.turn)
 
     @property
     def bytes_per_pass(self) -> int:
@@ -103,6 +103,7 @@ class Model(StoreReads):
         experts = sum(tensor.nbytes for roles in self.tensors.values() for role, tensor in roles.items() if expert_of(role) is not None)
         chosen = own.experts + own.handed if own else 0
         nbytes += sum((uses(self.config, role) - 1) * tensor.nbytes for role, tensor in blocks_of(outer).items())
+        nbytes += sum(tensor.nbytes for roles in self.tensors.values() for tensor in roles.values() if tensor.turn)
         return nbytes - (experts * (chosen - own.per_token) // chosen if experts else 0)
 
     @property
@@ -112,8 +113,10 @@ class Model(StoreReads):
 
     def load(self) -> Iterator[tuple[int, int]]:
         """Read the weights that stay; yields (bytes done, bytes in total)."""
-        on_card = sum(own.nbytes for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values())
-        total, done = self.nbytes - away_nbytes(self.tensors["outer"]) if self.pager.resident else self.pager.load_nbytes + on_card, 0
+        cards = [own for i, device in enumerate(self.devices) if device != "cpu" for own in self.tensors[i].values()]
+        on_card, again = (sum(own.nbytes for own in cards if own.turn or each) for each in (True, False))
+        here = self.nbytes + again - away_nbytes(self.tensors["outer"])
+        total, done = here if self.pager.resident else self.pager.load_nbytes + on_card, 0
         for done, _ in self.pager.load():
             yield done, total
         for layer, device in enumerate(self.devices):

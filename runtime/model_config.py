@@ -73,7 +73,8 @@ class ModelConfig:
     by a channel for it, as with slopes. `norms_gated`: what norms give says by way of so many numbers how much of each channel is read, 0
     where it does not; queries of latent attention, and gates of what is attended to, are then made of their latent twice, normed and as it
     is. `streams_kept`: streams are read and written by numbers of a token's own, to which `mix_least` is added, and not mixed with one
-    another.
+    another. `loops`: how often a token goes through the layers that are stored, each time with a cache of its own: all that is said by
+    layer, and `num_hidden_layers`, counts them as often.
     """
 
     family: str
@@ -181,7 +182,13 @@ class ModelConfig:
     keys_marked: bool = False
     norms_gated: int = 0
     streams_kept: bool = False
+    loops: int = 1
     warnings: tuple[str, ...] = ()
+
+    @property
+    def stored_layers(self) -> int:
+        """How many layers have tensors of their own."""
+        return self.num_hidden_layers // self.loops
 
     @property
     def attention_layers(self) -> tuple[int, ...]:

@@ -30,17 +30,23 @@ class ModelTensor:
     """A tensor of the model: where its bytes are, what they mean, and the shape of the weight.
 
     Where a checkpoint stores several in one, `info` is of the part, under the name that the part would have by itself. `coefficients`: as
-    of a `TensorRule`.
+    of a `TensorRule`. `turn`: of a layer through which a token goes several times, how often it has been there.
     """
 
     info: TensorInfo
     spec: QuantSpec
     shape: tuple[int, ...]
     coefficients: bool = False
+    turn: int = 0
 
     @property
     def name(self) -> str:
         return self.info.name
+
+    @property
+    def used_as(self) -> str:
+        """Its name, which says of one that is used again for which time."""
+        return f"{self.name} (turn {self.turn})" if self.turn else self.name
 
     @property
     def nbytes(self) -> int:
@@ -61,7 +67,10 @@ def check_tensors(config: ModelConfig, store: TensorStore, container: Container 
     beside = held_rules(config, store) if mtp else {}
     groups: dict[int | str, dict[str, TensorRule]] = {"outer": {**outer_rules(config, store.tensors), **beside}}
     groups |= {i: family.layer_tensors(config, i) for i in range(config.num_hidden_layers)}
-    return {key: tensors_of(bundled_rules(rules, container), store, low_bit) for key, rules in groups.items()}
+    found = {key: tensors_of(bundled_rules(rules, container), store, low_bit) for key, rules in groups.items()}
+    for layer in range(config.stored_layers, config.num_hidden_layers):
+        found[layer] = {role: replace(tensor, turn=layer // config.stored_layers) for role, tensor in found[layer].items()}
+    return found
 
 
 def tensors_of(rules: Mapping[str, TensorRule], store: TensorStore,
@@ -128,4 +137,4 @@ def as_float32(tensor: ModelTensor, raw: Mapping[str, np.ndarray]) -> np.ndarray
 
 def parameters(tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> int:
     """Number of parameters."""
-    return sum(prod(tensor.shape) for roles in tensors.values() for tensor in roles.values())
+    return sum(prod(tensor.shape) for roles in tensors.values() for tensor in roles.values() if not tensor.turn)

@@ -27,6 +27,10 @@ LONGCAT = {"num_hidden_layers": 4, "num_key_value_heads": 4, "q_lora_rank": 36, 
 SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2}  # of a small vocabulary
 
 RELATED = {
+    "nanbeige": Case("nanbeige", {"num_loops": 2, "head_dim": 32, "vocab_size": 301}),
+    "nanbeige, three rounds, biases, bfloat16": Case("nanbeige", {
+        "num_loops": 3, "num_hidden_layers": 2, "attention_bias": True, "tie_word_embeddings": True}, dtype="bfloat16"),
+    "ouro": Case("ouro", {"num_loops": 3, "num_hidden_layers": 2, "num_key_value_heads": 4, "vocab_size": 301}),
     "dbrx": Case("dbrx", {**DBRX, "vocab_size": 301}, shard="100KB"),
     "dbrx, shares as they come, wide clips, bfloat16": Case("dbrx", {
         **DBRX, "attn_config": {"kv_n_heads": 1, "clip_qkv": 4.0, "rope_theta": 500.0}, "ffn_config": {

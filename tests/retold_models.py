@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 LIKE = {"bailing_moe_v2": "glm4_moe", "exaone": "llama", "internlm2": "llama", "mimo": "qwen2", "minicpm": "granite",
-        "nemotron_nas": "llama", "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal"}
+        "nanbeige": "llama", "nemotron_nas": "llama", "ouro": "llama", "minimax_text_01": "minimax", "phi4mm": "phi4_multimodal"}
 
 
 def as_internlm2(folder: Path) -> None:
@@ -62,6 +62,20 @@ def as_minicpm(folder: Path) -> None:
            "scale_depth": raw["residual_multiplier"] * raw["num_hidden_layers"] ** 0.5}
     _retell(folder, "minicpm", "MiniCPMForCausalLM", {}, ("attention_multiplier", "embedding_multiplier", "residual_multiplier",
                                                           "logits_scaling", "mlp_bias"), own)
+
+
+def as_nanbeige(folder: Path) -> None:
+    """A folder of Llama whose layers are gone through again."""
+    _retell(folder, "nanbeige", "NanbeigeForCausalLM", {}, (), {"loop_loss_weights": [], "skip_loop_final_norm": False})
+
+
+def as_ouro(folder: Path) -> None:
+    """The same with the gate that would end loops, and never does."""
+    path, tensors = folder / "model.safetensors", load_file(folder / "model.safetensors")
+    save_file({**tensors, "model.early_exit_gate.weight": torch.ones(1, 64), "model.early_exit_gate.bias": torch.ones(1)}, path)
+    _retell(folder, "ouro", "OuroForCausalLM", {"num_loops": "total_ut_steps"}, ("mlp_bias",), {
+        "early_exit_step": None, "early_exit_threshold": 1.0, "use_sliding_window": False, "sliding_window": None, "max_window_layers": 3,
+        "layer_types": ["full_attention"] * json.loads((folder / "config.json").read_text())["num_hidden_layers"]})
 
 
 def as_bailing(folder: Path) -> None:
@@ -200,5 +214,5 @@ def _retell(folder: Path, kind: str, architecture: str, renamed: Mapping[str, st
 RETOLD: Mapping[str, Callable[[Path], None]] = {
     "bailing_moe_v2": as_bailing, "exaone": as_exaone, "hyperclovax_vision_v2": as_hyperclovax_seeing,
     "internlm2": as_internlm2, "kimi_k25": as_kimi, "qianfan_ocr": as_qianfan,
-    "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nemotron_h_omni": as_nemotron_omni,
-    "nemotron_nas": as_nemotron_nas, "phi4mm": as_phi4mm}
+    "mimo": as_mimo, "minicpm": as_minicpm, "minimax_text_01": as_minimax_text_01, "nanbeige": as_nanbeige,
+    "nemotron_h_omni": as_nemotron_omni, "nemotron_nas": as_nemotron_nas, "ouro": as_ouro, "phi4mm": as_phi4mm}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import torch
 from family_sizes import CONTEXT, Case
+from looped_models import LOOPED
 from newer_cases import BESIDE, SIGHT, SIGHTS
 from retold_models import LIKE, RETOLD, searched
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, PreTrainedModel
@@ -50,7 +51,7 @@ def _save(case: Case, folder: Path) -> type:
         more = {"mm_tokens_per_image": 4} if case.family == "gemma3_text" else {"tie_word_embeddings": tied, **BESIDE.get(outer, {})}
         config = AutoConfig.for_model(outer, text_config=config.to_dict(), vision_config=sight, **more)
     torch.manual_seed(1)
-    read = AutoModelForImageTextToText if outer else AutoModelForCausalLM
+    read = LOOPED.get(case.family) or (AutoModelForImageTextToText if outer else AutoModelForCausalLM)
     model = read.from_config(config)
     with torch.no_grad():
         for name, parameter in model.named_parameters():

@@ -145,7 +145,7 @@ def test_logits_of_single_steps(pair: Pair) -> None:
                                   "minimax", "mimo_v2_flash", "mpt", "muse_glimmer", "step3p7", "zamba2",
                                   "zamba2, one block, no positions, groups, bfloat16", "modernbert_decoder", "longcat_flash", "codegen",
                                   "gpt_bigcode", "gpt_neo", "gptj", "persimmon", "deepseek_ocr2_text", "ernie4_5_vl_moe", "rwkv7",
-                                  "diffllama", "doge", "axk2, groups, other layers, tied, bfloat16"])
+                                  "diffllama", "doge", "axk2, groups, other layers, tied, bfloat16", "ouro"])
 def test_the_other_backend_agrees(name: str, tmp_path: Path) -> None:
     """Layers on torch, on CPU tensors: the same logits."""
     model = written(CASES[name], tmp_path)

@@ -24,6 +24,7 @@ PECULIAR = {
     "phi4_multimodal": [{"ropes": {"partial_rotary_factor": 1.0}}, {"norm_eps": 1e-1}],
     "cohere_compass_text": [{"windows": (None,) * 4}, {"ropes": 0}, {"ropes": 3}, {"norm_kind": "rms"}, {"logits_scaling": 1.0}],
     "arcee": [{"hidden_act": "relu"}],
+    "nanbeige": [{"num_hidden_layers": 3, "loops": 1}, {"norm_eps": 1e-1}],
     "bitnet": [{"hidden_act": "relu"}, {"norm_eps": 1e-1}],
     "ernie4_5": [{"ropes": {"neighbours": False}}],
     "exaone4": [{"windows": (None,) * 3}, {"ropes": 0}, {"ropes": 1}],

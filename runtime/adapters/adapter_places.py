@@ -75,7 +75,8 @@ def places(config: ModelConfig, tensors: Matrices, of_file: bool = False) -> dic
             rule = rules.get(role)
             name = rule.name if of_file and rule is not None else tensor.name
             rows, across = (None, None) if of_file else _tiled(role, config)
-            found[name] = tensor.shape, [Place(key, slice(0, height) if rows is None else rows, height, 0, across)]
+            again = found[name][1] if tensor.turn else []
+            found[name] = tensor.shape, [*again, Place(key, slice(0, height) if rows is None else rows, height, 0, across)]
             if rule is None:
                 continue
             if rule.part_of is not None:

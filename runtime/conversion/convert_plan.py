@@ -202,7 +202,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], recipe: Recipe
     groups: list[tuple[int | str, dict[str, ModelTensor]]] = [("outer", {"embed": outer.pop("embed")})]
     groups += [(key, dict(roles)) for key, roles in tensors.items() if key != "outer"] + [("outer", outer)]
     for key, roles in groups:
-        for role in sorted(roles, key=_place):
+        for role in sorted((role for role, tensor in roles.items() if not tensor.turn), key=_place):
             tensor = roles[role]
             info = replace(tensor.info, shape=tensor.shape)  # of codes, the weight's
             job = Job(tensor.name, key, role, info, tensor.spec, tensor.spec, store.stored_nbytes(tensor.info))

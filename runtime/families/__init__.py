@@ -65,18 +65,18 @@ if TYPE_CHECKING:
 FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bailing_moe_v2", "bamba", "bitnet", "bloom", "codegen",
             "cohere", "cohere2", "cohere2_moe", "cohere_compass_text", "cwm", "dbrx", "deepseek_ocr2_text", "deepseek_v2", "deepseek_v3",
             "deepseek_v32", "deepseek_v4", "diffllama", "doge", "dots1", "embedding_gemma2_text", "ernie4_5", "ernie4_5_moe",
-            "ernie4_5_vl_moe_text", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint",
-            "gemma", "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text",
+            "ernie4_5_vl_moe_text", "exaone", "exaone4", "exaone_moe", "falcon", "falcon_h1", "falcon_mamba", "flex_olmo", "flint", "gemma",
+            "gemma2", "gemma3_text", "gemma3n_text", "gemma4_text", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "glm5_next_text",
             "glm_moe_dsa", "gpt2", "gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_oss", "gptj", "granite", "granite_swa", "granitemoe",
             "granitemoe_swa", "granitemoehybrid", "granitemoeshared", "helium", "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
             "hyperclovax", "internlm2", "internlm3", "iquestcoder", "jais2", "jamba", "kimi_linear", "kolibri1", "laguna", "lfm2",
             "lfm2_moe", "lfm3", "llama", "llama4_text", "longcat_flash", "mamba", "mamba2", "mellum", "mimo", "mimo_v2_flash", "minicpm",
             "minicpm3", "minimax", "minimax_m2", "minimax_m3_vl_text", "ministral", "ministral3", "mistral", "mistral4",
             "mistral_large4_text", "mixtral", "mllama_text_model", "modernbert_decoder", "molmo2_text", "mpt", "muse_glimmer_text",
-            "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt", "persimmon",
-            "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe",
-            "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm", "starcoder2", "step3p5",
-            "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
+            "nanbeige", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt",
+            "ouro", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
+            "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
+            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 # As transformers calls it, and as its checkpoints were published; and with those of which the text part alone is read.
 NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3")

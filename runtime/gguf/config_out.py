@@ -58,7 +58,7 @@ INDEXED = ": this version writes no indexer, without which they would run as ano
 UNTRIED = ": this version writes no files of them"
 NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
                                 "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
-                                "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
+                                "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
                **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
                                 "modernbert_decoder", "nanochat", "zamba2", "zaya"),
                                ": llama.cpp does not run them"),

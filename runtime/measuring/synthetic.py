@@ -65,7 +65,8 @@ class SyntheticStore:
     def __init__(self, config: ModelConfig, spec: QuantSpec | None = None) -> None:
         family = families.get(config.family)
         layers = (family.layer_tensors(config, i) for i in range(config.num_hidden_layers))
-        rules = [(role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()]
+        named = {rule.name: (role, rule) for rules in (family.outer_tensors(config), *layers) for role, rule in rules.items()}
+        rules = [*named.values()]  # layers may be used again
         self.tensors: dict[str, TensorInfo] = {}
         stored: dict[str, StoredTensor] = {}
         recipe = None if spec is None else Recipe(spec)

@@ -154,7 +154,7 @@ class Cuts:
         if placement.residency is not None and placement.residency.streamed:
             away = set(placement.residency.streamed)
             found |= {key for key, roles in tensors.items() if key != "outer"
-                      for tensor in roles.values() for own in self.parts.slices.get(tensor.name, ()) if own.part in away}
+                      for tensor in roles.values() for own in self.parts.slices.get(tensor.used_as, ()) if own.part in away}
         if placement.expert_slots is not None and placement.expert_slots < len(self.experts.parts):
             found |= set(self.experts.layers)
         return tuple(sorted(found))

@@ -96,7 +96,8 @@ def blocks(tensors: Tensors, dims: Dims, packed_kv: bool) -> tuple[BlockBytes, .
     """Weights by layer, with what they take on a card: vectors are float32 there, and a packed cache has the turns of its basis."""
     bases = (2 * allocation(4 * own.heads * own.head_dim**2) + allocation(4 * own.heads * own.head_dim) for own in dims.alike)
     basis = max(bases) if packed_kv else 0
-    return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values()), basis + sum(map(card_nbytes, roles.values())))
+    return tuple(BlockBytes(str(key), sum(tensor.nbytes for tensor in roles.values() if not tensor.turn),
+                            basis + sum(map(card_nbytes, roles.values())))
                  for key, roles in {**tensors, "outer": held(tensors["outer"])}.items())
 
 

@@ -65,6 +65,8 @@ class ExpectedStore:
     def _put(self, name: str, spec: QuantSpec, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Behind all others; returns the shape of the whole tensor, of which this may be a part."""
         whole, nbytes = self._shapes.setdefault(name, shape), spec.nbytes(shape)
+        if name in self.tensors:  # of a layer that is used again
+            return whole
         self._schemes[name] = spec.scheme
         dtype, form = (DTYPES[spec.scheme], whole) if spec.is_raw else ("U8", (nbytes,))
         self.tensors[name] = TensorInfo(name, dtype, form, Path("expected"), self.nbytes, nbytes)

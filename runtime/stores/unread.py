@@ -26,7 +26,7 @@ from .import_config import IGNORED
 
 HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cached)|masked_bias|layers\.\d+\.attention\.bias|"
                       r"h\.\d+\.attn\.(?:attention\.)?(?:bias|masked_bias|causal_mask)|layers\.\d+\.self_attn\.(?:slope_rate|(?:query|key|diagonal)_decay)|"
-                      rf"decoder\.version|position_ids|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
+                      rf"decoder\.version|position_ids|early_exit_gate\..+|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 # Parts that see, hear or speak, as one publisher or another calls them.
 SENSING_PARTS = (
     "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision", "layerwise_projectors", "merger",

@@ -103,7 +103,7 @@ def arrange(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
             continue
         with model.pager.lease(layer) as raw:
             for tensor in model.tensors[layer].values():
-                if tensor.name in wanted:
+                if tensor.name in wanted - model.looked_up:
                     lut_order.arrange(model.backends["cpu"].pool, raw[tensor.name], tensor.spec, tensor.shape)
                     model.looked_up.add(tensor.name)
                     done += tensor.nbytes
@@ -127,5 +127,5 @@ def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelT
     """The low-bit weights of layers on the host, with why each cannot be looked up."""
     for layer, device in enumerate(prepared.placement.devices):
         for role, tensor in tensors[layer].items() if device == "cpu" else ():
-            if kind_of(role) in ROLES and not tensor.spec.is_raw:
+            if kind_of(role) in ROLES and not tensor.spec.is_raw and not tensor.turn:
                 yield tensor, lut_order.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])

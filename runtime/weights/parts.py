@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 
 from ...kernels.tiles import ROWS, block_nbytes
 from ...offload.checkpoint import TensorInfo, TensorStore
-from ...offload.pager import resident_nbytes
+from ...offload.pager import resident_nbytes, unshared
 from ...offload.placement import pieces
 from ...offload.streaming import FETCH_NBYTES, Part, Range
 from ..families import expert_of, is_for_pictures, is_side_by_side
@@ -70,7 +70,7 @@ class Parts:
     @cached_property
     def always_nbytes(self) -> int:
         """Bytes of memory of what stays, and of the rows that are fetched."""
-        return FETCH_NBYTES + sum(resident_nbytes(infos) for infos in self.always.values())
+        return FETCH_NBYTES + sum(map(resident_nbytes, unshared(self.always).values()))
 
 
 def cut(tensors: Mapping[int | str, Mapping[str, ModelTensor]], store: TensorStore) -> Parts:
@@ -182,12 +182,12 @@ class _Cut:
             for name, found in sections(tensor, self._store.place(tensor.info), first, end):
                 own[name] = len(ranges)
                 ranges.append(found)
-            self.slices.setdefault(tensor.name, []).append(Slice(tensor.name, first, end, len(self.parts), own))
+            self.slices.setdefault(tensor.used_as, []).append(Slice(tensor.name, first, end, len(self.parts), own))
         self.parts.append(Part(tuple(ranges)))
 
     def staying(self, tensor: ModelTensor, is_table: bool) -> Iterator[TensorInfo]:
         """What of a tensor is resident."""
-        if not is_table and tensor.name not in self.slices:
+        if not is_table and tensor.used_as not in self.slices:
             yield tensor.info
         elif not tensor.spec.is_raw:
             yield fixed_part(tensor, self._store)

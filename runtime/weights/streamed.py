@@ -52,12 +52,12 @@ class StreamedWeights:
 
     def holds(self, tensor: ModelTensor) -> bool:
         """Is this a matrix in parts?"""
-        return tensor.name in self.parts.slices
+        return tensor.used_as in self.parts.slices
 
     def matrix(self, tensor: ModelTensor, resident: Mapping[str, np.ndarray]) -> Weight:
         """A matrix in parts; `resident` is what its group keeps in memory."""
         rows = []
-        for own in self.parts.slices[tensor.name]:
+        for own in self.parts.slices[tensor.used_as]:
             views, lease = self.pager.part(own.part)
             found = {name: views[index] for name, index in own.ranges.items()}
             rows.append(Rows(own.first, _weight(tensor, found, own.first, own.end, resident), own.part, lease))

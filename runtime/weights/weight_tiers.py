@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
+from ...offload.pager import unshared
 from ..families import expert_of
 from ..ngrams import away_nbytes
 from ..prepare import Prepared
@@ -52,9 +53,10 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
     gpu = _nbytes(tensor for key, roles in tensors.items() if key != "outer" and devices[key] == "cuda" for tensor in roles.values())
     streams, away = prepared.streams, away_nbytes(tensors["outer"])
     if streams is None:
-        every = _nbytes(tensor for roles in tensors.values() for tensor in roles.values())
-        return WeightTiers(always=every - away - gpu, on_demand=away, gpu=gpu)
-    always = sum(info.nbytes for infos in streams.parts.always.values() for info in infos)
+        held = _nbytes(tensor for key, roles in tensors.items() if key == "outer" or devices[key] == "cpu"
+                       for tensor in roles.values() if not tensor.turn)
+        return WeightTiers(always=held - away, on_demand=away, gpu=gpu)
+    always = sum(info.nbytes for infos in unshared(streams.parts.always).values() for info in infos)
     table = _table(streams, tensors, prepared) + away
     if isinstance(streams, PagedExperts):
         experts = _nbytes(tensor for key, roles in tensors.items() for role, tensor in roles.items()

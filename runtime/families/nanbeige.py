@@ -1,0 +1,54 @@
+"""Nanbeige 4.2 (3B): Llama's layers, through all of which a token goes more than once, each time with keys and values of its own; the last
+norm is taken each time, in the place of the stream."""
+
+from __future__ import annotations
+
+from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config
+from ..config_reader import ConfigError, Keys
+from . import TensorRule, llama
+from .deepseek_v3 import refuse_other_code
+from .llama import behind_entry_norm
+
+# Of what is refused: rows of n-grams, loops through some layers alone, streams, attention to layers before.
+KEYS_HARMLESS = frozenset({
+    "depth_attention_recent_window", "depth_attention_static_anchor_once", "depth_attention_stride", "emb_split_num", "emb_tp_num",
+    "enable_h_res_identity", "insert_ngram_layer_idx", "loop_middle_layers", "loop_share_kv", "mhc_diff_for_loop",
+    "mhc_double_stream_position_for_loop", "mhc_identity_nohresparam", "mhc_init_gating_factor", "mhc_sinkhorn_iterations",
+    "ngram_compressed_tokenizer", "ngram_embedding_hidden_size", "ngram_fused_mode", "ngram_insert_all_layers",
+    "ngram_layer_downproject_size", "ngram_mod_force_prime", "ngram_vocab_size_ratio", "num_residual_streams", "skip_ngram_for_input"})
+REFUSED_UNLESS = {
+    "emb_neighbor_num": None, "enable_depth_attention": False, "enable_double_loop_split": False, "enable_hyper_connection": False,
+    "enable_mhc": False, "layer_types": None, "loop_loss_weights": [], "mlp_bias": False, "qk_layernorm": False,
+    "skip_loop_final_norm": False, "sliding_window": None}
+CODE = r"(configuration|modeling)_nanbeige\.Nanbeige\w+"
+
+
+def config(keys: Keys) -> ModelConfig:
+    refuse_other_code(keys, CODE)
+    bias = keys.flag("attention_bias", False)
+    base = Defaults(max_position_embeddings=2048, bos=1, eos=(2,))
+    made = looped(keys, base, keys.integer("num_loops", 1, high=MAX_LAYERS), qkv_bias=bias, o_bias=bias)
+    if keys.integer("kv_channels", made.head_dim) != made.head_dim:
+        raise keys.fail("kv_channels", f"the {made.head_dim} of a head")
+    return made
+
+
+def looped(keys: Keys, base: Defaults, loops: int, **features: object) -> ModelConfig:
+    """`decoder_config` of a model through whose layers a token goes so often. Raises ConfigError."""
+    layers = base.size(keys, "num_hidden_layers") * loops
+    if layers > MAX_LAYERS:
+        raise ConfigError(f"config.json: {layers} layers, counted as often as a token goes through them, are more than any model has")
+    return decoder_config(keys.saying(num_hidden_layers=layers), base, loops=loops, **features)
+
+
+def again(config: ModelConfig, layer: int, rules: dict[str, TensorRule]) -> dict[str, TensorRule]:
+    """The tensors of a layer, of which `rules` are those that are stored, with the last norm where another round begins."""
+    begins = layer > 0 and layer % config.stored_layers == 0
+    return rules | ({"entry_norm": TensorRule("model.norm.weight", (config.hidden_size,))} if begins else {})
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    return again(config, layer, llama.layer_tensors(config, layer % config.stored_layers))
+
+
+block = behind_entry_norm(llama.block)
