@@ -29,6 +29,7 @@ LAYER = {"input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm",
          "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm",
          "self_attn.k_norm": "attn_k_norm", "self_attn.query_layernorm": "attn_q_norm", "self_attn.key_layernorm": "attn_k_norm",
          "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down",
+         "input_layernorm_2": "post_attention_norm", "post_attention_layernorm_2": "post_ffw_norm",
          "self_attn.attn_sub_norm": "attn_sub_norm", "mlp.ffn_sub_norm": "ffn_sub_norm", "self_attn.q_a_proj": "attn_q_a",
          "self_attn.q_a_layernorm": "attn_q_a_norm", "self_attn.q_b_proj": "attn_q_b",
          "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa", "self_attn.kv_a_layernorm": "attn_kv_a_norm", "self_attn.kv_b_proj": "attn_kv_b"}
@@ -42,7 +43,7 @@ CORRECTIONS = ("mlp.gate.e_score_correction_bias", "mlp.moe_statics.e_score_corr
 EXPERT = re.compile(r"(model\.layers\.\d+)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight")
 EXPERTS = {"w1": "ffn_gate_exps", "w2": "ffn_down_exps", "w3": "ffn_up_exps", "gate_proj": "ffn_gate_exps", "down_proj": "ffn_down_exps",
            "up_proj": "ffn_up_exps"}
-INTERLEAVED = ("arcee", "llama", "llama-embed", "granite", "granitemoe", "mistral3", "smollm3")
+INTERLEAVED = ("arcee", "llama", "llama-embed", "granite", "granitemoe", "mistral3", "nanbeige", "ouro", "smollm3")
 FUSED = {"self_attn.qkv_proj": "attn_qkv", "mlp.gate_up_proj": "ffn_up"}
 TYPES = gguf.GGMLQuantizationType
 

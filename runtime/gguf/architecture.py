@@ -23,6 +23,7 @@ ROUTER = "ffn_gate_inp"
 SHARED_EXPERT = {"ffn_gate_shexp": "gate_proj", "ffn_up_shexp": "up_proj", "ffn_down_shexp": "down_proj"}
 CORRECTION = "exp_probs_b"  # of scores; it has kind bias and no weight
 SHARE = "ffn_gate_inp_shexp"
+DEEPSEEK_OCR = "deepseek2-ocr"
 DEEP = "n_deepstack_layers"  # which see what images are made into
 SHARED_WIDTH = "shared_width"  # which no config states by itself
 # Divisors of the rotary frequencies: part of the config, not weights. One for all lengths, or one for short texts and one for long ones.

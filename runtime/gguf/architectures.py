@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...offload.header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..encoders import FILES, refuse_writing
-from ..families import FAMILIES, OTHERS, deepseek_v4, internlm2, mixtral, qwen3_moe
+from ..families import FAMILIES, OTHERS, deepseek_v4, internlm2, mixtral, ouro, qwen3_moe
 from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
@@ -55,6 +55,7 @@ from .architecture import (
     CLAMP,
     CORRECTION,
     DEEP,
+    DEEPSEEK_OCR,
     LAYER,
     LAYER_NORM,
     RMS_NORM,
@@ -113,6 +114,10 @@ ARCHITECTURES = {
                                 experts=("mlp", qwen3_moe.NAMES), layer_names={**_GLM_NAMES, **kolibri1.NAMES}),
     "llama": Architecture("llama", interleaved=True, keys={"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok",
                                                            **_CAUSAL}, experts=("block_sparse_moe", mixtral.NAMES)),
+    "nanbeige": Architecture("nanbeige", interleaved=True, read=frozenset({"attention.head_dim"}), keys={
+        "num_loops": "num_loops", "skip_loop_final_norm": "skip_loop_final_norm"}),
+    "ouro": Architecture("ouro", interleaved=True, keys={"num_loops": "total_ut_steps", "skip_loop_final_norm": "skip_loop_final_norm"},
+                         layer_names={"post_attention_norm": ouro.BEHIND["o_norm"], "post_ffw_norm": ouro.BEHIND["down_norm"]}),
     deci.NAME: Architecture(deci.FAMILY, interleaved=True),
     mellum.NAME: Architecture(mellum.FAMILY, config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES), pattern=True,
                               keys=mellum.KEYS, required=mellum.REQUIRED, read=mellum.READ),
@@ -152,6 +157,8 @@ ARCHITECTURES = {
     "lfm2moe": Architecture("lfm2_moe", keys={**short_conv.KEYS, **short_conv.COUNTS}, experts=("feed_forward", mixtral.NAMES), **_CONV),
     "llama4": Architecture(llama4.FAMILY, keys=llama4.KEYS, layer_names=llama4.NAMES, whole=llama4.WHOLE, required=llama4.REQUIRED,
                            experts=("feed_forward", qwen3_moe.NAMES)),
+    # Without latent attention, of which files say that no channel of it turns.
+    DEEPSEEK_OCR: Architecture("deepseek_ocr2_text", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
     "dots1": Architecture("dots1", experts=("mlp", qwen3_moe.NAMES), keys=_GLM_COUNTS, layer_names=_GLM_NAMES),
     # Neighbours turn together here, in chatglm and in glm4 as in the checkpoints, so that rows are as they are there.
     "ernie4_5-moe": Architecture("ernie4_5_moe", experts=("mlp", qwen3_moe.NAMES), layer_names={

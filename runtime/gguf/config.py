@@ -39,7 +39,7 @@ from . import (
     step35,
     yarn,
 )
-from .architecture import FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture
+from .architecture import DEEPSEEK_OCR, FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture
 from .architectures import architecture
 from .family_keys import REPAIR, add_family
 from .windows import PATTERN, layer_types
@@ -200,7 +200,7 @@ def _heads(header: GgufHeader, name: str, raw: dict[str, object], found: Archite
         value = None if value is None else _single(header.path, f"{name}.{key}", value)
         if found.partial and key == "rope.dimension_count" and type(value) is int and type(width) is int and 0 < value < width:
             raw["partial_rotary_factor"] = value / width
-        elif value is not None and value != width:
+        elif value is not None and value != width and (name, value) != (DEEPSEEK_OCR, 0):
             raise CheckpointError(f"{header.path} states {name}.{key} {shown_value(value)} for heads of {width}, which is not supported",
                                   "families here have heads of one width and turn all of it")
 

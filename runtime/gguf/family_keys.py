@@ -45,6 +45,7 @@ from .architecture import SHARED_WIDTH
 from .plain_families import PLAIN, add_others
 from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, USUAL_THETA, USUAL_WINDOW_MOE, Given, given, without_those_behind
 
+SOFTMAX = 1  # how experts are scored
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
 OTHER_SCALE = {"gemma2": 46, "gemma3": 62, "gemma-embedding": 0}  # the layers of the one size whose scores are scaled by width over heads
 Raw = dict[str, object]  # a config.json in the making
@@ -149,6 +150,16 @@ def _minicpm(of: Given, raw: Raw) -> None:
         raw |= {"scale_depth": added * layers**0.5, "dim_model_base": max(1, round(hidden / divisor))}
 
 
+def _deepseek_ocr(of: Given, raw: Raw) -> None:
+    """Of Unlimited OCR too, whose answers see a window of themselves."""
+    if raw.pop("scoring_func", SOFTMAX) not in (0, SOFTMAX):
+        raise CheckpointError(f"{of.header.path}: {of.name}.expert_gating_func is not {SOFTMAX}, which is not supported for this "
+                              "architecture", "give the folder of the original checkpoint, if its family is supported")
+    raw.setdefault("first_k_dense_replace", 0)
+    if of.window:
+        raw["model_type"] = "unlimited_ocr_text"
+
+
 def _hy3(of: Given, raw: Raw) -> None:
     """Which layers have experts is said by their routers alone, and how many are shared by their width."""
     of.demand_sigmoids(raw)
@@ -187,7 +198,8 @@ def _shared(header: GgufHeader, raw: Raw, key: str) -> None:
 
 OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "afmoe": _afmoe, apertus.FAMILY: apertus.add, "bailing_moe_v2": _bailing, bitnet.FAMILY: bitnet.add, "cohere": _cohere,
-    "cohere2": _cohere2, cohere2_moe.FAMILY: cohere2_moe.add, deci.FAMILY: deci.add, deepseek4.FAMILY: deepseek4.add, "dots1": _glm,
+    "cohere2": _cohere2, cohere2_moe.FAMILY: cohere2_moe.add, deci.FAMILY: deci.add, deepseek4.FAMILY: deepseek4.add,
+    "deepseek_ocr2_text": _deepseek_ocr, "dots1": _glm,
     "ernie4_5_moe": _ernie_moe, "exaone4": lambda of, raw: without_those_behind(raw), "exaone_moe": _exaone_moe,
     falcon_h1.FAMILY: falcon_h1.add, gemma3n.FAMILY: gemma3n.add, "glm4": lambda of, raw: without_those_behind(raw), "glm4_moe": _glm,
     glm5_next.FAMILY: glm5_next.add, "granitemoehybrid": state_spaces.add, half_layers.FAMILY: half_layers.add,

@@ -22,6 +22,12 @@ def _llama(of: Given, raw: Raw) -> None:
         raw |= {"attention_bias": of.has("attn_q.bias"), "mlp_bias": of.has("ffn_gate.bias")}
 
 
+def _looped(of: Given, raw: Raw) -> None:
+    raw |= {"attention_bias": of.has("attn_q.bias"), "sliding_window": of.window}
+    raw.setdefault("num_key_value_heads", raw["num_attention_heads"])
+    raw.setdefault("num_loops" if raw["model_type"] == "nanbeige" else "total_ut_steps", 1)
+
+
 def _ministral3(of: Given, raw: Raw) -> None:
     if not raw.get(GROWTH):  # as files of Mistral Small have none
         raw |= {"model_type": "mistral"}
@@ -137,6 +143,7 @@ def add_others(of: Given, raw: Raw) -> None:
 PLAIN: Mapping[str, Callable[[Given, Raw], None]] = {
     "ernie4_5": _ernie, "exaone4": _exaone4, "falcon": _falcon, "glm": _glm, "glm4": _glm, "gpt_neox": _gpt_neox,
     gpt_oss.FAMILY: gpt_oss.add, "jais2": _jais2, "granite": _granite, "granitemoe": _granite, "internlm2": _internlm2, "llama": _llama,
+    **dict.fromkeys(("nanbeige", "ouro"), _looped),
     "ministral3": _ministral3, "nemotron": _nemotron, "olmo": _olmo, "olmo2": _olmo2,
     "phi": _phi, "seed_oss": _seed_oss, "stablelm": _stablelm, "starcoder2": _starcoder2,
     **transformer_names.ADDED,
