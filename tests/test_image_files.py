@@ -1,6 +1,7 @@
 """Files of pictures, and their places in texts."""
 
 from io import BytesIO
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -127,6 +128,23 @@ def test_what_is_no_picture_is_told_in_a_line(data, tmp_path):
         read_picture(tmp_path / "absent.png")
     with pytest.raises(UsageError, match="Is a directory"):
         read_picture(tmp_path)
+
+
+@pytest.mark.parametrize(("data", "hint"), [
+    (b"%PDF-1.7\n%\xe2", "pdftoppm"), (b"\0\0\0\x24ftypheic\0\0\0\0mif1", "heif-convert"), (b"<?xml version='1.0'?><svg/>", "rsvg-convert"),
+    (b"\xff\x0a" + bytes(20), "djxl"), (b"\0\0\0\x0cJXL \r\n\x87\n", "djxl")])
+def test_what_people_take_for_pictures_is_told_with_how_one_is_made_of_it(data, hint):
+    with pytest.raises(UsageError, match="not a picture that can be read") as caught:
+        decode_picture(data, "it")
+    assert hint in caught.value.hint
+
+
+@pytest.mark.parametrize(("name", "said"), [("https://a.org/fox.png", "is an address"), ("data:image/png;base64," + 9000 * "iVBOR/", "is a "
+                                                                                        "picture itself")])
+def test_what_is_no_path_is_told_in_a_line(name, said):
+    with pytest.raises(UsageError, match=said) as caught:
+        read_picture(Path(name))
+    assert len(caught.value.message) < 160
 
 
 def test_a_file_may_not_claim_more_points_than_there_is_room_for(monkeypatch):

@@ -13,4 +13,15 @@ def read_given(path: Path, most: int, what: str) -> bytes:
         with path.open("rb") as file:
             return file.read(most + 1)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", f"give the path of {what}") from error
+        raise not_read(path, error, what) from error
+
+
+def not_read(path: Path, error: OSError, what: str) -> UsageError:
+    """Of what cannot be opened; an address and what a browser copies are no paths."""
+    name = str(path)
+    if name.startswith(("http:/", "https:/")):
+        return UsageError(f"{name:.80} is an address, from which nothing is fetched here",
+                          f"load it into a file first (curl -LO), and give the path of {what}")
+    if name.startswith("data:"):
+        return UsageError(f"{name:.40}... is {what} itself, not its path", "write what is behind the comma into a file by base64 -d")
+    return UsageError(f"{path}: {error.strerror}", f"give the path of {what}")

@@ -7,6 +7,7 @@ Pillow reads some hand the file to another program (EPS to Ghostscript) or hold 
 from __future__ import annotations
 
 import io
+import re
 import warnings
 from pathlib import Path
 
@@ -19,6 +20,11 @@ MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000
 FORMATS = ("PNG", "JPEG", "MPO", "WEBP", "GIF", "BMP", "DIB", "TIFF", "AVIF", "PPM")
 ANOTHER = "give one as PNG, JPEG, WebP, GIF or BMP"
+# What people take for pictures, by how it begins, and how one is made of it.
+OTHERWISE = ((rb"%PDF", "make pictures of its pages: pdftoppm -r 150 -png FILE page"),
+             (rb"....ftyp(?:hei|hev|mif|msf)", "make a JPEG of it: heif-convert FILE picture.jpg"),
+             (rb"\s*<(?:svg|\?xml)", "make a PNG of it: rsvg-convert FILE -o picture.png"),
+             (rb"\xff\x0a|\0\0\0\x0cJXL ", "make a PNG of it: djxl FILE picture.png"))
 ORIENTATION = 0x0112  # in EXIF: 1 as it is, 2 to 8 the turns and mirrors below
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 
@@ -48,7 +54,11 @@ def decode_picture(data: bytes, source: str) -> np.ndarray:
     except Image.DecompressionBombError as error:
         raise UsageError(f"{source} claims more than {MOST_POINTS:,} points", "make it smaller") from error
     except Exception as error:  # its decoders raise whatever a broken file leads them to
-        raise UsageError(f"{source} is not a picture that can be read", ANOTHER) from error
+        raise UsageError(f"{source} is not a picture that can be read", _hint(data)) from error
+
+
+def _hint(data: bytes) -> str:
+    return next((hint for begins, hint in OTHERWISE if re.match(begins, data[:64], re.DOTALL)), ANOTHER)
 
 
 def _upright(image: object) -> object:

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ... import UsageError
+from ..files.given import not_read
 from . import picture_file
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ def read_video(path: Path, frames: int = FRAMES) -> list[Frame]:
                 raise UsageError(f"{path} has more than {MOST_BYTES >> 30} GiB, too much for a video", "cut a part out of it")
             return _frames(file, str(path), frames)
     except OSError as error:
-        raise UsageError(f"{path}: {error.strerror}", "give the path of a video") from error
+        raise not_read(path, error, "a video") from error
 
 
 def decode_video(data: bytes, source: str, frames: int = FRAMES) -> list[Frame]:
