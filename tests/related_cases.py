@@ -81,6 +81,11 @@ RELATED = {
         "num_hidden_layers": 5, "cross_attention_layers": [0, 3, 4], "num_key_value_heads": 1, **rope(
             "llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=64)}, dtype="bfloat16",
         inside="mllama"),
+    "whisper": Case("whisper", {"d_model": 64, "decoder_layers": 2, "decoder_ffn_dim": 88, "decoder_attention_heads": 4,
+                                "max_target_positions": CONTEXT, "vocab_size": 301, "init_std": 0.2}),
+    "whisper, scaled, own head, bfloat16": Case("whisper", {
+        "d_model": 48, "decoder_layers": 3, "decoder_ffn_dim": 56, "decoder_attention_heads": 3, "max_target_positions": CONTEXT,
+        "init_std": 0.2, "scale_embedding": True, "activation_function": "relu", "tie_word_embeddings": False}, dtype="bfloat16"),
     "molmo2_text": Case("molmo2_text", {"vocab_size": 301, "additional_vocab_size": 16, "head_dim": 24}, shard="60KB", inside="molmo2"),
     "molmo2, norms behind, stretched in a layer, bfloat16": Case("molmo2_text", {
         "qk_norm_type": "olmo", "norm_after": True, "additional_vocab_size": 8, "head_dim": 16, "num_key_value_heads": 4,

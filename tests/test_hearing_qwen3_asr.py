@@ -4,6 +4,7 @@ published; it is asked as it was trained, and what it answers is taken apart."""
 import base64
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -30,7 +31,9 @@ from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE
 from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.sounds.pieces import Piece
 from effllm.runtime.sounds.qwen3_asr import LANGUAGES, Qwen3Asr
+from effllm.runtime.sounds.transcript import Transcript
 from effllm.runtime.sounds.transcription import Said, conversation
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -139,10 +142,12 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
 def test_a_transcript_is_told_without_what_heads_it() -> None:
     told = [TextDelta(piece, "answer") for piece in ("language Ger", "man<asr_", "text> Guten", " Tag")]
     for events, text, language in ((told, "Guten Tag", "German"), (told[:1], "language Ger", "")):
-        shape = TranscriptShape("transcribe", None, 1.5, "verbose_json", "<asr_text>")
+        shape = TranscriptShape("transcribe", Transcript([Piece(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
         pieces = [each for event in events for each in shape.add(event)]
         assert all(each["type"] == "transcript.text.delta" for each in pieces)
-        assert shape.whole(None) == {"task": "transcribe", "language": language, "duration": 1.5, "text": text}
+        assert shape.whole(SimpleNamespace(token_ids=(7,))) == {
+            "task": "transcribe", "language": language, "duration": 1.5, "text": text,
+            "segments": [{"id": 0, "start": 0.1, "end": 1.4, "text": text}]}
 
 
 @pytest.fixture(scope="module")

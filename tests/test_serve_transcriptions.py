@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from hearing_models import as_wav, sound, written_hearing
 from hypothesis import given
@@ -13,6 +14,8 @@ from served import Reply, Served, serving
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
+from effllm.runtime.images.senses import RATE
+from effllm.runtime.sounds.pieces import FRAME, PAUSE, pieces
 from effllm.runtime.sounds.tower_hearing import Hearing
 from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.sounds.voxtral import Voxtral
@@ -60,7 +63,8 @@ def test_a_sound_is_written_down_as_a_chat_about_it_is(server: Served) -> None:
     plain = heard(server, file=WAV).json["text"]
     assert heard(server, "/audio/transcriptions", file=WAV, response_format="text").body.decode() == plain + "\n"
     whole = heard(server, file=WAV, response_format="verbose_json", language="en", temperature="0.0").json
-    assert whole == {"task": "transcribe", "language": "en", "duration": pytest.approx(0.7), "text": whole["text"]}
+    assert whole == {"task": "transcribe", "language": "en", "duration": pytest.approx(0.7), "text": whole["text"], "segments": [
+        {"id": 0, "start": 0.0, "end": 0.7, "text": whole["text"]}]}
     translated = heard(server, "/v1/audio/translations", file=WAV).json["text"]
     assert translated and translated != plain
 
@@ -74,7 +78,10 @@ def test_a_stream_is_the_whole_in_pieces(server: Served) -> None:
 
 @pytest.mark.parametrize(("fields", "status", "param"), [
     ({"file": b"no sound"}, 400, "file"), ({"model": "ears"}, 400, "file"), ({"file": WAV, "model": "other"}, 404, "model"),
-    ({"file": WAV, "response_format": "srt"}, 400, "response_format"), ({"file": WAV, "temperature": "hot"}, 400, "temperature"),
+    ({"file": WAV, "response_format": "diarized_json"}, 400, "response_format"),
+    ({"file": WAV, "response_format": "srt", "stream": "1"}, 400, "stream"),
+    ({"file": WAV, "timestamp_granularities[]": "word"}, 400, "timestamp_granularities[]"),
+    ({"file": WAV, "temperature": "hot"}, 400, "temperature"),
     ({"file": WAV, "temperature": "-1"}, 400, "temperature"), ({"file": WAV, "stream": "perhaps"}, 400, "stream")])
 def test_what_is_refused_is_named(server: Served, fields: dict, status: int, param: str) -> None:
     reply = heard(server, **fields)
@@ -94,8 +101,8 @@ def test_a_model_that_does_not_hear_says_so() -> None:
 
 
 def test_each_family_is_asked_in_its_own_words() -> None:
-    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="")
-    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="")
+    plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="", narrowing=None)
+    by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="", narrowing=None)
     assert conversation(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
     added = {"[TRANSCRIBE]": 34}
     assert conversation(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},
@@ -103,6 +110,38 @@ def test_each_family_is_asked_in_its_own_words() -> None:
     assert conversation(by_token, added, "M")[1]["content"] == "[TRANSCRIBE]"
     assert len(conversation(by_token, added, "M", translates=True)) == 1
     assert Hearing.asks_to_transcribe and conversation(Hearing, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
+
+
+def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Served) -> None:
+    """Qwen2-Audio's here takes a second: pieces are cut where it is quiet, silence between them is left out, and times are theirs."""
+    parts = [sound(0.6), np.zeros(RATE, np.float32), sound(0.8, seed=2), np.zeros(RATE // 2, np.float32), sound(0.5, seed=3)]
+    alone = [heard(server, file=as_wav(parts[0])).json["text"], *(heard(server, file=as_wav(each)).json["text"] for each in parts[2::2])]
+    assert all(alone)
+    wav = as_wav(np.concatenate(parts))
+    whole = heard(server, file=wav, response_format="verbose_json").json
+    times = [(each["start"], each["end"]) for each in whole["segments"]]
+    assert whole["duration"] == pytest.approx(3.4) and times == sorted(times) and len(times) >= 3
+    assert times[0][0] == 0 and times[0][1] == pytest.approx(0.6, abs=0.03) and times[-1][1] == pytest.approx(3.4, abs=0.03)
+    assert not any(start < 1.5 and end > 0.7 for start, end in times), "nothing is said in silence"
+    assert whole["text"] == " ".join(each["text"] for each in whole["segments"])
+    found = heard(server, file=wav).json
+    assert found["text"] == whole["text"]
+    *pieces, last = heard(server, file=wav, stream="true").events
+    assert last == {"type": "transcript.text.done", **found} and "".join(piece["delta"] for piece in pieces) == found["text"]
+    srt = heard(server, file=wav, response_format="srt").body.decode()
+    assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,600\n{whole['segments'][0]['text']}\n\n2\n") and srt.count(" --> ") == len(times)
+    vtt = heard(server, file=wav, response_format="vtt").body.decode()
+    assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:00.600\n")
+
+
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * RATE)), min_size=1, max_size=6), st.floats(0.5, 4))
+def test_pieces_are_all_that_is_heard(parts: list[tuple[bool, int]], most_s: float) -> None:
+    samples = np.concatenate([np.full(count, 0.1 if is_heard else 0.0, np.float32) for is_heard, count in parts])
+    found = pieces(samples, most_s)
+    assert found and all(len(each.samples) <= max(most_s * RATE, PAUSE * FRAME) for each in found)
+    assert all(0 <= each.begin_s < each.end_s <= len(samples) / RATE for each in found)
+    assert all(before.end_s <= after.begin_s for before, after in zip(found, found[1:]))
+    assert sum(np.count_nonzero(each.samples) for each in found) == np.count_nonzero(samples)
 
 
 CONTENTS = st.binary(max_size=60).filter(lambda each: BOUNDARY.encode() not in each)

@@ -54,6 +54,8 @@ from .transcribing import Transcribing
 from .wishes import Defaults, reasoning_of, unreasoned, wish_of
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
     from ...runtime.images.album import Picture
@@ -265,9 +267,9 @@ class Service(OneModel):
         await self._reading.all(files)
         return await self._taking.all(sent)
 
-    async def sound(self, data: bytes, where: str) -> Picture:
-        """A sound that came as a file. Raises Problem."""
-        return await self._taking.sound(data, where)
+    async def samples(self, data: bytes, where: str) -> np.ndarray:
+        """Those of a sound that came as a file. Raises Problem."""
+        return await self._taking.samples(data, where)
 
     async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
                      pictures: tuple[Picture, ...] = ()) -> Wanted:

@@ -23,6 +23,8 @@ from .responses_fields import OUTPUTS
 from .turns import TOOL
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ...runtime.answers.replies import Replies
     from ...runtime.images.album import Picture
     from .fields import ChatAsked
@@ -136,11 +138,10 @@ class Taking:
         async with self._turn:
             return await asyncio.to_thread(_taken, chain([first], rest), self._replies, self._note)
 
-
-    async def sound(self, data: bytes, where: str) -> Picture:
-        """A sound that came as a file."""
+    async def samples(self, data: bytes, where: str) -> np.ndarray:
+        """Those of a sound that came as a file, float32 [n]."""
         async with self._turn:
-            return await asyncio.to_thread(_named, where, lambda: self._replies.sound(data, where))
+            return await asyncio.to_thread(_named, where, lambda: self._replies.samples(data, where))
 
 
 def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) -> tuple[Picture, ...]:

@@ -1,12 +1,11 @@
-"""Sounds written down, by a model that hears: OpenAI's paths for it, whose requests are forms with a file. They are read as a chat about
-that sound; of times of words nothing is known, so nothing is told."""
+"""Sounds written down, by a model that hears: OpenAI's paths for it, whose requests are forms with a file. They are read as chats about
+the pieces of that sound, one after the other. Times are those of pieces: of words nothing is known, so nothing is told."""
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import partial
-from math import prod
 from typing import TYPE_CHECKING, Any
 
 from starlette.requests import Request
@@ -15,12 +14,13 @@ from starlette.routing import Route
 
 from ... import UsageError
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.images.senses import RATE, SOUNDS
+from ...runtime.images.senses import RATE
 from ...runtime.sounds.sound_file import MOST_SECONDS
-from ...runtime.sounds.transcription import Said, conversation
+from ...runtime.sounds.transcript import Transcript, Writing, cues
 from .fields import Asked, ChatAsked
 from .form_data import form_of
 from .problems import Problem, problem_of
+from .several import Ended, in_turn, together
 from .shapes import Shape
 
 if TYPE_CHECKING:
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 SPOKEN = (TRANSCRIPTIONS, "/audio/transcriptions", TRANSLATIONS, "/audio/translations")
-JSON, TEXT, VERBOSE = "json", "text", "verbose_json"
-FORMATS = (JSON, TEXT, VERBOSE)
-FILE, NUMBERS = "file", ("temperature", "top_p", "min_p")
+JSON, TEXT, VERBOSE, SRT, VTT = FORMATS = "json", "text", "verbose_json", "srt", "vtt"
+PLAIN = {TEXT: "text/plain", SRT: "application/x-subrip", VTT: "text/vtt"}  # those that are no JSON
+TIMED = (VERBOSE, SRT, VTT)
+FILE, NUMBERS, GRAINS = "file", ("temperature", "top_p", "min_p"), "timestamp_granularities[]"
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -43,38 +44,40 @@ class Heard(Asked):
 
 
 class TranscriptShape(Shape):
-    """`task`, `language` and `seconds` are told again of an answer in full; `heads` as of `Said`."""
+    """Of the answers about the pieces of a sound, one after the other, as `written` takes them up. `task` and `seconds` are told again of
+    one in full."""
 
-    def __init__(self, task: str, language: str | None = None, seconds: float = 0.0, format: str = JSON, heads: str = "") -> None:
-        self._task, self._language, self._seconds, self._format = task, language, seconds, format
-        self._texts: list[str] = []
-        self._said = Said(heads)
+    def __init__(self, task: str, written: Transcript | None = None, seconds: float = 0.0, format: str = JSON) -> None:
+        self._task, self._written, self._seconds, self._format = task, written or Transcript(()), seconds, format
+        self._costs: list[Stats] = []
 
-    def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
-        if not isinstance(event, TextDelta) or event.kind != "answer":
-            return []
-        return self._told(self._said.add(event.text))
+    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+        if isinstance(event, Ended):
+            return self._ended(event.stats)
+        return _piece(self._written.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
 
-    def _told(self, text: str) -> list[dict[str, object]]:
-        text = text if self._texts else text.lstrip()  # what was written down begins with no blank
-        if text:
-            self._texts.append(text)
-        return [{"type": "transcript.text.delta", "delta": text}] if text else []
+    def _ended(self, stats: Stats) -> list[dict[str, object]]:
+        self._costs.append(stats)
+        return _piece(self._written.ended(stats.token_ids))
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
-        held = self._told(self._said.rest())
-        return [*held, {"type": "transcript.text.done", "text": self.text, "usage": usage(stats)}]
+        held = self._ended(stats)
+        return [*held, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(together(self._costs))}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
-        self._told(self._said.rest())
+        self._ended(stats)
         if self._format == VERBOSE:
-            language = self._language or self._said.language
-            return {"task": self._task, "language": language, "duration": self._seconds, "text": self.text}
-        return {"text": self.text, "usage": usage(stats)}
+            return {"task": self._task, **self._written.to_json(self._seconds)}
+        return {"text": self._written.text, "usage": usage(together(self._costs))}
 
     @property
-    def text(self) -> str:
-        return "".join(self._texts).rstrip()
+    def plain(self) -> str:
+        """The answer as it is where it is no JSON."""
+        return f"{self._written.text}\n" if self._format == TEXT else cues(self._written.segments, self._format == VTT)
+
+
+def _piece(text: str) -> list[dict[str, object]]:
+    return [{"type": "transcript.text.delta", "delta": text}] if text else []
 
 
 class Transcribing:
@@ -93,23 +96,21 @@ class Transcribing:
             self._service.demand_model(asked.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: the sound is a file of the form", param=FILE)
-        sound = await self._service.sound(form[FILE], FILE)
-        seconds = prod(sound.size) / RATE
+        samples = await self._service.samples(form[FILE], FILE)
+        seconds = len(samples) / RATE
         if seconds > MOST_SECONDS:
             raise Problem(400, f"{FILE}: the sound is longer than {MOST_SECONDS // 60} minutes: cut it", param=FILE)
-        replies = self._service.replies
-        hearing, words = replies.demand_hearing().sights[SOUNDS], replies.tokenizer.added
         try:
-            messages = conversation(hearing, words, sound.mark, asked.language, asked.prompt, translates)
+            writing = Writing(self._service.replies, asked.language, asked.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
-        wanted = await self._service.wanted(chat_of(asked), messages, pictures=(sound,))
-        wanted = replace(wanted, wish=replace(wanted.wish, think="off" if replies.tokenizer.thinks else wanted.wish.think, form=None))
-        heads = "" if asked.language else hearing.heads_text  # an answer whose beginning was given goes on behind it
-        shape = TranscriptShape("translate" if translates else "transcribe", asked.language, seconds, asked.response_format, heads)
-        answer = await self._service.answer(request, asked, shape, partial(self._service.reply, wanted))
-        if asked.response_format == TEXT and not asked.stream:
-            return PlainTextResponse(f"{shape.text}\n") if answer.status_code == 200 else answer
+        wanted = await self._service.wanted(chat_of(asked), [])
+        parts = await asyncio.to_thread(writing.pieces, samples, asked.response_format in TIMED)
+        shape = TranscriptShape("translate" if translates else "transcribe", writing.transcript(parts), seconds, asked.response_format)
+        starts = [partial(writing.answer, piece, wanted.wish, wanted.messages, wanted.variables) for piece in parts]
+        answer = await self._service.answer(request, asked, shape, in_turn(starts))
+        if asked.response_format in PLAIN and not asked.stream and answer.status_code == 200:
+            return PlainTextResponse(shape.plain, media_type=PLAIN[asked.response_format])
         return answer
 
 
@@ -126,8 +127,12 @@ def fields_of(form: Mapping[str, bytes]) -> Heard:
         if name != FILE:
             values[name] = _value(name, content.decode("utf-8", "replace").strip())
     if (format := values.get("response_format") or JSON) not in FORMATS:
-        raise Problem(400, f"response_format is {', '.join(FORMATS)}, not {format!r:.40}: of times nothing is known here",
-                      param="response_format", code="unsupported_parameter")
+        raise Problem(400, f"response_format is {', '.join(FORMATS)}, not {format!r:.40}", param="response_format",
+                      code="unsupported_parameter")
+    if values.get("stream") and format in TIMED:
+        raise Problem(400, f"response_format {format} is told whole: leave out stream", param="stream", code="unsupported_parameter")
+    if (form.get(GRAINS) or b"").strip() == b"word":
+        raise Problem(400, f"{GRAINS} is segment: of times of words nothing is known here", param=GRAINS, code="unsupported_parameter")
     known = {name: value for name, value in values.items() if name in Heard.model_fields and value is not None}
     return Heard.model_construct(**{**dict.fromkeys(Heard.model_fields), **known, "response_format": format})
 

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload import hardware
 from ..engine import Engine, Step
 from ..events import Call, Event, Notice, Progress, Stats, Turn
+from ..images.senses import SOUNDS
 from ..sampler import Sampler
 from ..text import Tokenizer
 from ..tokens.reasoning import ChannelFilter, ThinkFilter
@@ -36,7 +37,8 @@ class Answer:
     the form that it is of, `may_reason`: whether reasoning may come first. `raw`: the prompt is a text that goes on, without a template.
     `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
-    held to a form. `most_thought`: so many of its tokens may be reasoning (None: no limit).
+    held to a form. `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: it
+    is what was heard in English, of a model that writes that down alone.
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
@@ -62,6 +64,7 @@ class Answer:
     indent: int = 0
     sure: bool = False
     most_thought: int | None = None
+    translates: bool = False
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -117,11 +120,19 @@ class Answer:
         self._before = engine.prefill_s, engine.decode_s, engine.passes_s
         self._drafted = engine.speculation and engine.speculation.counts
 
+    @property
+    def _written_down(self) -> Callable[[np.ndarray], None] | None:
+        """What a model says of its answers that does nothing else than to write down what it hears."""
+        hearing = self.engine.album and self.engine.album.sights.get(SOUNDS)
+        if not hearing or hearing.narrowing is None:
+            return None
+        return lambda logits: hearing.narrowing([*self._ids, *self.tokens], self.translates, logits)
+
     def _narrow(self, ids: list[int], inside: bool) -> ThoughtLimit | None:
         """Let the sampler choose among what the answer may have: by its form, by what is sure, by how much it may reason."""
         held = self._held = self.held_to and self.held_to.begin(self.said, self.raw or inside, self.think, self.may_reason,
                                                                 ids if inside else ())
-        narrow = held.narrow if held else self._sure.narrow if self.sure else None
+        narrow = held.narrow if held else self._sure.narrow if self.sure else self._written_down
         limit = None if self.think is None else self._thought_limit(narrow)
         self.sampler.narrow = limit.narrow if limit else narrow
         if self.engine.speculation is not None:

@@ -36,6 +36,8 @@ from .readings import Readings, known, never
 from .slot import Slot
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from ..adapters.choosing import Choice
     from ..calls.calling import Tools
     from ..calls.filter import CallFilter
@@ -56,7 +58,7 @@ class Wish:
     that it is to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
     where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says.
-    `most_thought`: so many of its tokens may be reasoning (None: no limit)."""
+    `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: as of `Answer`."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -71,6 +73,7 @@ class Wish:
     sure: bool = False
     choice: Choice | None = None
     most_thought: int | None = None
+    translates: bool = False
 
 
 class Replies(Asking, Readings):
@@ -102,7 +105,12 @@ class Replies(Asking, Readings):
 
     def sound(self, data: bytes, source: str) -> Picture:
         """As `picture`, of a sound."""
-        return self.demand_hearing().take(decode_sound(data, source))
+        return self.demand_hearing().take(self.samples(data, source))
+
+    def samples(self, data: bytes, source: str) -> np.ndarray:
+        """Those of a sound, float32 [n], for a model that hears. Raises EffllmError."""
+        self.demand_hearing()
+        return decode_sound(data, source)
 
     def demand_sight(self) -> Album:
         """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
@@ -288,7 +296,7 @@ class Replies(Asking, Readings):
         sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks, ends, wish.most_s, wish.indent,
-                        wish.sure, wish.most_thought)
+                        wish.sure, wish.most_thought, wish.translates)
         try:
             is_read = False
             for event in answer.written(ids):

@@ -76,7 +76,7 @@ FAMILIES = ("afmoe", "apertus", "arcee", "axk1", "axk2", "bailing_hybrid", "bail
             "nanbeige", "nanochat", "nemotron", "nemotron_h", "nemotron_nas", "olmo", "olmo2", "olmo3", "olmo_hybrid", "olmoe", "opt",
             "ouro", "persimmon", "phi", "phi3", "phi4_multimodal", "phimoe", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text",
             "qwen3_5_text", "qwen3_moe", "qwen3_next", "qwen4_exp_text", "rwkv7", "seed_oss", "smollm3", "solar_open", "stablelm",
-            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "youtu", "zamba2", "zaya")
+            "starcoder2", "step3p5", "unlimited_ocr_text", "vaultgemma", "whisper", "youtu", "zamba2", "zaya")
 MAKING_VECTORS = ("embedding_gemma2_text",)  # whose tokens see both ways whatever a config says: they write nothing
 # As transformers calls it, and as its checkpoints were published; and with those of which the text part alone is read.
 NEMOTRON_OMNI = ("nemotron_h_omni", "NemotronH_Nano_Omni_Reasoning_V3", "NemotronH_Omni_Reasoning_V3")

@@ -67,7 +67,7 @@ NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_
                "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
                "axk2": INDEXED, "deepseek_v4": INDEXED,
                **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
-               "mllama_text_model": ": llama.cpp does not run them",
+               **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not run them"),
                "opt": ": llama.cpp does not run them"}
 WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
 # All but every so-manieth layer has one.

@@ -106,7 +106,8 @@ class Sight(Protocol):
     """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
     what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
     `together`: all pictures of a text see each other. `bordered`: the words on either side of a picture are one where
-    two stand side by side, and a space follows where a word does."""
+    two stand side by side, and a space follows where a word does. `narrowing`: of one that does nothing else than to write down
+    what it hears, or a translation; takes away, in place, what may not come next of logits[V] behind ids, of which a sound is one."""
 
     sense: Sense
     placeholder: str
@@ -114,6 +115,7 @@ class Sight(Protocol):
     threads: int | None
     together: bool
     bordered: bool
+    narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a picture uint8 [height, width, 3], a film [frames, height, width, 3], or a sound float32 [samples]. Raises Left where `work`

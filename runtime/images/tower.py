@@ -4,7 +4,7 @@ its rows are checked."""
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -53,7 +53,7 @@ class Family(Protocol):
 
 class Tower(Family):
     """`KINDS`: of towers that the family has -> what their configs say by saying nothing; the first is the one that is meant where none is
-    stated. They are described in the `SECTION` of config.json: `said`, and what is around that, `outer`."""
+    stated. They are described in the `SECTION` of config.json, where that is empty beside all else: `said`, and what is around, `outer`."""
 
     KINDS: Mapping[str, Mapping[str, object]]
     SECTION: str
@@ -61,18 +61,19 @@ class Tower(Family):
     placeholder: str
     threads: int | None = None
     together = bordered = False  # as of `Sight`
+    narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
     multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
     def __init__(self, source: TowerSource, config: ModelConfig) -> None:
         self.source, self.config = source, config
         self.outer = Keys(Keys(source.config).section(THINKER) or source.config)
-        stated = self.outer.section(self.SECTION) or {}
+        stated = (self.outer.section(self.SECTION) or {}) if self.SECTION else self.outer.raw
         self.tower = str(stated.get("model_type") or next(iter(self.KINDS)))
         if self.tower not in self.KINDS:
             raise UsageError(f"its {self.sense.noun}s are {self.sense.done} by a tower of type {show(self.tower)}, which is not known for "
                              "this model", f"known: {', '.join(self.KINDS)}; text alone works")
         own = {key: value for key, value in stated.items() if value is not None}
-        self.said = Keys({**self.KINDS[self.tower], **own}, f"config.json: {self.SECTION}")
+        self.said = Keys({**self.KINDS[self.tower], **own}, f"config.json{self.SECTION and f': {self.SECTION}'}")
         self._rows: Rows | None = None
         self._once = threading.Lock()
         self.settle(self.ready())

@@ -31,14 +31,20 @@ if TYPE_CHECKING:
     from .cache_parts import LayerPages
 
 SLOTS = 104  # pages for a sequence, about: of the published models two pictures of four tiles of 1,601 rows, or eight of one
+OF_SOUNDS = 24  # of Whisper: two sounds of 1,500 rows
 Key = tuple[int, tuple[float, ...]]  # a picture's number, and how much of each adapter is beside what its keys are made by
 Rows = Callable[[int], np.ndarray]  # a picture's number -> what layers attend to, float32 [n, D]
+
+
+def slots_of(config: ModelConfig) -> int:
+    """Pages for a sequence; none of a model whose layers attend to no pictures."""
+    return (OF_SOUNDS if config.family == "whisper" else SLOTS) if config.cross_layers else 0
 
 
 def picture_keys_nbytes(config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> int:
     """Bytes of all layers, for so many sequences."""
     layout = PageLayout(config.num_key_value_heads, config.head_dim, index_type(kv))
-    return len(config.cross_layers) * sequences * SLOTS * layout.layer_page_nbytes
+    return len(config.cross_layers) * sequences * slots_of(config) * layout.layer_page_nbytes
 
 
 @dataclass
@@ -92,13 +98,13 @@ class PictureKeys:
 
     def __init__(self, host: CpuOps, config: ModelConfig, kv: RawCodec | PackedFormat, sequences: int) -> None:
         self.host, self.config, self.layers = host, config, {}
-        codec = RawCodec(index_type(kv))
+        codec, self.slots = RawCodec(index_type(kv)), slots_of(config)
         layout = codec.layout(config.num_key_value_heads, config.head_dim)
         for layer in config.cross_layers:  # whose memory is taken when it is written to
-            exact = anonymous(sequences * SLOTS * layout.layer_page_nbytes)
+            exact = anonymous(sequences * self.slots * layout.layer_page_nbytes)
             scale = config.head_dim**-0.5 if config.attn_scale is None else config.attn_scale
             self.layers[layer]: LayerPages = host.kv_layer(layout, exact, exact[:0], scale, None, None, codec)
-        self._free, self._made = list(range(sequences * SLOTS)), OrderedDict[Key, Made]()
+        self._free, self._made = list(range(sequences * self.slots)), OrderedDict[Key, Made]()
         self._tables: dict[tuple[Key, ...], tuple[np.ndarray, int]] = {}  # of the pass in hand, which jobs read
 
     def admit(self, looks: Sequence[Look], rows_of: Rows) -> None:
@@ -117,7 +123,7 @@ class PictureKeys:
                     raise _too_many(len(needed))
                 self._made[key] = Made(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
         for look in looks:
-            if sum(len(self._made[key].slots) for key in look.pictures) > SLOTS:
+            if sum(len(self._made[key].slots) for key in look.pictures) > self.slots:
                 raise _too_many(len(look.pictures))
 
     def begin(self, looks: Sequence[Look]) -> None:

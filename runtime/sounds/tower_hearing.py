@@ -6,7 +6,7 @@ function `sight` that makes it.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -24,7 +24,7 @@ Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], 
 
 class Hearing(Tower):
     """A `Sight` that hears. `EXTRACTORS`: kinds of those that make spectrograms, which the family has. `most_seconds`: of a sound that it
-    takes; `by_adapter` as of `Seen`. `asks_to_transcribe`: the words by which it is asked to write a sound down;
+    takes; `by_adapter` as of `Seen`, `stands_for` as its `word`. `asks_to_transcribe`: the words by which it is asked to write one down;
     `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does nothing else, the word
     behind which its answer says what was said, and before that in which language; `languages`: codes -> names of those that it knows."""
 
@@ -32,9 +32,14 @@ class Hearing(Tower):
     SECTION = "audio_config"
     sense = SOUNDS
     by_adapter = False
+    stands_for: int | None = None
     asks_to_transcribe, transcribes, heads_text = "Transcribe the speech.", "", ""
     languages: Mapping[str, str] = {}
     most_seconds: float
+
+    def language_of(self, tokens: Sequence[int]) -> str:
+        """That which an answer of these tokens begins with, where its text does not name it."""
+        return ""
 
     def ready(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
@@ -42,7 +47,7 @@ class Hearing(Tower):
     def see(self, picture: np.ndarray, work: Work) -> Seen:
         """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
         rows, tokens, _ = self.computed(picture, work)
-        return Seen(rows, tokens, by_adapter=self.by_adapter)
+        return Seen(rows, tokens, by_adapter=self.by_adapter, word=self.stands_for)
 
     def unlike(self, made: str, taken: str) -> ConfigError:
         """Of a spectrogram of another shape than the tower takes."""

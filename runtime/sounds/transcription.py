@@ -22,6 +22,9 @@ def conversation(hearing: Hearing, words: Container[str], mark: str, language: s
     or a name; `hint` is told where there is a place for it. Raises UsageError for what a model cannot, which does nothing else."""
     if hearing.heads_text:
         return _to_one_that_does_nothing_else(hearing, mark, language, hint, translates)
+    if hearing.narrowing is not None:
+        said = hearing.begun(translates, language and code_of(hearing, language))
+        return [{"role": "user", "content": mark}, *([{"role": "assistant", "content": said}] if said else [])]
     if hearing.transcribes in words and not translates:
         code = f"lang:{language}" if language else ""
         return [{"role": "user", "content": mark}, {"role": "assistant", "content": f"{code}{hearing.transcribes}"}]
@@ -43,11 +46,16 @@ def _to_one_that_does_nothing_else(hearing: Hearing, mark: str, language: str | 
 
 
 def name_of(hearing: Hearing, language: str) -> str:
-    """The name of a language that is given by that or by its code, which may name a region too. Raises UsageError."""
+    """The name of a language, as of `code_of`."""
+    return hearing.languages[code_of(hearing, language)]
+
+
+def code_of(hearing: Hearing, language: str) -> str:
+    """The code of a language that is given by its name or by that, which may name a region too. Raises UsageError."""
     wanted = language.strip().lower()
     for code, name in hearing.languages.items():
         if wanted in (code, name.lower()) or wanted.replace("_", "-").startswith(f"{code}-"):
-            return name
+            return code
     raise UsageError(f"this model was not trained to write {language!r:.40} down",
                      f"known: {', '.join(hearing.languages)}; or leave it out")
 

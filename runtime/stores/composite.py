@@ -94,7 +94,8 @@ INNER = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "la
          **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
 # A type that is several makers' -> the class of the one that is known, by which it is told.
 OF_CLASS = {"vlm": "HCXVisionV2"}
-OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",)}
+OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",),
+                 "whisper": ("WhisperForConditionalGeneration",)}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 # What text parts of some models say of images.

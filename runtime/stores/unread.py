@@ -36,8 +36,9 @@ SENSING_PARTS = (
     "vision_projection", "vision_projector", "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|"
                    rf"(?:{'|'.join(SENSING_PARTS)})\..+)")
-# A family that is no part of another model and has parts all the same that see and hear, with adapters for both.
-SENSING, SENSES = "phi4_multimodal", re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)")
+# Families that are no part of another model and have parts all the same that see and hear, with adapters for both, or a head that is tied.
+SENSES = {"phi4_multimodal": re.compile(r"(?:.*\.)?(?:embed_tokens_extend\..+|.+\.lora_[AB]\.(?:speech|vision)\.weight)"),
+          "whisper": re.compile(r"model\.encoder\..+|proj_out\.weight")}
 # Norms behind layers without experts, which A.X K1's checkpoints hold.
 BEHIND_DENSE = "axk1", re.compile(r"(?:.*\.)?layers\.\d+\.(?:mlp\.)?post_mlp_layernorm\.weight")
 # Gates and ups of experts that hand on what they are given, which transformers writes all the same.
@@ -57,8 +58,8 @@ def unread(config: ModelConfig, store: TensorStore, read: Iterable[TensorInfo]) 
     left = [info for info in left if not info.name.startswith(PAD) and not HARMLESS.fullmatch(info.name)]
     if config.family in {RENAMED.get(each, each) for inner in COMPOSITE.values() for each in inner}:
         left = [info for info in left if not SIGHT.fullmatch(info.name)]
-    if config.family == SENSING:
-        left = [info for info in left if not SENSES.fullmatch(info.name)]
+    if config.family in SENSES:
+        left = [info for info in left if not SENSES[config.family].fullmatch(info.name)]
     if config.family == BEHIND_DENSE[0]:
         left = [info for info in left if not BEHIND_DENSE[1].fullmatch(info.name)]
     if config.mixture is not None and config.mixture.handed:

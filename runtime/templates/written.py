@@ -48,5 +48,12 @@ LINES = """{%- for message in messages -%}
 {%- endfor -%}"""
 # Unlimited OCR: the same with pages one behind the other, and what is asked (document parsing., Multi page parsing.) behind them.
 BESIDE = LINES.replace("'<image>\\n'", "'<image>'")
+# Whisper: the sound, and what an answer begins with.
+SOUND = """{%- for message in messages -%}
+{%- if message['role'] == 'system' -%}{{ raise_exception('there is no system role') }}{%- endif -%}
+""" + _PARTS + """
+{%- for part in parts if part['type'] == 'audio' -%}{{ '<|startoftranscript|>' }}{%- endfor -%}
+{%- if message['role'] == 'assistant' -%}""" + _TEXT + """{%- endif -%}
+{%- endfor -%}"""
 WRITTEN: Mapping[str | None, str] = {"blip-2": QUESTION, "deepseek_ocr": LINES, "deepseek_ocr2": LINES, "got_ocr2": PAGES,
-                                     "paligemma": PREFIX, "unlimited_ocr": BESIDE}  # by model type
+                                     "paligemma": PREFIX, "unlimited_ocr": BESIDE, "whisper": SOUND}  # by model type

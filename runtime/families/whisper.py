@@ -1,0 +1,90 @@
+"""Whisper, which writes down what is said in a sound: OPT's layers, each with attention to the sound between its own and its MLP.
+
+What checkpoints count as a layer of the decoder is two here: attention to the text, and attention to the sound with the MLP. Of a text
+without a sound the second is an MLP alone. Keys and values of a sound are made once (`runtime/kv/picture_keys.py`).
+"""
+
+from __future__ import annotations
+
+from ..config import MAX_LAYERS, MOST, Defaults, ModelConfig, decoder_config
+from ..config_reader import Keys
+from ..layer import Layer, narrowing
+from . import TensorRule
+from .llama import attention
+from .opt import feed_forward
+
+# Of the encoder, which `runtime/sounds/whisper.py` reads, of training, and of how an answer begins, which generation_config.json says too.
+KEYS_HARMLESS = frozenset({
+    "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "decoder_start_token_id", "dropout",
+    "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "forced_decoder_ids", "head_dim", "hidden_act",
+    "init_std", "is_encoder_decoder", "mask_feature_length", "mask_feature_min_masks",
+    "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "max_source_positions",
+    "median_filter_width", "num_key_value_heads", "num_mel_bins",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "suppress_tokens",
+    "use_weighted_layer_sum"})
+REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
+# What sizes of the decoder are called, and what they are where nothing is said.
+SIZES = {"hidden_size": ("d_model", 384), "num_hidden_layers": ("decoder_layers", 4), "num_attention_heads": ("decoder_attention_heads", 6),
+         "intermediate_size": ("decoder_ffn_dim", 1536), "max_position_embeddings": ("max_target_positions", 448)}
+USUAL = Defaults(max_position_embeddings=448, bos=50_256, eos=(50_256,), tied=True, act=("activation_function", "gelu"), rotary=False,
+                 grouped=False, eps_key=None, norm_eps=1e-5, sizes={"vocab_size": 51_865})  # torch's epsilon
+
+
+def config(keys: Keys) -> ModelConfig:
+    most = {**MOST, "num_hidden_layers": MAX_LAYERS // 2, "max_position_embeddings": 1 << 20}
+    said = {name: keys.integer(own, usual, high=most[name]) for name, (own, usual) in SIZES.items()}
+    layers = said["num_hidden_layers"] = 2 * said["num_hidden_layers"]
+    scaled = keys.flag("scale_embedding", False)
+    return decoder_config(keys.saying(**said), USUAL, qkv_bias=True, o_bias=True, mlp_bias=True, norm_kind="layer", position_offset=0,
+                          without_mlp=tuple(range(0, layers, 2)), cross_layers=tuple(range(1, layers, 2)),
+                          embedding_multiplier=said["hidden_size"] ** 0.5 if scaled else 1.0)
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
+    """Tensors of half of a stored layer by role, `[N, K]` as stored."""
+    hidden, ffn, at_sound = config.hidden_size, config.intermediate_size, layer in config.cross_layers
+    own = "encoder_attn" if at_sound else "self_attn"
+    linears = {role: (f"{own}.{role}_proj", hidden, hidden) for role in "qkv"} | {"o": (f"{own}.out_proj", hidden, hidden)}
+    norms = {"input_norm": f"{own}_layer_norm"}
+    if at_sound:
+        linears |= {"up": ("fc1", ffn, hidden), "down": ("fc2", hidden, ffn)}
+        norms["post_norm"] = "final_layer_norm"
+    prefix, rules = f"model.decoder.layers.{layer // 2}.", {}
+    for role, name in norms.items():
+        rules |= _norm(role, prefix + name, hidden)
+    for role, (name, out, width) in linears.items():
+        rules[role] = TensorRule(f"{prefix}{name}.weight", (out, width))
+        if role != "k":
+            rules[f"{role}_bias"] = TensorRule(f"{prefix}{name}.bias", (out,))
+    return rules
+
+
+def outer_tensors(config: ModelConfig) -> dict[str, TensorRule]:
+    """Embedding, positions, last norm and, unless tied to the embedding, the head."""
+    table, hidden = (config.vocab_size, config.hidden_size), config.hidden_size
+    rules = {"embed": TensorRule("model.decoder.embed_tokens.weight", table),
+             "positions": TensorRule("model.decoder.embed_positions.weight", (config.max_position_embeddings, hidden)),
+             **_norm("norm", "model.decoder.layer_norm", hidden)}
+    return rules if config.tie_word_embeddings else rules | {"head": TensorRule("proj_out.weight", table)}
+
+
+def _norm(role: str, name: str, width: int) -> dict[str, TensorRule]:
+    return {f"{role}{end}": TensorRule(f"{name}.{kind}", (width,)) for end, kind in (("", "weight"), ("_bias", "bias"))}
+
+
+@narrowing
+def block(x: object, at: Layer) -> object:
+    """`opt.block` in two; a tap sees what goes into the matrices at the sound but k and v, of tokens that hear one."""
+    ops, w, kv, config = at.ops, at.w, at.kv, at.config
+    if at.number not in config.cross_layers:
+        x = attention(x, at)
+        at.tap("block_out", x)
+        return x
+    for look in kv.looks:
+        with kv.within(look, w):
+            own = x[look.rows]
+            at.tap("block_in", own)
+            attended = kv.attend(ops.norm_linear(own, w.input_norm, [w.q])[0], look.pictures)
+            at.tap("attn_out", attended)
+            ops.linear_add(attended, w.o, own)
+    return feed_forward(x, at)

@@ -1,0 +1,123 @@
+"""Whisper: 30 s of sound, with the silence behind a shorter one, through its encoder; layers of what writes attend to the rows. An answer
+begins with words for its language, what is done and that no times are told, of which the first is the model's own where none is given.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from functools import cached_property
+
+import numpy as np
+
+from ... import UsageError
+from ..config_reader import read_json
+from ..images import PLACE
+from ..images.tower import Rows
+from ..images.tower_parts import Crew
+from ..images.tower_weights import Weights
+from ..images.turning import PICTURED
+from .qwen3_asr import LANGUAGES
+from .tower_hearing import TowerHearing, Windows
+from .whisper_encoder import load_encoder
+
+USUAL = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80,
+         "max_source_positions": 1500, "activation_function": "gelu"}
+BEGIN, TRANSCRIBE, TRANSLATE, UNTIMED = "<|startoftranscript|>", "<|transcribe|>", "<|translate|>", "<|notimestamps|>"
+OF_SEVERAL = 51_865  # words of a vocabulary: models that know English alone have fewer
+GENERATION = "generation_config.json"
+
+
+class Whisper(TowerHearing):
+    KINDS = {"whisper": USUAL}
+    SECTION = ""
+    placeholder = BEGIN
+
+    @property
+    def most_seconds(self) -> float:
+        return self.log_mel.samples / 16_000
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        return (PLACE,)
+
+    def frames_of(self, samples: int) -> int:
+        return self.log_mel.frames
+
+    def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
+        return self.sizes.places
+
+    @cached_property
+    def stands_for(self) -> int:
+        return self.word(BEGIN)
+
+    def load(self, weights: Weights) -> Rows:
+        encoder = load_encoder(weights, self.sizes, "encoder.")
+
+        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+            return encoder.after(encoder.rows(windows, crew)[0])
+
+        return rows
+
+    # -- what is written -------------------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def stated(self) -> dict[str, object]:
+        """Of answers: by generation_config.json, which older folders lack, or by config.json."""
+        path = self.source.model / GENERATION
+        return {**self.source.config, **(read_json(path) if path.is_file() else {})}
+
+    @property
+    def several(self) -> bool:
+        """Whether it knows more languages than English."""
+        return self.stated.get("is_multilingual", self.config.vocab_size >= OF_SEVERAL) is True
+
+    @cached_property
+    def languages(self) -> dict[str, str]:
+        if not self.several:
+            return {"en": LANGUAGES["en"]}
+        first, last = self.stands_for, self.word(TRANSLATE)
+        codes = (re.fullmatch(r"<\|([a-z]{2,3})\|>", text) for text, number in self.words.added.items() if first < number < last)
+        return {found[1]: LANGUAGES.get(found[1], found[1]) for found in codes if found}
+
+    def begun(self, translates: bool, language: str | None) -> str:
+        """How an answer begins in a language; nothing where the model is to say which it is."""
+        if translates and not self.several:
+            raise UsageError("this model knows English alone, and translates nothing", "ask for a transcription, or another model")
+        return f"<|{language}|>{TRANSLATE if translates else TRANSCRIBE}{UNTIMED}" if language and self.several else ""
+
+    def language_of(self, tokens: Sequence[int]) -> str:
+        numbers = {self.word(f"<|{code}|>"): name for code, name in self.languages.items()} if self.several else {}
+        return numbers.get(tokens[0], "") if tokens else ""
+
+    def begins(self, translates: bool) -> list[list[int]]:
+        """The first tokens of an answer: those of which each is one."""
+        words = [[TRANSLATE if translates else TRANSCRIBE], [UNTIMED]]
+        words = [[f"<|{code}|>" for code in self.languages], *words] if self.several else words[1:]
+        return [[self.word(each) for each in alike] for alike in words]
+
+    @cached_property
+    def barred(self) -> tuple[list[int], list[int]]:
+        """Tokens that are never written, and those that no text begins with."""
+        each = (self.stated.get(key) for key in ("suppress_tokens", "begin_suppress_tokens"))
+        never, first = ([token for token in found if type(token) is int and 0 <= token < self.config.vocab_size]
+                        if isinstance(found, list) else [] for found in each)
+        return never, first
+
+    def narrowing(self, ids: Sequence[int], translates: bool, logits: np.ndarray) -> None:
+        place = len(ids) - 1 - max((at for at, token in enumerate(ids) if token >= PICTURED), default=len(ids))
+        if place < 0:
+            return
+        begins = self.begins(translates)
+        if place < len(begins):
+            kept = logits[begins[place]]
+            logits.fill(-np.inf)
+            logits[begins[place]] = kept
+            return
+        never, first = self.barred
+        logits[never] = -np.inf
+        if place == len(begins):
+            logits[first] = -np.inf
+
+
+sight = Whisper
