@@ -23,10 +23,10 @@ from .help import PlainGroup
 from .interrupt import falling_apart_quietly
 
 # Command -> its module, in the order of the help page.
-COMMANDS = {"run": "run", "chat": "chat", "embed": "embed", "serve": "serve", "session": "session", "search": "search", "pull": "pull",
-            "rm": "rm", "alias": "alias", "list": "list_", "show": "show", "plan": "plan", "quantize": "quantize", "export": "export",
-            "verify": "verify", "bench": "bench", "eval": "eval", "calibrate-sparsity": "calibrate_sparsity", "doctor": "doctor",
-            "config": "config"}
+COMMANDS = {"run": "run", "chat": "chat", "embed": "embed", "transcribe": "transcribe", "serve": "serve", "session": "session",
+            "search": "search", "pull": "pull", "rm": "rm", "alias": "alias", "list": "list_", "show": "show", "plan": "plan",
+            "quantize": "quantize", "export": "export", "verify": "verify", "bench": "bench", "eval": "eval",
+            "calibrate-sparsity": "calibrate_sparsity", "doctor": "doctor", "config": "config"}
 HELP = "Run large language models on the machine you have."
 EXAMPLES = """examples
 

@@ -1,0 +1,71 @@
+"""`effllm transcribe MODEL FILE`: what is said in a sound, as words or as subtitles."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from .flags import add_command, flag
+from .loading import at_bits, find_any, follow, loaded, seeing_with
+from .options import ANSWER, OUTPUT, EngineFlags, Json, Mmproj, Model, WeightFlags
+from .screen import Screen
+
+EXAMPLES = """examples
+
+  effllm transcribe openai/whisper-small talk.mp3
+  effllm transcribe openai/whisper-small talk.mp3 --language de --format srt > talk.srt
+  effllm transcribe Qwen/Qwen3-ASR-0.6B talk.wav --json
+
+Longer sounds than the model takes are cut where it is quiet. Times of subtitles are those of the pieces between pauses.
+"""
+
+File = Annotated[str, typer.Argument(metavar="FILE", help="the sound; - is standard input", show_default=False)]
+Language = Annotated[str | None, flag(ANSWER, "--language", "CODE", "the language that is spoken, such as de (the one it hears)")]
+Hint = Annotated[str | None, flag(ANSWER, "--hint", "TEXT", "names and words that may be said, for models that take some")]
+Translate = Annotated[bool, flag(ANSWER, "--translate", "", "write it down in English")]
+Format = Annotated[Literal["text", "srt", "vtt"], flag(OUTPUT, "--format", "text|srt|vtt", "words alone, or subtitles (text)")]
+
+
+def register(app: typer.Typer) -> None:
+    add_command(app, "transcribe", "talk to a model", transcribe, EXAMPLES)
+
+
+def transcribe(context: typer.Context, model: Model, file: File, language: Language = None, hint: Hint = None, translate: Translate = False,
+               *, engine: EngineFlags, mmproj: Mmproj = None, weights: WeightFlags, format: Format = "text", json: Json = False) -> None:
+    """Write down what is said in a sound."""
+    from ..runtime.answers.replies import Replies, Wish
+    from ..runtime.config import read_config
+    from ..runtime.events import Done, TextDelta
+    from ..runtime.images.album import demand_sight
+    from ..runtime.images.senses import RATE, SOUNDS
+    from ..runtime.sampler import SamplerSettings
+    from ..runtime.sounds.sound_file import read_sound
+    from ..runtime.sounds.transcript import Writing, cues
+    from .attachment import named_path
+
+    screen = Screen(context.obj)
+    screen.environment.demand_stdout()
+    found = seeing_with(find_any(model, screen), mmproj, screen)
+    demand_sight(found.whole, read_config(found.whole), found.mmproj, SOUNDS)
+    with screen.waiting(f"reading {file}"):
+        samples = read_sound(named_path("/dev/stdin" if file == "-" else file))
+    options, plain = engine.options(), format == "text" and not json
+    with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
+        writing = Writing(Replies(at_hand.engine, at_hand.tokenizer), language, hint, translate)
+        parts = writing.pieces(samples, timed=not plain)
+        made, wish = writing.transcript(parts), Wish(SamplerSettings(temperature=0.0))
+        try:
+            for part in parts:
+                for event in follow(writing.answer(part, wish), screen, TextDelta | Done):
+                    is_text = isinstance(event, TextDelta)
+                    told = made.ended(event.stats.token_ids) if not is_text else made.add(event.text) if event.kind == "answer" else ""
+                    if plain and told:
+                        screen.answer(told)
+        finally:
+            if plain:
+                screen.end_answer()
+    if json:
+        screen.json({"task": "translate" if translate else "transcribe", **made.to_json(len(samples) / RATE)})
+    elif not plain:
+        screen.environment.write(cues(made.segments, format == "vtt"))

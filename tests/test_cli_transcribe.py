@@ -1,0 +1,70 @@
+"""`effllm transcribe`: what is said in a sound as transformers writes it down, as words, subtitles and JSON; what cannot be is told."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from command_line import Ran
+from hearing_models import EXTRACTOR, as_wav, sound
+from transformers import WhisperForConditionalGeneration
+from whisper_models import written_whisper
+
+from effllm.runtime.config import read_config
+from effllm.runtime.images.senses import RATE
+from effllm.runtime.sounds.sound_file import read_sound
+from effllm.runtime.text import Tokenizer
+
+HEARD = sound(0.8, seed=3)
+
+
+@pytest.fixture(scope="module")
+def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForConditionalGeneration]:
+    folder = tmp_path_factory.mktemp("whisper")
+    return folder, written_whisper(folder, max_target_positions=40)
+
+
+def written(folder: Path, model: WhisperForConditionalGeneration, samples: np.ndarray, **how: object) -> str:
+    """By transformers, up to where the context is full."""
+    features = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    with torch.inference_mode():
+        ids = model.generate(features, max_new_tokens=36, do_sample=False, force_unique_generate_call=True, **how)[0].tolist()
+    return Tokenizer.load(folder, read_config(folder)).decode(ids).strip()
+
+
+def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
+    folder, model = whisper
+    path = tmp_path / "talk.wav"
+    path.write_bytes(as_wav(HEARD))
+    for flags, how in (((), {"task": "transcribe"}), (("--language", "German", "--translate"), {"language": "de", "task": "translate"})):
+        ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_sound(path), **how)
+        told = ran.out.removesuffix("\n")
+        assert ran.code == 0 and len(told) > 20 and wanted.startswith(told), ran.err
+
+
+def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
+    folder, _ = whisper
+    path, other = tmp_path / "talk.wav", sound(0.9, seed=4)
+    path.write_bytes(as_wav(np.concatenate([HEARD, np.zeros(RATE, np.float32), other])))
+    made = json.loads(Ran("transcribe", str(folder), str(path), "--json").out)
+    assert made["task"] == "transcribe" and made["language"] in ("English", "German") and made["duration"] == 2.7
+    first, *_, last = made["segments"]
+    assert (first["start"], first["end"]) == (0.0, pytest.approx(0.8, abs=0.03)) and last["end"] == pytest.approx(2.7, abs=0.03)
+    assert made["text"] == " ".join(each["text"] for each in made["segments"])
+    assert Ran("transcribe", str(folder), str(path)).out == made["text"] + "\n"
+    srt = Ran("transcribe", str(folder), str(path), "--format", "srt").out
+    assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,{1000 * first['end']:.0f}\n{first['text']}\n\n2\n")
+    assert Ran("transcribe", str(folder), str(path), "--format", "vtt").out.startswith("WEBVTT\n\n1\n00:00:00.000 --> ")
+
+
+@pytest.mark.parametrize(("model", "more", "code", "told"), [
+    ("fable", (), 2, "takes no sounds"), ("", ("--language", "tlh"), 2, "not trained to write 'tlh' down"),
+    ("", ("--format", "ass"), 2, "'ass' is not one of")])
+def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path, model: str, more: tuple[str, ...],
+                                code: int, told: str) -> None:
+    path = tmp_path / "talk.wav"
+    path.write_bytes(as_wav(HEARD))
+    ran = Ran("transcribe", model or str(whisper[0]), str(path), *more)
+    assert ran.code == code and told in ran.err and not ran.out
+    assert Ran("transcribe", str(whisper[0]), str(tmp_path / "none.wav")).code == 2
