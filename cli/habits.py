@@ -114,7 +114,7 @@ COMMANDS = {"models": "list --all", "find": "search", "tags": "list", "download"
             "server": "serve", "start": "serve", "convert": "quantize", "benchmark": "bench",
             **{each: f"eval {each}" for each in ("ppl", "kld", "recall", "kv-profile")}, "perplexity": "eval ppl",
             **dict.fromkeys(("embedding", "embeddings", "vectorize"), "embed"),
-            **dict.fromkeys(("transcription", "asr", "stt", "whisper", "listen"), "transcribe"),
+            **dict.fromkeys(("transcription", "asr", "stt", "listen"), "transcribe"),
             "version": "--version", "sessions": "session list", "settings": "config show"}
 SENTENCES = {**dict.fromkeys(("ps", "stop", "unload", "status"), "nothing stays in memory when a command has ended; what a server has "
                              "loaded: curl http://127.0.0.1:8080/api/ps"),

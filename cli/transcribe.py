@@ -13,8 +13,8 @@ from .screen import Screen
 
 EXAMPLES = """examples
 
-  effllm transcribe openai/whisper-small talk.mp3
-  effllm transcribe openai/whisper-small talk.mp3 --language de --format srt > talk.srt
+  effllm transcribe whisper talk.mp3
+  effllm transcribe whisper talk.mp3 --language de --format srt > talk.srt
   effllm transcribe Qwen/Qwen3-ASR-0.6B talk.wav --json
 
 Longer sounds than the model takes are cut where it is quiet. Times of subtitles are those of the pieces between pauses.

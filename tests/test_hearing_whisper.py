@@ -11,8 +11,9 @@ from hearing_models import EXTRACTOR, opened, sound
 from transformers import WhisperForConditionalGeneration
 from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, written_whisper
 
-from effllm import UsageError
+from effllm import EffllmError, UsageError
 from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done
 from effllm.runtime.images import Work
@@ -23,6 +24,17 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.text import Tokenizer
 
+# As published, of large v3.
+PUBLISHED = {
+    "activation_dropout": 0.0, "activation_function": "gelu", "apply_spec_augment": False, "architectures": [
+        "WhisperForConditionalGeneration"], "attention_dropout": 0.0, "begin_suppress_tokens": [220, 50257], "bos_token_id": 50257,
+    "classifier_proj_size": 256, "d_model": 1280, "decoder_attention_heads": 20, "decoder_ffn_dim": 5120, "decoder_layerdrop": 0.0,
+    "decoder_layers": 32, "decoder_start_token_id": 50258, "dropout": 0.0, "encoder_attention_heads": 20, "encoder_ffn_dim": 5120,
+    "encoder_layerdrop": 0.0, "encoder_layers": 32, "eos_token_id": 50257, "forced_decoder_ids": [[1, 50259], [2, 50360]], "init_std": 0.02,
+    "is_encoder_decoder": True, "mask_feature_length": 10, "mask_feature_min_masks": 0, "mask_feature_prob": 0.0, "mask_time_length": 10,
+    "mask_time_min_masks": 2, "mask_time_prob": 0.05, "max_length": 448, "max_source_positions": 1500, "max_target_positions": 448,
+    "median_filter_width": 7, "model_type": "whisper", "num_hidden_layers": 32, "num_mel_bins": 128, "pad_token_id": 50256,
+    "scale_embedding": False, "torch_dtype": "float16", "use_cache": True, "use_weighted_layer_sum": False, "vocab_size": 51866}
 OPTIONS = EngineOptions(kv="32bit", device="cpu", strict=True, exact=True)
 GREEDY = Wish(SamplerSettings(temperature=0), max_tokens=24)
 
@@ -41,6 +53,14 @@ def engine_of(folder: Path, **more: object) -> Engine:
 
 def ready(samples: np.ndarray) -> torch.Tensor:
     return EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt").input_features
+
+
+def test_the_published_config_is_read() -> None:
+    made = parse_config(PUBLISHED, strict=True)
+    assert (made.family, made.num_hidden_layers, made.max_position_embeddings, made.intermediate_size) == ("whisper", 64, 448, 5120)
+    assert made.cross_layers == tuple(range(1, 64, 2)) and made.tie_word_embeddings and made.eos_token_ids == (50257,)
+    with pytest.raises(EffllmError, match="decoder_layers"):
+        parse_config({**PUBLISHED, "decoder_layers": 0})
 
 
 @pytest.mark.parametrize("samples", [400, 7_999, 16_000])
