@@ -24,12 +24,14 @@ TOWER = {"num_mel_bins": 16, "num_hidden_layers": 3, "num_attention_heads": 3, "
 SPELLED = {"num_hidden_layers": "encoder_layers", "num_attention_heads": "encoder_attention_heads", "hidden_size": "d_model",
            "intermediate_size": "encoder_ffn_dim"}
 EXTRACTOR = WhisperFeatureExtractor(feature_size=16, chunk_length=1)
+EXTRACTORS = {"glmasr": WhisperFeatureExtractor(feature_size=16, chunk_length=2)}  # of whose rows four lie side by side
 TEMPLATE = ("{% for m in messages %}{{ m['role'] }}: {% if m['content'] is string %}{{ m['content'] }}{% else %}{% for p in m['content'] %}"
             "{{ 'PLACE' if p['type'] == 'audio' else p['text'] }}{% endfor %}{% endif %}\n{% endfor %}"
             "{% if add_generation_prompt %}assistant:{% endif %}")
 # family -> kind of text part, what stands around and for a sound, and what the config says beside.
 FAMILIES = {"qwen2_audio": ("qwen2", ("<|AUDIO|>", "<|audio_bos|>", "<|audio_eos|>"), {"audio_token_index": FIRST}),
             "audioflamingo3": ("qwen2", ("<sound>",), {"audio_token_id": FIRST}),
+            "glmasr": ("llama", ("<|pad|>", "<|begin_of_audio|>", "<|end_of_audio|>"), {"audio_token_id": FIRST}),
             "granite_speech": ("granite", ("<|audio|>",), {"audio_token_index": FIRST, "has_lora_adapter": False}),
             "voxtral": ("llama", ("[AUDIO]", "[BEGIN_AUDIO]"), {"audio_token_id": FIRST})}
 # Of Granite Speech: a second and its half are more than a block of rows that see each other.
@@ -65,6 +67,8 @@ def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedMode
     """A random model saved in `folder` with the packaged tokenizer, to which the family's words are added; as transformers reads it."""
     text, words, own = FAMILIES[family]
     tower = {SPELLED.get(key, key) if family == "qwen2_audio" else key: value for key, value in TOWER.items()}
+    if family == "glmasr":
+        tower |= {"intermediate_size": 4 * tower["hidden_size"], "max_position_embeddings": 2 * tower.pop("max_source_positions")}
     kinds = {"text_config": {**deepcopy(TEXT), "model_type": text}, "audio_config": {**tower, "model_type": f"{family}_encoder"}}
     if family == "granite_speech":
         kinds = {"text_config": kinds["text_config"] | MULTIPLIERS, "encoder_config": CONFORMER, "projector_config": ASKS}
@@ -82,7 +86,7 @@ def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedMode
     if family == "granite_speech":
         (folder / "preprocessor_config.json").write_text(json.dumps(PAIRS))
     else:
-        EXTRACTOR.save_pretrained(folder)
+        EXTRACTORS.get(family, EXTRACTOR).save_pretrained(folder)
     shutil.copy(FABLE / "generation_config.json", folder / "generation_config.json")
     settings = json.loads((FABLE / "tokenizer_config.json").read_text()) | {"chat_template": TEMPLATE.replace("PLACE", "".join(
         sorted(words, key=lambda word: ("BEGIN" in word or "bos" in word, "eos" not in word), reverse=True)))}
@@ -97,7 +101,8 @@ def written_hearing(family: str, folder: Path, **more: object) -> PreTrainedMode
 def _class(family: str) -> type[PreTrainedModel]:
     import transformers
 
-    names = {"qwen2_audio": "Qwen2Audio", "audioflamingo3": "AudioFlamingo3", "granite_speech": "GraniteSpeech", "voxtral": "Voxtral"}
+    names = {"qwen2_audio": "Qwen2Audio", "audioflamingo3": "AudioFlamingo3", "granite_speech": "GraniteSpeech", "voxtral": "Voxtral",
+             "glmasr": "GlmAsr"}
     return getattr(transformers, f"{names[family]}ForConditionalGeneration")
 
 
@@ -113,8 +118,9 @@ def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
         return {"input_features": features}
     if family == "granite_speech":
         return {"input_features": paired(samples)}
-    windows = [samples[begin : begin + RATE] for begin in range(0, len(samples), RATE)]
-    made = EXTRACTOR(windows, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
+    own = EXTRACTORS.get(family, EXTRACTOR)
+    windows = [samples[begin : begin + own.n_samples] for begin in range(0, len(samples), own.n_samples)]
+    made = own(windows, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
     mask = "feature_attention_mask" if family == "qwen2_audio" else "input_features_mask"
     return {"input_features": made["input_features"], mask: made["attention_mask"]}
 

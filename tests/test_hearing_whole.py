@@ -34,7 +34,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
     try:
         engine.album = album_of(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-        for seconds in {"qwen2_audio": (0.73, 1.0), "granite_speech": (1.31, 2.41)}.get(family, (0.5, 2.41)):
+        for seconds in {"qwen2_audio": (0.73, 1.0), "granite_speech": (1.31, 2.41), "glmasr": (1.1, 2.41)}.get(family, (0.5, 2.41)):
             samples = sound(seconds)
             heard = engine.album.take(samples)
             engine.reset()

@@ -216,7 +216,7 @@ def turns(theta: float, pairs: int) -> np.ndarray:
 
 @dataclass(frozen=True)
 class Rope:
-    """Angles of a patch's place: `cos` and `sin` float32 [T, d], by which halves of a head are turned."""
+    """Angles of a patch's place: `cos` and `sin` float32 [T, d], by which halves of a head, or of its first channels, are turned."""
 
     cos: np.ndarray
     sin: np.ndarray
@@ -233,9 +233,12 @@ class Rope:
 
     def turn(self, x: np.ndarray, rows: slice) -> np.ndarray:
         """Of x [rows, H, d]."""
-        half = x.shape[-1] // 2
+        turned = self.cos.shape[1]
+        rest, x = x[..., turned:], x[..., :turned]
+        half = turned // 2
         other = np.concatenate([-x[..., half:], x[..., :half]], axis=-1)
-        return x * self.cos[rows, None] + other * self.sin[rows, None]
+        made = x * self.cos[rows, None] + other * self.sin[rows, None]
+        return np.concatenate([made, rest], axis=-1) if rest.shape[-1] else made
 
 
 @dataclass(frozen=True)
@@ -351,7 +354,7 @@ def two_layers(x: np.ndarray, first: Matrix, second: Matrix, curve: Curve, crew:
         out[rows] = two(curve(one(flat[rows])))
 
     crew.each(some, len(flat))
-    return out.reshape(*x.shape[:-1], -1)
+    return out.reshape(*x.shape[:-1], out.shape[1])
 
 
 def patches_of(values: np.ndarray, size: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from ..families import NEMOTRON_OMNI
 
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
 HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified",
+                           "glmasr": "glmasr",
                            "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio",
                            "qwen3_asr": "qwen3_asr", "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral", "whisper": "whisper",
                            **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni")}

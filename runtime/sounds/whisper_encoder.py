@@ -10,7 +10,7 @@ import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from ..images.tower_layers import APART, Shape, Stored, load_blocks, through
-from ..images.tower_parts import CURVES, Block, Crew, Curve, Matrix, Norm, gelu, product
+from ..images.tower_parts import CURVES, Block, Crew, Curve, Matrix, Norm, Rope, gelu, product
 from ..images.tower_weights import Weights
 
 # Two spellings of configs -> the one that is read here.
@@ -54,13 +54,14 @@ def halved(frames: int) -> int:
 
 @dataclass(frozen=True)
 class WhisperEncoder:
-    """`places` float32 [rows of a window, D]."""
+    """`places` float32 [rows of a window, D], and how rows are turned by theirs, None where they are not."""
 
     first: Matrix
     second: Matrix
     places: np.ndarray
     blocks: Sequence[Block]
     after: Norm
+    rope: Rope | None = None
 
     def rows(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> list[np.ndarray]:
         """Of windows, spectrograms float32 [frames, bands] and how many of their frames are of the sound: what the layers make of those,
@@ -68,7 +69,7 @@ class WhisperEncoder:
         crew.work.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
-            made.append(through(self.blocks, self._convolved(window, frames, crew), crew))
+            made.append(through(self.blocks, self._convolved(window, frames, crew), crew, self.rope))
         return made
 
     def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> np.ndarray:
@@ -93,15 +94,16 @@ def _reads(x: np.ndarray, step: int) -> np.ndarray:
 
 
 def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_norm",
-                 places: np.ndarray | None = None) -> WhisperEncoder:
-    """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given."""
+                 places: np.ndarray | None = None, layer: Stored = LAYER, rope: Rope | None = None) -> WhisperEncoder:
+    """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given, its
+    layers as `layer` says."""
     width = sizes.width
     return WhisperEncoder(
         first=weights.matrix(f"{name}conv1", width, sizes.bands * KERNEL), second=weights.matrix(f"{name}conv2", width, width * KERNEL),
         places=weights.numbers(f"{name}embed_positions.weight", sizes.places, width) if places is None else places,
-        blocks=load_layers(weights, sizes, name), after=weights.layer_norm(f"{name}{after}", width, EPS))
+        blocks=load_layers(weights, sizes, name, layer), after=weights.layer_norm(f"{name}{after}", width, EPS), rope=rope)
 
 
-def load_layers(weights: Weights, sizes: Sizes, name: str) -> list[Block]:
+def load_layers(weights: Weights, sizes: Sizes, name: str, layer: Stored = LAYER) -> list[Block]:
     """The layers of an encoder whose tensors begin with `name`."""
-    return load_blocks(weights, f"{name}layers.", sizes.layers, LAYER, Shape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))
+    return load_blocks(weights, f"{name}layers.", sizes.layers, layer, Shape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))

@@ -117,6 +117,8 @@ SIZES: Mapping[str, tuple[int, ...]] = {
     "qwen3_vl_moe_text": (151_936, 2048, 5632, 24, 16, 16)}
 # What text parts say by saying nothing where that is not what their family says then.
 UNSAID_INSIDE: Mapping[str, Mapping[str, object]] = {
+    "glmasr": {"vocab_size": 59_264, "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 28, "num_attention_heads": 16,
+               "num_key_value_heads": 4, "max_position_embeddings": 8192, "rms_norm_eps": 1e-5, "eos_token_id": [59_246, 59_253, 59_255]},
     "voxtral": {"vocab_size": 131_072, "hidden_size": 3072, "intermediate_size": 8192, "num_hidden_layers": 30, "num_key_value_heads": 8,
                 "head_dim": 128, "max_position_embeddings": 131_072, "rms_norm_eps": 1e-5, "rope_theta": 1e8}}
 # Rotary positions of several numbers, of which those of a token of text are one -> what they are then.

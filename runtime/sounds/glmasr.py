@@ -1,0 +1,62 @@
+"""GLM-ASR: windows of 30 s, with the silence behind a shorter one, through Whisper's encoder, whose rows are turned by their places instead
+of having some added; four rows side by side, and two layers to the model's width."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..config_reader import Keys
+from ..images import PLACE
+from ..images.tower import Rows
+from ..images.tower_layers import Stored, apart
+from ..images.tower_parts import Crew, Rope, turns
+from ..images.tower_weights import Weights
+from .tower_hearing import TowerHearing, Windows
+from .whisper_encoder import LARGE, halved, load_encoder
+
+LAYER = Stored(("input_layernorm", "post_attention_layernorm"), apart("self_attn.{}_proj"), "self_attn.o_proj", ("mlp.fc1", "mlp.fc2"))
+BESIDE = 4  # rows
+
+
+class GlmAsr(TowerHearing):
+    KINDS = {"glmasr_encoder": {**LARGE, "max_position_embeddings": 1500, "hidden_act": "gelu"}}
+    placeholder, written = "<|pad|>", "<|begin_of_audio|><|pad|><|end_of_audio|>"
+    asks_to_transcribe = "Please transcribe this audio into text"
+    most_seconds = 655.0  # as many as its context of 8,192 tokens was made for
+
+    def settle(self, keys: Keys) -> None:
+        said = self.said
+        self.said = said.saying(max_source_positions=said.raw["max_position_embeddings"], activation_function=said.raw["hidden_act"])
+        super().settle(keys)
+        width, heads = self.sizes.width, self.sizes.heads
+        if self.sizes.inner != BESIDE * width:
+            raise said.fail("intermediate_size", f"that of {BESIDE} rows, {BESIDE * width}")
+        if self.sizes.places % BESIDE:
+            raise said.fail("max_position_embeddings", f"a multiple of {BESIDE}")
+        if said.integer("num_key_value_heads", heads) != heads:
+            raise said.fail("num_key_value_heads", f"{heads}, as there are heads")
+        rope = Keys(said.section("rope_parameters") or {}, f"{said.where}: rope_parameters")
+        self.theta = rope.number("rope_theta", 10_000.0)
+        self.pairs = int(width // heads * (rope.number("partial_rotary_factor", None) or said.number("partial_rotary_factor", 0.5))) // 2
+
+    def tokens(self, samples: int) -> tuple[int, ...]:
+        self.demand_length(samples)
+        whole, rest = divmod(samples, self.log_mel.samples)
+        return (PLACE,) * (whole * (self.sizes.places // BESIDE) + halved(self.frames_of(rest)) // BESIDE)
+
+    def load(self, weights: Weights) -> Rows:
+        sizes, inner = self.sizes, self.sizes.inner
+        angles = np.arange(sizes.places, dtype=np.float32)[:, None] * turns(self.theta, self.pairs)
+        encoder = load_encoder(weights, sizes, "audio_tower.", "norm", np.zeros((sizes.places, sizes.width), np.float32), LAYER,
+                               Rope.of(angles))
+        project = self.to_text(weights, inner, 2 * self.config.hidden_size)
+
+        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+            made = encoder.rows([(window, self.log_mel.frames) for window, _ in windows], crew)
+            heard = [each[: halved(frames) // BESIDE * BESIDE] for each, (_, frames) in zip(made, windows, strict=True)]
+            return project(encoder.after(np.concatenate(heard)).reshape(-1, inner), crew)
+
+        return rows
+
+
+sight = GlmAsr
