@@ -12,6 +12,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import mlx_checkpoints
+import psutil
 import pytest
 import test_imported
 from conversions import FABLE, odd_model, options, run
@@ -19,6 +20,7 @@ from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from low_bit_samples import FORMATS as SAMPLES
 from pulls import MINUTE, Person
+from served import until
 
 from effllm.kernels import warm
 from effllm.kernels.cpu import packed_formats
@@ -186,10 +188,12 @@ def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> 
             time.sleep(0.02)
         with open(made.parent / "lock", "w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)  # the compiler waits
+            compilers = psutil.Process(parent.pid).children()
             parent.kill()
             parent.wait()
             before = len(list(kept.rglob("*.o")))
-    time.sleep(3)
+    assert compilers
+    until(lambda: not any(each.is_running() and each.status() != psutil.STATUS_ZOMBIE for each in compilers))
     assert len(list(kept.rglob("*.o"))) <= before + 1 and not list(kept.rglob("complete-*"))
 
 
