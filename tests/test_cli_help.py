@@ -4,16 +4,19 @@ After a wanted change: `python tests/test_cli_help.py` writes tests/golden/help.
 difference is then read in review.
 """
 
+import io
 import os
 import re
 import subprocess
 import sys
 import textwrap
 from collections.abc import Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 import typer
+from command_line import Ran
 
 from effllm.cli.app import build
 from effllm.cli.flags import flags_of
@@ -50,18 +53,27 @@ def effllm(*words: str, **variables: str) -> subprocess.CompletedProcess:
                           stdin=subprocess.DEVNULL, check=False)
 
 
+def page(*words: str) -> str:
+    with pytest.MonkeyPatch.context() as patched, redirect_stdout(io.StringIO()) as out:
+        patched.setenv("COLUMNS", str(WIDTH))
+        ran = Ran(*words, "--help")
+    assert ran.code == 0 and not ran.err, ran.err
+    return out.getvalue() + ran.out
+
+
 def all_pages() -> str:
-    """Every help page, as a person gets it, under a line that names it."""
-    pages = []
-    for words, _ in commands():
-        ran = effllm(*words, "--help")
-        assert ran.returncode == 0 and not ran.stderr, ran.stderr
-        pages.append(f"==== {' '.join(('effllm', *words))} --help\n{ran.stdout}")
-    return "\n".join(pages)
+    """Every help page under a line that names it."""
+    return "\n".join(f"==== {' '.join(('effllm', *words))} --help\n{page(*words)}" for words, _ in commands())
 
 
 def test_pages_are_the_golden_ones() -> None:
     assert all_pages() == GOLDEN.read_text(encoding="utf-8"), "if this change is wanted: python tests/test_cli_help.py"
+
+
+@pytest.mark.parametrize("words", [(), ("run",), ("eval", "kld")])
+def test_a_person_gets_these_pages(words: tuple[str, ...]) -> None:
+    ran = effllm(*words, "--help")
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, page(*words), "")
 
 
 def reference(pages: str) -> str:
