@@ -7,14 +7,17 @@ from collections.abc import Mapping
 # Training, bookkeeping and the sampling defaults that old versions kept here (generation_config.json is where we read them).
 KEYS_HARMLESS = frozenset({
     "_attn_implementation", "_attn_implementation_autoset", "_commit_hash", "_model_name_or_path", "_name_or_path", "attention_dropout",
-    "attn_implementation", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "do_sample", "early_stopping",
-    "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_llama_config", "keys_to_ignore_at_inference", "label2id",
-    "length_penalty", "max_length", "min_length", "name_or_path", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beams", "num_labels",
-    "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores", "pad_token_id", "prefix",
-    "pretraining_tp", "problem_type", "repetition_penalty", "resid_pdrop", "return_dict", "return_dict_in_generate",
-    "router_aux_loss_coef", "sep_token_id", "task_specific_params", "temperature", "tf_legacy_loss", "tie_encoder_decoder",
-    "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript", "transformers.js_config", "transformers_version",
-    "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16", "use_cache",
+    "attn_implementation", "bad_words_ids", "begin_suppress_tokens", "chunk_size_feed_forward", "classifier_dropout", "debug",
+    "decoder_start_token_id", "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "ep_size",
+    "exponential_decay_length_penalty", "finetuning_task", "forced_bos_token_id", "forced_eos_token_id", "hidden_dropout", "id2label",
+    "initializer_range", "is_decoder", "is_llama_config", "keys_to_ignore_at_inference", "label2id", "length_penalty", "max_length",
+    "micro_forward", "min_length", "name_or_path", "neftune_noise_alpha", "no_repeat_ngram_size", "num_beam_groups", "num_beams",
+    "num_labels", "num_return_sequences", "output_attentions", "output_hidden_states", "output_router_logits", "output_scores",
+    "pad_token_id", "prefix", "pretraining_tp", "problem_type", "remove_invalid_values", "repetition_penalty", "resid_pdrop", "return_dict",
+    "return_dict_in_generate", "router_aux_loss_coef", "sep_token_id", "skip_checkpoint", "suppress_tokens", "task_specific_params",
+    "temperature", "tf_legacy_loss", "tie_encoder_decoder", "tie_last_hidden_states", "tokenizer_class", "top_k", "top_p", "torchscript",
+    "transformers.js_config", "transformers_version", "typical_p", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_bfloat16",
+    "use_cache", "use_deepep",
 })
 # Key -> the one value that means "not used". null always does. What some families read is refused of those that do not.
 READ_BY_SOME: Mapping[str, object] = {
@@ -25,7 +28,7 @@ READ_BY_SOME: Mapping[str, object] = {
 }
 REFUSED_UNLESS: Mapping[str, object] = {
     "add_cross_attention": False, "compression_config": None, "cross_attention_hidden_size": None, "is_causal": True,
-    "is_encoder_decoder": False, "pruned_heads": {}, "quantization": None, "rope_interleaved": False,
+    "is_encoder_decoder": False, "moe_config": None, "pruned_heads": {}, "quantization": None, "rope_interleaved": False,
 }
 REASONS = {
     "auto_map": "the checkpoint brings its own code, which is never run",

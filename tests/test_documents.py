@@ -331,8 +331,8 @@ def test_the_sample_of_quantize_and_what_is_cheap_to_type(at_home: Path, person,
 
 
 # Of these the documents say themselves that they take their time, or they need a terminal, another model or an answer of the hub.
-DEAR = {"chat", "serve", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b", "org/model",
-        "./neurons", "32768", "--stats", "--against", "...", "--lora", "--image", "--video", "--audio", "--mcp", "author.json",
+DEAR = {"chat", "serve", "transcribe", "doctor", "bench", "calibrate-sparsity", "kv-profile", "recall", "tinyllama", "qwen3-4b",
+        "org/model", "./neurons", "32768", "--stats", "--against", "...", "--lora", "--image", "--video", "--audio", "--mcp", "author.json",
         "people.json", "letter.txt", "google/gemma-4-E2B-it-assistant"}
 
 

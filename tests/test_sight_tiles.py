@@ -6,7 +6,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
+from newer_cases import NEWER
 from retold_models import as_qianfan
+from safetensors.torch import load_file, save_file
+from saved_models import written
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, SHAPES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, seeing, words_of
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
@@ -18,8 +22,12 @@ from transformers.models.llava_next.processing_llava_next import LlavaNextProces
 from transformers.models.llava_onevision.image_processing_pil_llava_onevision import LlavaOnevisionImageProcessorPil
 from transformers.models.llava_onevision.processing_llava_onevision import LlavaOnevisionProcessor
 
+from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE
+from effllm.runtime.images.preprocessor import IMAGENET_MEAN, IMAGENET_STD
+from effllm.runtime.prepare import EngineOptions
 
 SQUARE = {"height": 32, "width": 32}
 PINPOINTS = [[32, 64], [64, 32], [64, 64], [96, 32], [32, 96], [64, 96], [96, 96]]
@@ -96,6 +104,65 @@ def test_internvl(internvl, name):
     marks = SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=4)
     ids = words_of(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
     assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+
+
+def assert_same_logits(model, folder):
+    ids = list(range(3, 40))
+    *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=64))
+    ours = np.concatenate([rows.copy() for _, rows in engine.score(ids)])
+    engine.close()
+    with torch.inference_mode():
+        theirs = model(torch.tensor([ids])).logits[0].numpy()
+    assert np.abs(ours - theirs).max() < 1e-3 * np.abs(theirs).max()
+
+
+@pytest.mark.parametrize("template", ("{{ messages[0].content }}", None), ids=("knows of no pictures", "writes them"))
+def test_internvl_as_its_makers_publish_it(template, tmp_path):
+    """The text part under another name, numbers of tiles in config.json, and a preprocessor's file that says something else."""
+    text, vision, words, more, _ = CASES["qianfan_ocr"]
+    processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD)
+    model = seeing(tmp_path, "qianfan_ocr", (text, vision, words, more, processor))
+    as_qianfan(tmp_path)
+    raw = json.loads((tmp_path / "config.json").read_text())
+    own = {key: raw["vision_config"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["InternVLChatModel"], "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
+        "downsample_ratio": 0.5, "dynamic_image_size": True, "force_image_size": 32, "llm_config": raw["text_config"],
+        "max_dynamic_patch": processor.max_patches, "min_dynamic_patch": 1, "model_type": "internvl_chat",
+        "ps_version": "v2", "select_layer": -1, "template": "internvl2_5", "use_thumbnail": True, "tie_word_embeddings": False,
+        "vision_config": {
+            **own, "model_type": "intern_vit_6b", "image_size": 32, "patch_size": 8, "qk_normalization": False, "qkv_bias": True,
+            "norm_type": "layer_norm"}}))
+    written = template or "{{ '<IMG_CONTEXT>' if messages[0].content is not string }}"
+    config_changed(tmp_path, "tokenizer_config.json", chat_template=written)
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 32}))
+    config = read_config(tmp_path, strict=True)
+    assert config.family == "qwen3" and not config.tie_word_embeddings
+    sight = opened(tmp_path)
+    assert sight.written == ("<image>\n" if template else "<IMG_CONTEXT>\n")
+    for name in ("photo", "tall", "tiny"):
+        ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
+        seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
+        assert seen.tokens == (FIRST + 1, *(PLACE,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
+    assert_same_logits(model, tmp_path)
+    for name, value in (("ps_version", "v1"), ("use_thumbnail", False)):
+        config_changed(tmp_path, "config.json", **{name: value})
+        with pytest.raises(ConfigError, match=name):
+            opened(tmp_path)
+        config_changed(tmp_path, "config.json", **{name: "v2" if name == "ps_version" else True})
+
+
+def test_internvl_on_internlm2(tmp_path):
+    """Whose head has another name too; and what its config says by the defaults of an old transformers."""
+    model = written(NEWER["internlm2"], tmp_path)
+    path = tmp_path / "model.safetensors"
+    save_file({f"language_model.{name}": tensor for name, tensor in load_file(path).items()}, path)
+    inner = {**json.loads((tmp_path / "config.json").read_text()), "bad_words_ids": None, "is_decoder": False, "num_beam_groups": 1,
+             "suppress_tokens": None, "moe_config": None, "use_deepep": False}
+    (tmp_path / "config.json").write_text(json.dumps({
+        "architectures": ["InternVLChatModel"], "llm_config": inner, "model_type": "internvl_chat", "vision_config": {}}))
+    assert read_config(tmp_path, strict=True).family == "internlm2"
+    assert_same_logits(model, tmp_path)
 
 
 @pytest.mark.parametrize("tower", ({}, {"use_mean_pooling": False, "layer_scale_init_value": 0.5}), ids=("usual", "normed at the end"))

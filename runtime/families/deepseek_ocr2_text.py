@@ -15,7 +15,7 @@ from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
 # Of training, of whether there is a head, and of latent attention, which the first configs write as nothing.
-KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "kv_lora_rank", "lm_head", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "kv_lora_rank", "lm_head", "q_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim",
                            "rm_head", "seq_aux", "v_head_dim"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "norm_topk_prob": False, "scoring_func": "softmax",
                   "sliding_window": None, "use_mla": False}

@@ -26,7 +26,7 @@ from .mixtral import expert_tensors
 from .qwen3_moe import NAMES
 
 # Of training and of serving on several machines; qk_head_dim is the sum of two that are read.
-KEYS_HARMLESS = frozenset({"aux_loss_alpha", "ep_size", "qk_head_dim", "seq_aux"})
+KEYS_HARMLESS = frozenset({"aux_loss_alpha", "qk_head_dim", "seq_aux"})
 REFUSED_UNLESS = {"layer_types": None, "mlp_bias": False, "moe_layer_freq": 1, "scoring_func": "sigmoid", "sliding_window": None,
                   "topk_method": "noaux_tc"}
 SIZES = {"vocab_size": 129_280, "hidden_size": 7168, "intermediate_size": 18_432, "num_hidden_layers": 61, "num_attention_heads": 128}

@@ -20,7 +20,7 @@ from .stablelm import biased
 
 # What other families call by these names, transformers passes over in this one.
 KEYS_HARMLESS = frozenset({"attention_probs_dropout_prob", "custom_pipelines", "gradient_checkpointing", "hidden_dropout_prob",
-                           "is_decoder", "num_key_value_heads", "rms_norm_eps"})
+                           "num_key_value_heads", "rms_norm_eps"})
 SIZES = {"vocab_size": 50_432, "hidden_size": 6144, "intermediate_size": 24_576, "num_hidden_layers": 44, "num_attention_heads": 64}
 SHARE = 0.25  # of a head that turns, where a config does not say
 PARTS = {"q": "q_proj", "k": "k_proj", "v": "v_proj"}  # once they are apart

@@ -15,7 +15,7 @@ from .qwen3_moe import NAMES
 LIKE = hunyuan_v1_dense
 # Of training, and of choices among groups, which the published ones do not make.
 KEYS_HARMLESS = hunyuan_v1_dense.KEYS_HARMLESS - {"routed_scaling_factor"} | {
-    "capacity_factor", "ep_size", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
+    "capacity_factor", "moe_drop_tokens", "moe_random_routing_dropped_token", "n_group", "n_routed_experts", "n_shared_experts",
     "topk_group", "topk_method"}
 REFUSED_UNLESS = {
     **{key: value for key, value in hunyuan_v1_dense.REFUSED_UNLESS.items() if key != "num_experts"}, "group_limited_greedy": False,

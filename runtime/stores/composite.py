@@ -40,16 +40,20 @@ OUTER_HARMLESS = frozenset({
 # either object says so: a head that is stored all the same is used.
 UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
           "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
-AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision",
+AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
              "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
              "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_SEEING,
              *families.NEMOTRON_SEEING)
 # Whose checkpoints bring code that became part of transformers.
-KNOWN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "llava_qwen2", "molmo2", "paddleocr_vl", "unlimited_ocr",
-              *families.HYPERCLOVAX_SEEING, *families.NEMOTRON_SEEING)
+KNOWN_CODE = ("deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "internvl_chat", "llava_qwen2", "molmo2", "paddleocr_vl",
+              "unlimited_ocr", *families.HYPERCLOVAX_SEEING, *families.NEMOTRON_SEEING)
 # What outer objects of some say of all parts together.
 OF_ALL: Mapping[str, frozenset[str]] = {
+    "internvl_chat": frozenset({
+        "dynamic_image_size", "force_image_size", "hidden_size", "llm_config", "max_dynamic_patch", "min_dynamic_patch",
+        "output_attentions", "pad2square", "ps_version", "select_layer", "system_message", "template", "use_backbone_lora",
+        "use_llm_lora", "use_thumbnail"}),
     **dict.fromkeys(families.NEMOTRON_SEEING, frozenset({
         "force_image_size", "image_tag_type", "img_context_token", "img_context_token_id", "img_end_token", "img_start_token", "llm_config",
         "max_num_tiles", "norm_mean", "norm_std", "ps_version", "sound_config", "sound_context_token", "sound_context_token_id", "template",
@@ -91,11 +95,11 @@ ONE_BIAS = {"paddleocr_vl": "use_bias"}  # where a text part says in a word whet
 THINKER = "thinker_config"  # of models that speak: what listens, sees and writes
 # What the text part's object was called in first configs; and what the outer class was called where that says no task.
 INNER = {**dict.fromkeys(("deepseek_ocr", "deepseek_ocr2", "unlimited_ocr"), "language_config"),
-         **dict.fromkeys(families.NEMOTRON_SEEING, "llm_config")}
+         **dict.fromkeys(("internvl_chat", *families.NEMOTRON_SEEING), "llm_config")}
 # A type that is several makers' -> the class of the one that is known, by which it is told.
 OF_CLASS = {"vlm": "HCXVisionV2"}
-OUTER_CLASSES = {**dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")), "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",),
-                 "whisper": ("WhisperForConditionalGeneration",)}
+OUTER_CLASSES = {"internvl_chat": ("InternVLChatModel",), **dict.fromkeys(families.NEMOTRON_SEEING, ("Reasoning_V3", "VL_V2")),
+                 "vlm": (f"{OF_CLASS['vlm']}ForCausalLM",), "whisper": ("WhisperForConditionalGeneration",)}
 # Which may say of the text part all in the outer object.
 FLAT = ("ernie4_5_moe_vl", "glm5_next", "hunyuan_vl", "llava_qwen2", "paddleocr_vl", "qwen2_5_vl", "qwen2_vl")
 # What text parts of some models say of images.
@@ -168,7 +172,7 @@ def _inside(raw: Mapping[str, object]) -> dict[str, object]:
     inner = Keys(Keys(raw).section(THINKER) or raw).section("text_config")
     if inner is None and kind in INNER and (older := Keys(raw).section(INNER[kind])) is not None:
         inner = dict(older)
-        if kind not in families.NEMOTRON_SEEING:  # whose window the outer object says, and whose own type is another model's
+        if INNER[kind] != "llm_config":  # whose window the outer object says, and whose own type is another model's
             inner = {"sliding_window": raw.get("sliding_window"), **inner, "model_type": families.COMPOSITE[kind][0]}
     if inner is None and kind in FLAT:
         inner = {key: value for key, value in raw.items() if key not in OUTER_HARMLESS | OF_ALL.get(str(kind), frozenset())}

@@ -22,6 +22,7 @@ from .native_names import TRANSLATED, translated
 THINKER = "thinker."  # before all that writes, of models that speak
 PARTS_BEFORE, HEAD = ("model.language_model.model.", "model.language_model.", "language_model.model.", "language_model.backbone.",
                       "model.text_model.", "language_model."), "lm_head."
+OTHER_HEAD = "output."  # of InternLM 2
 # Of families whose first checkpoints are of the model without its head.
 WITHOUT_BEFORE = {"bloom": ("h.", "word_embeddings", "ln_f."), "gpt2": ("h.", "wte.", "wpe.", "ln_f.")}
 BASE, OLDER_BASE, INSIDE = "model.", "backbone.", ("layers.", "embed_tokens.", "embedding_projection.", "norm.", "ple.")
@@ -80,7 +81,7 @@ def alone(name: str) -> str:
     if before is None:
         return own if own.startswith((*(BASE + each for each in INSIDE), HEAD)) else name
     rest = own.removeprefix(before)
-    return rest if rest.startswith(HEAD) else BASE + rest.removeprefix(OLDER_BASE)
+    return rest if rest.startswith((HEAD, OTHER_HEAD)) else BASE + rest.removeprefix(OLDER_BASE)
 
 
 def give_names(store: TensorStore, model_type: object) -> None:
