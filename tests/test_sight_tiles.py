@@ -12,7 +12,20 @@ from retold_models import as_qianfan
 from safetensors.torch import load_file, save_file
 from saved_models import written
 from sight_cases import CASES
-from sight_models import FIRST, PICTURES, SHAPES, TOWER, Cohere2Ready, config_changed, held_against, made, opened, seeing, words_of
+from sight_models import (
+    FIRST,
+    PICTURES,
+    SHAPES,
+    TOWER,
+    Cohere2Ready,
+    config_changed,
+    held_against,
+    made,
+    opened,
+    seeing,
+    seen_when_quantized,
+    words_of,
+)
 from transformers.models.aya_vision.processing_aya_vision import AyaVisionProcessor
 from transformers.models.cohere2_vision.processing_cohere2_vision import Cohere2VisionProcessor
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
@@ -119,13 +132,15 @@ def assert_same_logits(model, folder):
 @pytest.mark.parametrize("template", ("{{ messages[0].content }}", None), ids=("knows of no pictures", "writes them"))
 def test_internvl_as_its_makers_publish_it(template, tmp_path):
     """The text part under another name, numbers of tiles in config.json, and a preprocessor's file that says something else."""
+    folder = tmp_path / "whole"
+    folder.mkdir()
     text, vision, words, more, _ = CASES["qianfan_ocr"]
     processor = GotOcr2ImageProcessorPil(size=SQUARE, max_patches=4, crop_to_patches=True, image_mean=IMAGENET_MEAN, image_std=IMAGENET_STD)
-    model = seeing(tmp_path, "qianfan_ocr", (text, vision, words, more, processor))
-    as_qianfan(tmp_path)
-    raw = json.loads((tmp_path / "config.json").read_text())
+    model = seeing(folder, "qianfan_ocr", (text, vision, words, more, processor))
+    as_qianfan(folder)
+    raw = json.loads((folder / "config.json").read_text())
     own = {key: raw["vision_config"][key] for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")}
-    (tmp_path / "config.json").write_text(json.dumps({
+    (folder / "config.json").write_text(json.dumps({
         "architectures": ["InternVLChatModel"], "auto_map": {"AutoModel": "modeling_internvl_chat.InternVLChatModel"},
         "downsample_ratio": 0.5, "dynamic_image_size": True, "force_image_size": 32, "llm_config": raw["text_config"],
         "max_dynamic_patch": processor.max_patches, "min_dynamic_patch": 1, "model_type": "internvl_chat",
@@ -134,22 +149,23 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
             **own, "model_type": "intern_vit_6b", "image_size": 32, "patch_size": 8, "qk_normalization": False, "qkv_bias": True,
             "norm_type": "layer_norm"}}))
     written = template or "{{ '<IMG_CONTEXT>' if messages[0].content is not string }}"
-    config_changed(tmp_path, "tokenizer_config.json", chat_template=written)
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 32}))
-    config = read_config(tmp_path, strict=True)
+    config_changed(folder, "tokenizer_config.json", chat_template=written)
+    (folder / "preprocessor_config.json").write_text(json.dumps({"feature_extractor_type": "CLIPFeatureExtractor", "crop_size": 32}))
+    config = read_config(folder, strict=True)
     assert config.family == "qwen3" and not config.tie_word_embeddings
-    sight = opened(tmp_path)
+    sight = opened(folder)
     assert sight.written == ("<image>\n" if template else "<IMG_CONTEXT>\n")
     for name in ("photo", "tall", "tiny"):
         ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
         seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
         assert seen.tokens == (FIRST + 1, *(PLACE,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
-    assert_same_logits(model, tmp_path)
+    assert_same_logits(model, folder)
+    seen_when_quantized(tmp_path)
     for name, value in (("ps_version", "v1"), ("use_thumbnail", False)):
-        config_changed(tmp_path, "config.json", **{name: value})
+        config_changed(folder, "config.json", **{name: value})
         with pytest.raises(ConfigError, match=name):
-            opened(tmp_path)
-        config_changed(tmp_path, "config.json", **{name: "v2" if name == "ps_version" else True})
+            opened(folder)
+        config_changed(folder, "config.json", **{name: "v2" if name == "ps_version" else True})
 
 
 def test_internvl_on_internlm2(tmp_path):
