@@ -41,6 +41,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
         ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_sound(path), **how)
         told = ran.out.removesuffix("\n")
         assert ran.code == 0 and len(told) > 20 and wanted.startswith(told), ran.err
+        assert "sound of" not in ran.err
 
 
 def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
@@ -68,3 +69,16 @@ def test_what_cannot_be_is_told(whisper: tuple[Path, WhisperForConditionalGenera
     ran = Ran("transcribe", model or str(whisper[0]), str(path), *more)
     assert ran.code == code and told in ran.err and not ran.out
     assert Ran("transcribe", str(whisper[0]), str(tmp_path / "none.wav")).code == 2
+
+
+def test_a_chat_with_it_is_about_a_sound_of_half_a_minute(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
+    """Of a second, here."""
+    path = tmp_path / "talk.wav"
+    path.write_bytes(as_wav(sound(1.2)))
+    for argv, told in ((("Hello",), "drops words that come without a sound"), (("", "--audio", str(path)), "effllm transcribe")):
+        ran = Ran("run", str(whisper[0]), *argv)
+        assert ran.code == 2 and told in ran.err and not ran.out, ran.err
+    path.write_bytes(as_wav(HEARD))
+    heard, ran = (Ran(*argv, "--kv", "32bit").out for argv in (("transcribe", whisper[0], path), (
+        "run", whisper[0], "", "--audio", path, "--temp", "0")))
+    assert heard.strip() == ran.strip() != ""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
+from ..events import Event, Progress
 from ..images.senses import RATE, SOUNDS
 from .pieces import TIMED_S, Piece, pieces
 from .tower_hearing import Hearing
@@ -16,7 +17,6 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..answers.replies import Replies, Wish
-    from ..events import Event
 
 SHORTEST_S, WIDE = 10.0, ("F", "W")
 
@@ -52,7 +52,9 @@ class Writing:
     def answer(self, piece: Piece, wish: Wish, before: Sequence[dict[str, Any]] = (), variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a piece, whose rows are not held longer, behind messages that stand `before` it."""
-        sound = self.replies.demand_hearing().take(piece.samples)
+        sound = (album := self.replies.demand_hearing()).take(piece.samples)
+        if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
+            yield from (each for each in album.see([sound], cancelled) if isinstance(each, Progress))
         wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, form=None, translates=self.translates)
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
 
