@@ -29,11 +29,12 @@ PAIRS = {"exaone4_5": ("exaone4", "exaone4_5"), "glm5_next": ("glm5-next", "glm5
          "llava_next": ("llama", "mlp"), "mistral3": ("llama", "pixtral"), "internvl": ("qwen2", "internvl"),
          "glm4v": ("glm4", "glm4v"), "glm4v_moe": ("glm4moe", "glm4v"), "glm_ocr": ("glm4", "glm4v"), "kimi_k25": ("deepseek2", "kimik25"),
          "llama4": ("llama4", "llama4"), "minicpmv4_6": ("qwen35", "minicpmv4_6"), "lfm2_vl": ("lfm2", "lfm2"),
-         "lighton_ocr": ("qwen3", "lightonocr"), "paddleocr_vl": ("paddleocr", "paddleocr"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
+         "lighton_ocr": ("qwen3", "lightonocr"), "paddleocr_vl": ("paddleocr", "paddleocr"),
+         "hunyuan_vl": ("hunyuan_vl", "hunyuanvl"), "qwen2_vl": ("qwen2vl", "qwen2vl_merger"),
          "qwen2_5_vl": ("qwen2vl", "qwen2.5vl_merger"), "qwen3_vl": ("qwen3vl", "qwen3vl_merger")}
 OF_TEXT = ("model.language_model.", "language_model.model.", "model.text_model.", "model.")
 OF_TOWER = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "mm_projector.",
-            "merger.", "mlp_AR.")
+            "merger.", "mlp_AR.", "vit.")
 INTERNVL = {"layer_norm": "0", "linear_1": "1", "linear_2": "3"}
 EARLY = {"vision_tower.": "v.", "encoder.layers": "blk", "embeddings.": "", "embedding": "embd", "self_attn.": "attn_", "_proj": "",
          "layer_norm": "ln", "mlp.fc1": "ffn_down", "mlp.fc2": "ffn_up", "layrnorm": "ln", "post_layernorm": "post_ln"}
@@ -103,7 +104,10 @@ def _write_text(folder: Path, path: Path, arch: str, config: Mapping[str, object
     def change(writer: gguf.GGUFWriter) -> None:
         for key, value in _tokenizer(folder, read_config(folder)).items():
             put(writer, key, value)
-        if "mrope_section" in rope:
+        if arch == "hunyuan_vl":
+            writer.add_array(f"{arch}.rope.dimension_sections", rope["mrope_section"])
+            writer.add_float32(f"{arch}.rope.scaling.alpha", rope["alpha"])
+        elif "mrope_section" in rope:
             writer.add_array(f"{arch}.rope.dimension_sections", [*rope["mrope_section"], 0])
         if arch == "qwen3vl":
             writer.add_uint32("qwen3vl.n_deepstack_layers", len(config["vision_config"]["deepstack_visual_indexes"]))
@@ -207,6 +211,9 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
     if projector == "paddleocr":
         curve["vision.image_size"] = int(processor["size"]["longest_edge"] ** 0.5)
     points = {"vision.image_min_pixels": processor["size"]["shortest_edge"], "vision.image_max_pixels": processor["size"]["longest_edge"]}
+    if projector == "hunyuanvl":
+        return {**curve, **points, "vision.attention.layer_norm_epsilon": vision["rms_norm_eps"], "vision.image_size":
+                vision["max_image_size"], "vision.spatial_merge_size": vision["spatial_merge_size"]}
     if projector in ("exaone4_5", "qwen2.5vl_merger"):
         every = vision["fullatt_block_indexes"][0] + 1
         grouped = {"vision.attention.head_count_kv": vision.get("num_key_value_heads")}
@@ -272,6 +279,8 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
                 yield f"{begin}{names_of[stem.removeprefix(before)]}.{kind}", values
                 return
         own = own.replace("vision_tower.", "vision_tower.vision_model.")
+    if projector == "hunyuanvl" and "position_embedding" in own:
+        values = values[1:]
     if projector == "paddleocr":
         own = own.replace("visual.", "model.")
     if ".qkv." in own and projector in ("qwen2vl_merger", "qwen2.5vl_merger"):

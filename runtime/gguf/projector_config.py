@@ -381,11 +381,20 @@ def _paddle(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
                                                                      "resample": BICUBIC}
 
 
+def _hunyuan(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
+    """Of its places the file has those of patches alone."""
+    patch, count = tower["patch_size"], _tensor(header, "v.position_embd.weight").shape[0]
+    points = {f"{bound}_pixels": keys.get(f"image_{bound}_pixels") for bound in ("min", "max")}
+    vision = {"model_type": "hunyuan_vl_vision", **tower, "max_image_size": isqrt(count) * patch if type(patch) is int else patch,
+              "rms_norm_eps": tower["layer_norm_eps"], "hidden_act": _curve(keys, "gelu"), "places_before": 0,
+              "spatial_merge_size": keys.get("spatial_merge_size", 2)}
+    return {"model_type": "hunyuan_vl", "vision_config": vision}, {"image_processor_type": "HunYuanVLImageProcessor", **points}
+
+
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "gemma3nv": _gemma3n, "paddleocr": _paddle,
+    "gemma3nv": _gemma3n, "hunyuanocr": _hunyuan, "hunyuanvl": _hunyuan, "paddleocr": _paddle,
     "exaone4_5": _qwen("exaone4_5", _groups), "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral,
-    "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3, "gemma4v": _gemma4,
-    "gemma4uv": _gemma4_flat,
+    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3,
+    "gemma4v": _gemma4, "gemma4uv": _gemma4_flat,
     "lfm2": _lfm2, "qwen2vl_merger": _qwen("qwen2vl_merger", _plain), "qwen2.5o": _qwen("qwen2.5o", _windows),
     "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

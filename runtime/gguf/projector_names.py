@@ -88,6 +88,14 @@ _PIXTRAL = Projector(
     {"v.patch_embd": "vision_tower.patch_conv", "v.pre_ln": "vision_tower.ln_pre", "mm.input_norm": "multi_modal_projector.norm",
      "mm.patch_merger": "multi_modal_projector.patch_merger.merging_layer", "mm.1": "multi_modal_projector.linear_1",
      "mm.2": "multi_modal_projector.linear_2"}, "mm.2.weight", halves=True, unused=frozenset({"v.token_embd.img_break"}))
+_MERGER = "vision_tower.patch_merger."
+_HUNYUAN = Projector(
+    "vision_tower.layers.", {**_SIGLIP, "attn_out": "self_attn.o_proj"},
+    {**{key: name for key, name in _embeddings("vision_tower").items() if key != AFTER},
+     **{f"mm.{theirs}": _MERGER + ours for theirs, ours in (("pre_norm", "before_rms"), ("0", "proj_conv"), ("2", "proj_out"), (
+         "model.fc", "mlp"), ("post_norm", "after_rms"))}}, "mm.model.fc.weight",
+    whole={"v.image_newline": f"{_MERGER}image_newline", **{f"mm.image_{end}": f"{_MERGER}image_{end}" for end in ("begin", "end")}},
+    texts=("hunyuan_vl",), unused=frozenset({"v.view_seperator"}))
 _STEPS = ("conv_exp", "bn1", "conv_pwl", "bn2", *(f"{step}.{part}" for step in ("dw_start", "dw_mid", "pw_exp", "pw_proj") for part in (
     "conv", "bn")), *(f"attn.{each}.proj" for each in ("query", "key", "value", "output")), *(f"attn.{each}.{part}" for each in (
         "key", "value") for part in ("down_conv", "norm")), "norm")
@@ -128,6 +136,7 @@ PROJECTORS: Mapping[str, Projector] = {
         "visual.vision_model.encoder.layers.", _SIGLIP,
         {**_embeddings("visual.vision_model"), "mm.input_norm": "projector.pre_norm",
          **{f"mm.{number}": f"projector.linear_{number}" for number in (1, 2)}}, "mm.2.weight", texts=("paddleocr",)),
+    "hunyuanvl": _HUNYUAN, "hunyuanocr": _HUNYUAN,
     "lfm2": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
         {**_embeddings("vision_tower"), "mm.input_norm": "multi_modal_projector.layer_norm", "mm.1": "multi_modal_projector.linear_1",

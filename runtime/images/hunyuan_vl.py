@@ -59,8 +59,8 @@ class HunyuanVl(QwenPatches):
         curve = keys.choice("hidden_act", CURVES, "gelu")
         edge, name = keys.integer("max_image_size", high=1 << 14) // self.patch, "vision_tower."
         embedding = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2, bias=True)
-        # the first place is that of a row that there is no longer
-        table = weights.numbers(f"{name}embeddings.position_embedding.weight", edge**2 + 1, width)[1:].reshape(edge, edge, width)
+        before = keys.integer("places_before", 1, low=0, high=1)  # of a row that there is no longer, which files leave out
+        table = weights.numbers(f"{name}embeddings.position_embedding.weight", edge**2 + before, width)[before:].reshape(edge, edge, width)
 
         blocks = load_blocks(weights, f"{name}layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
                              Shape(width, inner, self.heads, curve, eps, bias=(True, True)))

@@ -26,7 +26,7 @@ from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
 from . import Sight, made_of
 from .senses import PICTURES, Sense
-from .turning import shared_out
+from .turning import IN_ORDER, shared_out
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -119,5 +119,5 @@ def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndar
     """Of a model type."""
     key = f"{text.get('general.architecture')}.{sections.KEY}"
     stated = text.get(key)
-    stated = stated.tolist()[:3] if isinstance(stated, np.ndarray) else None
+    stated = stated.tolist()[: 4 if kind in IN_ORDER else 3] if isinstance(stated, np.ndarray) else None
     return shared_out(kind, stated, config, key)
