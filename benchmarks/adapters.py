@@ -8,7 +8,6 @@ engines hold the same random weights of the `tinyllama-1.1b` shape. Ratios are t
 them what of a token's bytes the adapter is.
 """
 
-import argparse
 import json
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from effllm.runtime.events import Progress
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.measuring.synthetic import synthetic_config
 from effllm.runtime.prepare import EngineOptions
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 SHAPE, PROMPT, TOKENS = "tinyllama-1.1b", 512, 32
 INTRO = "A model with a LoRA adapter beside all its matrices, and without, by turns. Ratios within a round, medians over rounds."
@@ -78,12 +77,11 @@ def seconds(engine: Engine, ids: list[int]) -> tuple[float, float]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 16, 64])
     parser.add_argument("--dora", type=int, nargs="*", default=[16], metavar="RANK")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     asked = parser.parse_args()
     ids, figures = np.random.default_rng(0).integers(0, 32000, PROMPT).tolist(), []
     plain, _ = opened(asked.bits)

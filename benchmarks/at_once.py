@@ -13,7 +13,6 @@ from statistics import median
 
 import numpy as np
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.answers.rounds import Rounds
 from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import Engine, open_prepared
@@ -21,7 +20,7 @@ from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 INTRO = ("Random weights; several answers written by one model at once, by turns with one of them alone. Each token of each is the one "
          "that it writes alone. Ratios of tokens a second within a round, medians over rounds.")
@@ -81,15 +80,13 @@ def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--shape", default="tinyllama-1.1b")
     parser.add_argument("--bits", type=int, default=4)
     parser.add_argument("--kv", default="16bit")
     parser.add_argument("--depth", type=int, nargs="+", default=[256, 1000])
     parser.add_argument("--tokens", type=int, default=32)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     figures = [figure for depth in options.depth for figure in measured(options, depth)]
     shape, cache = ("" if each == usual else f"-{each}" for each, usual in ((options.shape, "tinyllama-1.1b"), (options.kv, "16bit")))

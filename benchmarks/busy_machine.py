@@ -10,7 +10,6 @@ llama.cpp, since its users are told to leave a core. Ratios within a round, medi
 Needs gguf and llama-cpp-python.
 """
 
-import argparse
 import subprocess
 import sys
 import time
@@ -23,7 +22,7 @@ from platformdirs import user_cache_path
 
 from effllm.offload.hardware import cpu_threads
 from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 PEERS = {"4": "Q4_0", "3": "Q3_K_M", "2": "Q2_K", "8": "Q8_0"}
 TOKENS, PROMPT, WARM = 32, 256, 4
@@ -73,12 +72,11 @@ def figures(sides: Sequence[Child], own: Sequence[str], count: int, rounds: int,
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--bits", choices=PEERS, default="4")
     parser.add_argument("--busy", type=int, nargs="+", default=[0, 1, 2], help="processes that want a core each")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm-benchmarks"), help="where the files are made and kept")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     all_cores = cpu_threads()
     counts = [all_cores, *([all_cores - 1] if all_cores > 1 else [])]

@@ -9,7 +9,6 @@ choice by itself take turns over the same pages; figures are medians.
 Needs 0.6 GB of memory for DeepSeek's shape at the largest depth, and half a minute.
 """
 
-import argparse
 from dataclasses import dataclass, replace
 from statistics import median
 from time import perf_counter
@@ -21,11 +20,10 @@ from effllm.kernels.index_shape import IndexShape
 from effllm.kernels.layout import F16, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.hardware import cpu_threads
 from effllm.quant.kv import RawCodec
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 DEPTHS, WARM = (2048, 8192, 32_768, 131_072), 2
 INTRO = ("Attention of one layer for one token, with an indexer and its choice, against the same over all tokens: {threads} threads, "
@@ -82,12 +80,10 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--shape", nargs="+", default=list(SHAPES), choices=list(SHAPES))
     parser.add_argument("--depth", type=int, nargs="+", default=list(DEPTHS))
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--rounds", type=int, default=15)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     pool, figures = ThreadPool(options.threads), []
     for name in options.shape:

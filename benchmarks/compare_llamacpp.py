@@ -15,7 +15,6 @@ over rounds. Token embedding and head have one type on both sides: Q6_K and 6 bi
 Needs gguf and llama-cpp-python, and torch for an int8 product; wants the machine to itself for some ten minutes.
 """
 
-import argparse
 import shutil
 import sys
 import time
@@ -27,11 +26,10 @@ from statistics import median
 from platformdirs import user_cache_path
 
 import roof_compute
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, Cost, file_nbytes, own_folder, peer_file, quantize_own, quantize_peer, random_folder, result_name
-from report import Figure, publish
+from report import Figure, parser_of, publish
 from yardsticks import PASSES as PASSES_OF_PRODUCTS
 from yardsticks import Roof, Yardsticks
 
@@ -201,7 +199,7 @@ def quantizing(folder: Path, work: Path, schedule: Schedule, threads: int, extra
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--bits", nargs="*", default=list(PEERS), choices=list(PEERS), help="widths to compare (default: all)")
     parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
     parser.add_argument("--layers", type=int, help="of the shape (default: all)")
@@ -209,11 +207,9 @@ def main() -> int:
     parser.add_argument("--quantize", action="store_true", help="measure quantizing as well")
     parser.add_argument("--quantize-args", type=str.split, default=[], metavar="'ARG ...'", help="further arguments of `effllm quantize`")
     parser.add_argument("--alone", nargs="*", default=[], metavar="SHAPE", help="shapes to hold against the read roof at 4 bits")
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--results", metavar="NAME", help="keep them under this name (compare-llamacpp, with a shape that was given)")
-    parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     given = dict(item.split("=", 1) for item in arguments.ours)
     schedule, threads = QUICK if arguments.quick else Schedule(), arguments.threads

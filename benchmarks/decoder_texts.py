@@ -10,7 +10,6 @@ stored in. All begin with token ids and read the same texts by turns with as man
 Needs torch and transformers (`make setup`), 5 GB of memory, 1 GB of disk and some three minutes.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -21,10 +20,9 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.answers.embedding import LAST, vectors
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 VOCAB, NEAR = 151669, 0.99  # NEAR: how near vectors of random weights in 16 bits are by two ways of computing
 INTRO = ("A decoder of {layers} layers of 1,024 channels, 16 heads, 8 of keys, and an inner layer of 3,072 (Qwen3-Embedding-0.6B's shape), "
@@ -66,13 +64,11 @@ def theirs(model: Qwen3Model, rows: list[list[int]]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--texts", type=int, default=64)
     parser.add_argument("--tokens", type=int, nargs=2, default=[24, 40])
     parser.add_argument("--layers", type=int, default=28)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     threads, draw, (low, high) = options.threads, np.random.default_rng(0), options.tokens
     torch.set_num_threads(threads)

@@ -10,7 +10,6 @@ are medians of the rounds.
 Needs torch and transformers (`make setup`), and less than a minute.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -22,9 +21,8 @@ import tokenizers
 import torch
 from transformers import BertConfig, BertModel
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encoder, plan_encoder, tokenizer_of
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 VOCAB = 30522
 IDLE_S = 0.05  # before a turn: torch's threads look for more work for a while, on the cores that the other side would have
@@ -64,12 +62,10 @@ def theirs(model: BertModel, rows: list[list[int]]) -> np.ndarray:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--texts", type=int, nargs="+", default=[64, 1])
     parser.add_argument("--tokens", type=int, nargs=2, default=[8, 32])
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     threads, figures, draw = options.threads, [], np.random.default_rng(0)
     torch.set_num_threads(threads)

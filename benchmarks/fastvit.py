@@ -11,7 +11,6 @@ torch. Both look at the same values by turns with as many threads. Figures are m
 Needs 3 GB of memory (6 with --mobilenet), torch and safetensors (`make setup`), and a minute (some with --mobilenet).
 """
 
-import argparse
 import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -34,7 +33,7 @@ from effllm.runtime.images.perception_encoder import ARCHITECTURES as ENCODERS
 from effllm.runtime.images.perception_encoder import load_encoder
 from effllm.runtime.images.tower_parts import Crew
 from effllm.runtime.images.tower_weights import Weights
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 ENCODER = "vit_pe_lang_large_patch14_448"
 PREFIX, ROWS = "vision_tower.timm_model.", 16  # rows of a picture in a row and in a column
@@ -100,11 +99,10 @@ def read(model: torch.nn.Module, tower: Tower) -> Look:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--mobilenet", action="store_true", help="Gemma 3n's tower")
     parser.add_argument("--perception", action="store_true", help="Perception LM's tower of 300 million weights")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     tag = "mobilenet" if options.mobilenet else "perception" if options.perception else "fastvit"
     tower, threads = TOWERS[tag], cpu_threads()

@@ -10,7 +10,6 @@ ratios are taken within a round, figures are medians over rounds. Token embeddin
 Needs gguf and llama-cpp-python; wants the machine to itself for some minutes.
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,10 +18,9 @@ from statistics import median
 from platformdirs import user_cache_path
 
 from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, file_nbytes, own_folder, peer_file, random_folder, result_name
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 OWN, FULL = "own 4-bit folder", Schedule(6, 3)
 INTRO = ("Random weights, the same on all sides, all run by effllm; 16-bit KV cache; batch 1; medians over rounds in which the sides "
@@ -49,13 +47,11 @@ def figures_of(sides: Sequence[Child], schedule: Schedule, roof: Roof, threads: 
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--types", nargs="+", default=["Q4_0", "Q4_K_M"], help="files of llama-quantize to run")
     parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     threads = arguments.threads
     folder = random_folder(arguments.shape, arguments.work)

@@ -7,7 +7,6 @@ rounds, ratios are taken within one. The card's roof is a sum over 1 GiB there. 
     python benchmarks/gpu_decode.py [--shape tinyllama-1.1b] [--bits bf16 4bit 8bit] [--rounds 10] [--no-results]
 """
 
-import argparse
 import sys
 import time
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
-from report import GIB, Figure, publish
+from report import GIB, Figure, parser_of, publish
 
 TOKENS, PROMPT, CTX = 16, 512, 1024
 SIDES = {"card": "one kernel a product", "torch": "torch's operations", "cpu": "CPU"}
@@ -98,11 +97,10 @@ def measured(shape: str, bits: str, rounds: int) -> Iterator[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--shape", default="tinyllama-1.1b")
     parser.add_argument("--bits", nargs="+", default=["bf16", "4bit", "8bit"])
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--no-results", action="store_true")
     arguments = parser.parse_args()
     figures = [figure for bits in arguments.bits for figure in measured(arguments.shape, bits, arguments.rounds)]
     name = torch.cuda.get_device_name() if torch.cuda.is_available() else "a simulated GPU"

@@ -10,7 +10,6 @@ token reads packed pages.
 Models bring their profile (`effllm eval kv-profile`).
 """
 
-import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -19,7 +18,7 @@ import numpy as np
 
 from kv_model import Score, text_windows
 from kv_system import OURS, engine_answers, scored
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 CTX = 832
 
@@ -38,11 +37,10 @@ def measured(folder: Path, windows: Sequence[Sequence[int]]) -> Iterator[tuple[s
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=64)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     figures = []
     for folder in options.models:

@@ -12,16 +12,14 @@ Needs the files that compare_llamacpp.py makes (they are made where absent), ggu
 some ten minutes, most of them llama.cpp's prompts.
 """
 
-import argparse
 from pathlib import Path
 from statistics import median
 
 from platformdirs import user_cache_path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.measuring.synthetic import SHAPES
 from llamacpp_sides import SHAPE, Child, own_folder, peer_file, random_folder, result_name
-from report import Figure, publish
+from report import Figure, parser_of, publish
 from yardsticks import Roof
 
 PEERS = {"f16": "off,f16,f16", "q8_0 K, f16 V": "off,q8_0,f16", "q4_0, flash attention": "on,q4_0,q4_0",
@@ -33,15 +31,13 @@ INTRO = ("Random weights of 4 bits at the shape of {shape} (ours codebook4:16, l
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--depth", type=int, default=4096)
     parser.add_argument("--kv", nargs="+", default=["4bit", "16bit"])
     parser.add_argument("--shape", default=SHAPE, choices=list(SHAPES))
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--peers", nargs="*", default=list(PEERS), choices=list(PEERS), help="llama.cpp's caches (default: all)")
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     rounds, ctx = (3 if options.quick else 7), options.depth + SLACK
     folder = random_folder(options.shape, options.work)

@@ -9,12 +9,10 @@ where it has one (`--plain`: without, all heads alike).
 A picture in two colours goes beside the table: the darker, the more divergence, a tenth of the logarithm's range a step.
 """
 
-import argparse
 from collections.abc import Sequence
 from math import log10
 from pathlib import Path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.kv.kv_profile_run import without_profile
@@ -22,7 +20,7 @@ from effllm.runtime.measuring.evaluate import KldResult, kld, windows
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.text import Tokenizer
-from report import RESULTS, Figure, machine_slug, publish
+from report import RESULTS, Figure, machine_slug, parser_of, publish
 
 WIDTHS = (8, 6, 5, 4, 3, 2)
 CELL, MARGIN = 84, 56
@@ -80,14 +78,12 @@ def _text(x: float, y: float, words: str, fill: str = "black") -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=12)
     parser.add_argument("--ctx", type=int, default=832, help="64 + a multiple of 128")
     parser.add_argument("--plain", action="store_true", help="without the model's profile")
-    parser.add_argument("--threads", type=int, default=cpu_threads())
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     text = first_windows(options.model, options.text.read_text(encoding="utf-8"), options.ctx, options.windows)
     found = scored(options.model, text, options.ctx, options.threads, options.plain)

@@ -8,7 +8,6 @@ Sealing: one page of 22 layers, from 16-bit slots, headers and checksums include
     python benchmarks/kv_kernels.py [--heads 32 8 128] [--bits 10 8 6 5 4 3 2] [--threads N] [--quick] [--no-results]
 """
 
-import argparse
 import time
 from statistics import median
 from typing import NamedTuple
@@ -20,13 +19,12 @@ from effllm.kernels.cpu.roof import read_bandwidth
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.hardware import cpu_threads
 from effllm.offload.memory import anonymous
 from effllm.quant.kv import PackedFormat, codec
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape
-from report import GIB, Figure, publish
+from report import GIB, Figure, parser_of, publish
 
 TOKENS, LAYERS = 16384, 22
 INTRO = ("One token, {} query and {} KV heads of {}, 16,384 tokens, layers in turn over a gigabyte of pages; random keys and values, the "
@@ -68,12 +66,10 @@ def filled(cache: KVCache, layers: int, heads: Heads = SHAPE) -> list[float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--heads", nargs=3, type=int, default=SHAPE, metavar=("QUERIES", "KV", "DIM"))
     parser.add_argument("--bits", nargs="+", default=["10", "8", "6", "5", "4", "3", "2"])
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="a quarter of the pages and fewer rounds")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     pool, heads = ThreadPool(options.threads), Heads(*options.heads)
     names = [f"{bits}bit" for bits in options.bits] + ["16bit"]

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import numpy as np
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
 from kv_tiers import opened, repeat_page
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 SHAPE, SHORT, LONG = "tinyllama-1.1b", 1024, 32768
 MIB = 1 << 20
@@ -87,12 +86,10 @@ def figures(kv: str, long: int, threads: int) -> Iterator[Figure]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--kv", nargs="+", default=["16bit", "8bit", "4bit", "2bit"])
     parser.add_argument("--ctx", type=int, default=LONG)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--one", nargs=2, metavar=("KV", "CTX"), help=argparse.SUPPRESS)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     asked = parser.parse_args()
     if asked.one:
         kv, ctx = asked.one

@@ -7,28 +7,24 @@ Ratios are at equal bits: moved along 6.02 dB a bit from those that a cache came
     python benchmarks/kv_policies.py --models DIR ... --text heldout.txt [--kv 4bit] [--windows 8] [--ctx 1600]
 """
 
-import argparse
 from pathlib import Path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.measuring.evaluate import KldResult, kld
 from effllm.runtime.policy import POLICIES
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 from kv_grid import first_windows, opened
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--kv", default="4bit", choices=("3bit", "4bit", "5bit", "6bit"))
     parser.add_argument("--windows", type=int, default=8)
     parser.add_argument("--ctx", type=int, default=1600, help="64 + a multiple of 128")
-    parser.add_argument("--threads", type=int, default=cpu_threads())
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     figures, text = [], options.text.read_text(encoding="utf-8")
     lines = ["| model | cache | packed bits | tokens | KLD | 99% | same top token |", "|---|---|---:|---:|---:|---:|---:|"]

@@ -7,7 +7,6 @@ row says something about the cache where the exact one is right at least 99 time
     python benchmarks/kv_recall.py --models DIR ... --text heldout.txt [--ctx 512 1024 2048] [--kv 4bit 2bit]
 """
 
-import argparse
 from pathlib import Path
 
 from effllm.runtime.config import read_config
@@ -15,7 +14,7 @@ from effllm.runtime.measuring.recall import SURE, RecallResult, recall
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 from kv_grid import opened
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 
 def asked(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
@@ -29,12 +28,11 @@ def asked(folder: Path, text: str, ctx: int, kv: str) -> RecallResult:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--ctx", type=int, nargs="+", default=[512, 1024, 2048])
     parser.add_argument("--kv", nargs="+", default=["4bit", "2bit"])
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     text, figures = options.text.read_text(encoding="utf-8"), []
     lines = ["| model | context | facts within | cache | numbers' tokens | right | right with an exact cache | counts |",

@@ -11,7 +11,6 @@ and the newest 128 tokens exact, llama.cpp packs every token. A row that was sco
 Models bring their profile (`effllm eval kv-profile`). Needs llama-cpp-python.
 """
 
-import argparse
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,7 +29,7 @@ from kv_grid import opened
 from kv_model import FIRST, Score, text_windows
 from llamacpp_files import write_gguf
 from llamacpp_run import CACHE, Peer
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 OURS = ("8bit", "6bit", "5bit", "4bit", "3bit", "2bit")
 THEIRS = tuple(name for name in CACHE if name not in ("f32", "f16"))
@@ -164,7 +163,7 @@ def ratios(found: dict[str, tuple[float, Score]]) -> Iterator[tuple[str, str, fl
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--models", type=Path, nargs="+", required=True)
     parser.add_argument("--text", type=Path, required=True)
     parser.add_argument("--windows", type=int, default=64)
@@ -172,7 +171,6 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=math.inf)
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "kv-system")
     parser.add_argument("--results", default="kv-system", metavar="NAME", help="what the file of results is called")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     kept, tables, every = Kept(options.work, options.seconds), [], []
     for folder in options.models:

@@ -8,7 +8,6 @@ over rounds. Two checkouts are compared by running each from its own folder, by 
     python benchmarks/low_bit_stream.py [--formats codebook4:16 ...] [--tokens 1] [--threads N] [--rounds 9] [--no-results]
 """
 
-import argparse
 import time
 from statistics import median
 
@@ -19,10 +18,9 @@ from effllm.kernels.cpu.packed_formats import table_at
 from effllm.kernels.cpu.packed_matrix import FIELDS, kind_of
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.tiles import SCHEMES, TILE
-from effllm.offload.hardware import cpu_threads
 from effllm.quant.spec import QuantSpec
 from gemm_int8 import aligned, random_weight
-from report import Figure, publish
+from report import Figure, parser_of, publish
 from yardsticks import Roof
 
 FORMATS = ("codebook4:16", "codebook3:16", "codebook2:16", "symmetric8:32", "symmetric6:32", "affine4:64")
@@ -62,12 +60,10 @@ class Stream:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--formats", nargs="+", default=FORMATS)
     parser.add_argument("--tokens", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     pool, roof, figures = ThreadPool(options.threads), Roof(options.threads), []
     for text in options.formats:

@@ -9,7 +9,6 @@ threads, the weights of ours as they are stored. Figures are medians of the roun
 Needs 4 GB of memory, 4 GB of disk, torch and transformers (`make setup`), and some three minutes.
 """
 
-import argparse
 import json
 import tempfile
 from pathlib import Path
@@ -23,7 +22,7 @@ from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.images import PICTURES, Work, sight_of
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 PATCH, WIDTH = 14, 64
 TEXT = {"hidden_size": WIDTH, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1,
@@ -76,11 +75,10 @@ def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__)
     parser.add_argument("--patches", type=int, nargs="+", default=[729, 4096])
     parser.add_argument("--layers", type=int, nargs="+", default=[27, 3])
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     threads, figures = cpu_threads(), []
     torch.set_num_threads(threads)

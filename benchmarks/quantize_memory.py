@@ -8,7 +8,6 @@ written as fast as the disk takes them. The folders are removed afterwards; the 
 packed caches is left out: it is a run of the result, whose memory is what `effllm plan` says.
 """
 
-import argparse
 import shutil
 import sys
 import tempfile
@@ -18,11 +17,10 @@ from pathlib import Path
 
 from platformdirs import user_cache_path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.measuring.synthetic import SHAPES, SyntheticStore, synthetic_config
 from llamacpp_sides import file_nbytes, quantize_own
 from made_folder import of_store, write_folder
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 INTRO = ("`effllm quantize --bits 4 --method rtn` of random bf16 weights, {threads} threads, without the profile for packed caches. Peak: "
          "VmHWM of the process, mapped files and the program itself included.")
@@ -49,11 +47,9 @@ def measured(shape: str, work: Path, threads: int) -> Iterator[Figure]:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--shapes", nargs="+", default=["llama3-8b", "tinyllama-1.1b"], choices=list(SHAPES))
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--no-results", action="store_true", help="print only")
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)
     figures = [figure for shape in asked.shapes for figure in measured(shape, asked.work, asked.threads)]

@@ -4,6 +4,7 @@ The file is named after the benchmark and the machine and begins with date, mach
 cannot be compared with anything. It is replaced by the next run on the same machine; the history is git's.
 """
 
+import argparse
 import json
 import platform
 import re
@@ -20,6 +21,16 @@ from effllm.offload.hardware import cpu_name, cpu_threads, memory_total
 
 RESULTS = Path(__file__).resolve().parent / "results"
 GIB = 1 << 30
+
+
+def parser_of(text: str | None, threads: bool = False) -> argparse.ArgumentParser:
+    """What reads the command line of a script that says `text` of itself, with what every one that keeps results takes, and where `threads`
+    are its own to choose their number."""
+    parser = argparse.ArgumentParser(description=text, formatter_class=argparse.RawDescriptionHelpFormatter)
+    if threads:
+        parser.add_argument("--threads", type=int, default=cpu_threads())
+    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
+    return parser
 
 
 @dataclass(frozen=True)

@@ -9,27 +9,23 @@ A round takes both sides in turns of a few tokens; ratios are taken within a rou
 Needs llama-cpp-python; wants the machine to itself for some minutes.
 """
 
-import argparse
 import sys
 from pathlib import Path
 from statistics import median
 
 from compare_llamacpp import PROMPT, QUICK, TOKENS, Roof, Schedule, counted, decode_round, middle, prefill_round
-from effllm.offload.hardware import cpu_threads
 from llamacpp_sides import Child, file_nbytes
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 OWN, PEER, FULL = "effllm", "llama.cpp", Schedule(6, 3)
 INTRO = "One file on both sides; 16-bit KV cache; batch 1; medians over rounds in which the sides alternate."
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("file", type=Path)
     parser.add_argument("--name", help="of the result, by default that of the file")
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--no-results", action="store_true", help="print only")
     asked = parser.parse_args()
     schedule, roof = QUICK if asked.quick else FULL, Roof(asked.threads)
     sides, figures = [Child(name, kind, asked.file, asked.threads) for name, kind in ((OWN, "own"), (PEER, "peer"))], []

@@ -7,7 +7,6 @@ Random weights of 4 bits (made once, as for compare_llamacpp.py). One engine rea
 then run one more token. Files are read back from the page cache and, in a second figure, after they have been dropped from it.
 """
 
-import argparse
 import os
 import tempfile
 import time
@@ -17,27 +16,24 @@ from statistics import median
 import numpy as np
 from platformdirs import user_cache_path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache, save_cache
 from effllm.runtime.sessions.saved_format import SavedSession
 from effllm.runtime.sessions.session_store import SessionStore
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 INTRO = ("Random weights at the shape of {shape} in 4 bits (codebook4:16), {tokens} tokens, --kv {kv}, {threads} threads. Restoring counts "
          "all from the session's file to the engine that holds it: reading, checksums, the model's identity. Sizes count every file.")
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--shape", default="tinyllama-1.1b")
     parser.add_argument("--tokens", type=int, default=2000)
     parser.add_argument("--kv", default="4bit")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     from llamacpp_sides import own_folder, random_folder, result_name
 

@@ -13,16 +13,14 @@ The other side is this checkout; both folders have to be called `effllm`. NUMBA_
 set on both. `--model` takes a folder or random weights in memory, `synthetic:SHAPE:BITS`; without it both have TinyLlama's shape at 4 bits.
 """
 
-import argparse
 import os
 import subprocess
 import sys
 from pathlib import Path
 from statistics import median
 
-from effllm.offload.hardware import cpu_threads
 from llamacpp_sides import CTX
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 HERE = Path(__file__).resolve().parent
 PROMPT = 17  # tokens from which a pass is a prompt: no draft is longer
@@ -91,16 +89,14 @@ class Side:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("other", type=Path)
     parser.add_argument("--model", default="synthetic:tinyllama-1.1b:4", help="a folder, or random weights: synthetic:SHAPE:BITS")
     parser.add_argument("--tokens", type=int, nargs="+", default=[1, 2, 4, 8, 16])
     parser.add_argument("--depth", type=int, default=0, help="tokens before the passes (default: a few)")
     parser.add_argument("--kv", default="16bit")
     parser.add_argument("--rounds", type=int, default=25)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--results", default="two-checkouts", metavar="NAME", help="keep them under this name")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     other = options.other.resolve()
     if other.name != HERE.parent.name or not (other / "pyproject.toml").is_file():

@@ -24,13 +24,12 @@ from statistics import median
 import torch
 from platformdirs import user_cache_path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
 from effllm.runtime.text import Tokenizer
 from llamacpp_imatrix import TOKENS, calibration_ids
 from llamacpp_peers import FORMATS, LINES, TABLES, Peers, Row, peers_at, ratio, select
 from llamacpp_score import Reference, Score, container, heldout_windows, reference, score_engine, score_tensors
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 __all__ = ["Peers", "Score", "container", "heldout_windows", "peers_at", "ratio", "reference", "score_tensors"]
 
@@ -109,7 +108,7 @@ class OneModel:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--text", type=Path, required=True, help="held-out text, scored")
     parser.add_argument("--calib", type=Path, required=True, help="text of the importance matrix: .txt, or .jsonl.xz with a field text")
     parser.add_argument("--calib-tokens", type=int, default=TOKENS)
@@ -122,10 +121,8 @@ def main() -> int:
     parser.add_argument("--imatrix", nargs="*", choices=FORMATS, metavar="TYPE",
                         help="formats that are made with the importance matrix too (default: all of --formats)")
     parser.add_argument("--head", default="", help="llama.cpp's type of token embedding and output, such as Q8_0 (default: its own choice)")
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     parser.add_argument("--results", default="weight-quality", metavar="NAME", help="what the kept result is called (weight-quality)")
-    parser.add_argument("--no-results", action="store_true", help="print only")
     arguments = parser.parse_args()
     if len(arguments.ours) % len(arguments.models):
         parser.error(f"{len(arguments.ours)} folders for {len(arguments.models)} models: give as many for each")
