@@ -4,43 +4,45 @@ A family says which config keys it uses, which tensors it has by role, and how a
 one: a file with the members of `Family`, and its name in FAMILIES; `docs/architecture/families.md` has the steps. What a file does not say
 is as in the family that it names in LIKE, and where it names none, as in Llama.
 
-Roles of a layer: input_norm, q, k, v, q_norm, k_norm, o, o_norm, post_norm, gate, up, down, down_norm, and `<role>_bias`: input_norm and
-post_norm come before attention and MLP, `<matrix>_norm` after that matrix, attn_sub_norm and ffn_sub_norm before o and down, entry_norm
-before the first layer, or, with middle_norm, in the place of what it norms; sinks are logits of attention, one a query head, and
-attn_gate makes gates of what is attended to. In a mixture router and `experts.<number>.<role>` take the place of gate, up and down, and
-`shared.<role>` are those of the expert that every token visits, with shared.scale its share; correction is added to a router's scores.
-Where rows of pictures have a router, experts and a correction of their own, these are `seen.<role>`.
-Experts that are a branch beside the MLP have router_scale, expert_scales, expert_norm and experts_after, and the MLP mlp_after, or none of
-them; those that read numbers which a matrix makes of a token have experts_in, and experts_out, which widens what they give. What a layer is
-given of a token beside the stream it takes by input_gate, input_out and input_after; layer_scale multiplies what leaves it, low_in, low_out
-and low_norm are a branch of what it reads, and where a token has several streams stream_norm, stream_router, predict, correct and
-stream_scale say how it meets them; curve_above and curve_below are of its activation. In a bundled folder `bundles` is up and down. Outside
-the layers: embed, positions (learned ones), norm, head (absent where it is the embedding) and head_bias, head_in and head_norm, a matrix
-between norm and head and the norm behind it, and layer_embed, layer_proj and layer_norm, which make what layers are given of a token, and
-`streams.<number>.enter` and `.leave`, which make streams and one of them, and vector, which makes the vector of what is pooled of a text,
-behind vector_in where that is there, and `blocks.<number>.<role>` of blocks that layers share. Of such a block a layer has mlp_low,
-gate_wide and up_wide, which add to its MLP, q_low, q_wide and so on, and lent_out, which reads it. Layers without keys and values of their
-own have neither k, v nor k_norm; those of which a key is the value too have no v. Layers that remember a text in a state have in the place
-of q, k, v and o state_in, what goes into it, state_gate of what is read, and state_out behind that; smaller ones are state_rate and
-state_beta, what decays and shares are read from, state_conv, state_decay, state_dt, state_skip and state_norm, as far as a kind has them;
-state_gate_wide and state_rate_wide widen what state_gate and state_rate narrow, state_keys makes B and C, state_rate_norm, state_b_norm and
-state_c_norm are behind these. RWKV 7 has state_r, state_k and state_v in the place of state_in, `state_<letter>_in` and `_out` of low rank,
-state_direction, state_remains and state_bonus, and `shift_<letter>` and shift_up, how far rows go to those of the token before. Latent
-attention has kv_a, kv_a_norm and kv_b in the place of k and v, and may have q_a, q_a_norm and q_b in that of q. What chooses the tokens
-that a layer sees has index_q, index_k and their norms, index_weights, and index_entered, the norm of what index queries are made of;
-index_places are added to what tokens of a pool say. Queries that grow with their place have grow_scale and grow_offset, those of what
-chooses index_grow_scale and index_grow_offset; rope_alpha, outside the layers, is what a model learned of the frequencies of its positions.
-Keys of several tokens are made by key_rows, key_weights, key_bias and key_norm, and those by which they are chosen by index_rows,
-index_row_weights, index_bias and index_norm; `groups.<number>.o_in` stand before o. Where a token mixes its streams attn_mix, mlp_mix and
-outside the layers leave_mix say how, each with a base and a scale, and `picks.<layer>`, there too, which experts the tokens of a word
-visit. Where gates say how, these are `<what>.mix_norm`, `.mix_down`, `.mix_up` and `.mix_in`. Layers that are given rows of n-grams have
-ngram_key, ngram_value, ngram_conv and norms, and outside the layers `layers.<number>.ngrams`, their table. Streams whose channels are
-multiplied have entry_scale and entry_offset in the first layer, attn_scale, attn_offset, attn_branch_scale and attn_branch_offset, and the
-same of mlp; routers that are a network router_in, router_share, router_norm, router_first and router_second before them. Queries and keys
-that are convolved are made by state_in, state_conv, state_heads and state_temps. Layers that attend to pictures have attn_share and
-mlp_share, numbers that say how much of both they add. Differential attention has lambda_q1, lambda_k1, lambda_q2 and lambda_k2, which say
-how much is taken away. Keys that add a number to scores have mark and mark_rate. What norms give is gated by way of a few numbers by
-input_norm_in, input_norm_out and the same of post_norm.
+Roles of a layer, by what has them. `<matrix>_bias` is the bias of any of them.
+
+attention           q, k, v, o; q_norm, k_norm; o_norm behind o; attn_sub_norm before o; sinks, a logit for each query head; attn_gate,
+                    gates of what is attended to; `groups.<number>.o_in`, matrices before o. A layer without keys and values of its own has
+                    neither k, v nor k_norm; one whose keys are its values has no v
+latent attention    kv_a, kv_a_norm and kv_b in the place of k and v; q_a, q_a_norm and q_b may stand in that of q
+MLP                 gate, up, down; down_norm behind down; ffn_sub_norm before it; curve_above, curve_below of its activation. In a bundled
+                    folder `bundles` is up and down
+norms               input_norm and post_norm before attention and MLP; entry_norm before the first layer, or with middle_norm in the place
+                    of what it norms; input_norm_in, input_norm_out and the same of post_norm, which gate what these give
+mixture             router, `experts.<number>.<role>`, correction of the router's scores; `shared.<role>` of the expert that every token
+                    visits, with shared.scale its share; `seen.<role>` for rows of pictures, where these have their own
+  beside an MLP     router_scale, expert_scales, expert_norm, experts_after; mlp_after
+  of fewer numbers  experts_in, which makes what experts read, and experts_out, which widens what they give
+  router a network  router_in, router_share, router_norm, router_first, router_second before the router
+sparse attention    index_q, index_k and their norms, index_weights; index_entered, the norm of what index queries are made of;
+                    index_places, added to what tokens of a pool say
+keys of several     key_rows, key_weights, key_bias, key_norm; to choose among them index_rows, index_row_weights, index_bias, index_norm
+  tokens
+grown queries       grow_scale, grow_offset; of what chooses index_grow_scale, index_grow_offset
+other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); mark, mark_rate (keys add a number to scores); attn_share,
+                    mlp_share (layers that attend to pictures: how much they add)
+states              in the place of q, k, v and o: state_in, state_gate of what is read, state_out. As far as a kind has them: state_rate,
+                    state_beta, state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide,
+                    which widen what state_gate and state_rate narrow; state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm; state_heads, state_temps
+                    (convolved queries and keys)
+  RWKV 7            state_r, state_k, state_v in the place of state_in; `state_<letter>_in` and `_out` of low rank; state_direction,
+                    state_remains, state_bonus; `shift_<letter>`, shift_up
+inputs of a layer   input_gate, input_out, input_after; layer_scale multiplies what leaves it; low_in, low_out, low_norm, a branch
+streams of a token  stream_norm, stream_router, predict, correct, stream_scale; attn_mix and mlp_mix, each with a base and a scale;
+                    where gates say how, `<what>.mix_norm`, `.mix_down`, `.mix_up`, `.mix_in`
+scaled channels     entry_scale, entry_offset (first layer); attn_scale, attn_offset, attn_branch_scale, attn_branch_offset, those of mlp
+shared blocks       mlp_low, gate_wide, up_wide, q_low, q_wide and so on, which add to the block; lent_out, which reads it
+n-grams             ngram_key, ngram_value, ngram_conv and norms
+
+Roles outside the layers: embed; positions (learned ones); norm; head, absent where it is the embedding; head_bias; head_in, head_norm, a
+matrix and a norm between norm and head; layer_embed, layer_proj, layer_norm, which make inputs of layers; `streams.<number>.enter` and
+`.leave`; leave_mix; vector, the vector of a text, behind vector_in where that is there; `blocks.<number>.<role>` of shared blocks;
+rope_alpha, learned frequencies of positions; `picks.<layer>`, experts by token; `layers.<number>.ngrams`, the table of a layer.
 
 A checkpoint of several models that holds a text generator is read as that one: COMPOSITE maps its `model_type` to the generator's, where
 there may be several to the one that is meant where it says none and then the others.
