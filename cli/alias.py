@@ -54,7 +54,7 @@ def alias(context: typer.Context, name: Name = None, model: Target = None, model
         said = f"{name} is no longer an alias" + (f"; settings of that name stay in {file}" if file else "")
     elif name is not None:
         if model is None:
-            raise UsageError("an alias stands for a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
+            raise UsageError("an alias needs a MODEL", f"effllm alias {name} MODEL; without a name, effllm alias lists yours")
         if name in TAKES_AWAY:
             raise UsageError(f"{name} would be another name of {model}", f"effllm alias --rm {model} takes that one away")
         check_alias(name)

@@ -45,9 +45,9 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
 
     screen = Screen(context.obj)
     if tokens is not None and tokens < sparsity.LEAST:
-        raise UsageError(f"--tokens {tokens} is too few to show anything", f"at least {sparsity.LEAST}, {sparsity.TOKENS} do well")
+        raise UsageError(f"--tokens {tokens} is too few", f"use at least {sparsity.LEAST}; {sparsity.TOKENS} are enough")
     if predictor is not None and predictor < 1:
-        raise UsageError(f"--predictor {predictor} is not a rank", f"{predictors.RANK} does well")
+        raise UsageError(f"--predictor {predictor} is not a rank", f"try {predictors.RANK}")
     content = built_in_text() if text is None else read_text(text, screen)
     ref = find(model, screen)
     demand_place_beside(ref.folder, screen.environment.variables)

@@ -97,7 +97,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
             raise UsageError(f"markdown is on or off, not {value!r}", "/set markdown on")
         chat.screen.markdown = value == "on"
         if value == "on" and not chat.screen.markdown:
-            raise UsageError("the answers go where no styles are shown", "a terminal other than TERM=dumb, without NO_COLOR")
+            raise UsageError("the answers go to where styles are not shown", "a terminal other than TERM=dumb, without NO_COLOR")
     elif name in LIMITS:
         tokens = most_tokens(converted(name, value, int), "-n" if name == "predict" else f"--{name}")
         if name == "predict":
@@ -126,7 +126,7 @@ def stops_in(value: str) -> tuple[str, ...]:
     try:
         return StopStrings([json.loads(each) if each.startswith('"') else each for each in WORDS.findall(value)]).stops
     except ValueError as error:
-        raise UsageError(f"{value} is no text in quotation marks", hint) from error
+        raise UsageError(f"{value} is not a text in quotation marks", hint) from error
     except UsageError as error:
         raise UsageError(error.message, hint) from None
 

@@ -165,7 +165,7 @@ def say_what_is_refused(ref: ModelRef, bits: str | None, options: EngineOptions,
     except EffllmError as error:
         places = ", ".join(sorted({origin(screen.environment, key) for key, (_, field, _) in known().items()
                                    if field in fields}))
-        screen.note(f"as the machine is now a run is refused with what {places} says: {error.message} ({error.hint})")
+        screen.note(f"as this machine is now, a run would be refused because of {places}: {error.message} ({error.hint})")
     else:
         for each in filter(None, (planned, planned.speculating.draft)):
             each.store.close()

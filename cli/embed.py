@@ -70,7 +70,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     lines = texts_of(model, texts, file, screen)
     question = None if rank is None else typed_text(rank, "--rank")
     if question is not None and not question.strip():
-        raise UsageError("--rank asks nothing", 'effllm embed MODEL -f FILE --rank "your question"')
+        raise UsageError("--rank needs a question", 'effllm embed MODEL -f FILE --rank "your question"')
     with reading(context, find_any(model, screen), engine, weights, screen) as replies:
         if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
             raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")

@@ -177,7 +177,7 @@ def recall(context: typer.Context, model: Model, text: Text, engine: WindowFlags
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     if samples < 1:
-        raise UsageError(f"--samples {samples} asks nothing", "at least 1")
+        raise UsageError(f"--samples {samples} is too few", "at least 1")
     content = read_text(text, screen)
     found = find_any(model, screen)
     options = windowed(found, engine, screen)

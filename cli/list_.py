@@ -64,9 +64,9 @@ def list_models(context: typer.Context, all: All = False, long: Long = False, js
         screen.table(("incomplete", "here", "of"), [(each.name, format_size(each.held), format_size(each.size)) for each in incomplete],
                      right=(1, 2))
         if any(each.is_pulled for each in incomplete):
-            screen.note("`effllm pull NAME` goes on with what is incomplete, `effllm rm NAME` removes it")
+            screen.note("`effllm pull NAME` continues an incomplete download, `effllm rm NAME` removes it")
         if made := [each.name for each in incomplete if not each.is_pulled]:
-            screen.note(f"{', '.join(made)}: the command that was making it goes on with it, `effllm rm NAME` removes it")
+            screen.note(f"{', '.join(made)}: run the same command to continue, `effllm rm NAME` removes it")
     for each in unreadable:
         screen.note(f"{each.name} cannot run: {each.why}; `effllm rm {typed(each.name)}` removes it")
     if absent:

@@ -79,7 +79,7 @@ def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: En
     licence = next((line.strip() for each in said if each.name == "LICENSE" for line in each.value.splitlines() if line.strip()), None)
     if entry.licence is None and licence is not None:
         entry = replace(entry, licence=licence[:LICENCE_LETTERS].strip())
-    return entry, [f"line {each.line}, a second FROM, is left out: a file that a model sees with is named by --mmproj {typed(each.value)}"
+    return entry, [f"line {each.line}, a second FROM, is left out: a projector file is named by --mmproj {typed(each.value)}"
                    for each in others]
 
 
@@ -110,7 +110,7 @@ def _with_table(name: str, settings: dict[str, object], path: Path, environment:
     try:
         tomllib.loads(text)
     except ValueError as error:
-        raise UsageError(f"{file} can have no table [{MODEL}.{name}] behind what is there: {error}",
+        raise UsageError(f"{file} cannot get a table [{MODEL}.{name}] behind what is there: {error}",
                          f"write the tables of models as [{MODEL}.NAME], or keep the settings in {PROJECT_FILE}") from error
     return text
 

@@ -61,7 +61,7 @@ def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Give
 
         demand_count(asked.frames)
         if not asked.video and "frames" not in asked.settled:
-            raise UsageError("--frames says how many pictures of a video are looked at, and there is none", "name one: --video FILE")
+            raise UsageError("--frames is for videos, and there is none", "name one: --video FILE")
     if not asked.named:
         return []
     from ..runtime.config import read_config

@@ -126,7 +126,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
     if run.prepared is None and run.memory is not None:
         raise DoesNotFit(run.memory.reason, run.memory.hint)
     if run.prepared is None:
-        raise ModelNotFound(f"{absent.message}; what it takes cannot be told before: {run.unknown}", absent.hint)
+        raise ModelNotFound(f"{absent.message}; what it needs cannot be predicted: {run.unknown}", absent.hint)
     if engine.draft is not None or engine.predict_neurons:
         screen.note(f"{reference.text} is not here: drafts and predictors are left out of this plan")
     return plan

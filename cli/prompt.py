@@ -33,7 +33,7 @@ def read_prompt(argument: str | None, file: str | None, screen: Screen, shown: b
         parts.append(read_stream(environment.stdin))
     elif file is not None:
         if has_text(environment.stdin):
-            screen.note("what is piped is not read beside -f FILE; -f - reads it")
+            screen.note("standard input is not read beside -f FILE; -f - reads it")
         parts.append(read_file(Path(file)))
     elif is_fed(environment.stdin):
         parts.append(read_patiently(environment, screen))

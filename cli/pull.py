@@ -211,7 +211,7 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
     if wish.reference.file is not None:
         lines.insert(1, ("file", plan.files[0].name))
     if plan.sees is not None:
-        lines.append(("pictures", f"{format_size(plan.sees.size)} of the download is what it sees with, {plan.sees.name}"))
+        lines.append(("pictures", f"{format_size(plan.sees.size)} of the download is its projector, {plan.sees.name}"))
     if wish.on_load:
         lines.append(("on load", f"quantized to {wish.on_load}"))
     if plan.smaller is not None:

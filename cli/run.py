@@ -130,7 +130,7 @@ def beside_raw(answer: AnswerFlags, saving: SessionFlags, screen: Screen) -> tup
         left.append("system")
     if saving.session is not None:
         if "session" not in saving.settled:
-            raise UsageError("--session keeps a conversation, and --raw text is none", "drop one of them")
+            raise UsageError("--session keeps a conversation, and --raw text is not one", "drop one of them")
         left.append("session")
     for key in left:
         screen.note(f"--raw: {key} of {origin(screen.environment, key)} is left out")

@@ -45,7 +45,7 @@ class Keeper:
         try:
             self.store.try_out(self.name)
         except EffllmError as error:
-            self.screen.note(f"{error.message}; what is said now is not kept ({error.hint})")
+            self.screen.note(f"{error.message}; this conversation is not kept ({error.hint})")
 
     def begin(self, session: Session) -> None:
         """Take up the session of the name that was given, if there is one; a system prompt that was given stays."""

@@ -84,7 +84,7 @@ def say_found(shown: Sequence[Found], memory: int, screen: Screen) -> None:
         screen.note(f"fits: by size alone, in {format_size(memory)} of memory; `effllm plan {typed(first.repo)}` is exact, "
                     f"`effllm pull {typed(first.repo)}` fetches it")
     if any(each.form == "GGUF" and not each.why_not for each in shown):
-        screen.note("a GGUF repository has files of several precisions: behind its name goes the one you want, org/repo:Q4_K_M")
+        screen.note("a GGUF repository has files of several precisions: add one to its name, as in org/repo:Q4_K_M")
 
 
 def say_others(text: str, shown: int, running: int, found: int, all: bool, limit: int, screen: Screen) -> None:

@@ -97,7 +97,7 @@ def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
 
     template = tokenizer_of(ref, EngineOptions()).template
     if template is None:
-        raise EffllmError(f"{name} is a base model, without a chat template", f'effllm run {typed(name)} "your text" --raw goes on with it')
+        raise EffllmError(f"{name} is a base model, without a chat template", f'effllm run {typed(name)} "your text" --raw continues it')
     if json:
         screen.json({"template": template.source})
     else:

@@ -214,7 +214,7 @@ def may_save(chat: Conversation, place: str | Path, is_there: bool, called: str)
 def may_overwrite(chat: Conversation, called: str) -> bool:
     """Ask; what stays is said."""
     if not chat.screen.environment.can_ask:
-        raise UsageError(f"{called} is there already, and nobody can be asked", "choose another name")
+        raise UsageError(f"{called} exists already, and there is no terminal to ask at", "choose another name")
     try:
         agreed = chat.screen.ask(f"{called} is there already. Overwrite it?", bare=False)
     except KeyboardInterrupt:

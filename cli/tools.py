@@ -37,7 +37,7 @@ def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -
     no tools, before anything is begun or loaded."""
     for name, given in (("--yes-tools", flags.yes_tools), ("--tool-rounds", flags.tool_rounds is not None)):
         if given and flags.mcp is None and name.removeprefix("--").replace("-", "_") not in flags.settled:
-            raise UsageError(f"{name} says how tools are called, and there are none", "name them: --mcp FILE")
+            raise UsageError(f"{name} is for tools, and there are none", "name them: --mcp FILE")
     if flags.tool_rounds is not None and flags.tool_rounds < 1:
         raise UsageError(f"--tool-rounds {flags.tool_rounds} is not a number of rounds", "1 or more")
     if flags.mcp is None:
@@ -134,8 +134,8 @@ class ToolUse:
         if self._is_refused:
             return
         if not screen.environment.can_ask:
-            screen.note_once(f"nobody can be asked: calls of {question.tool.name} are refused (--yes-tools allows all, autoApprove of "
-                             f"{question.tool.server} in {self.source} some)")
+            screen.note_once(f"there is no terminal to ask at: calls of {question.tool.name} are refused (--yes-tools allows all, "
+                             f"autoApprove of {question.tool.server} in {self.source} some)")
             return
         is_cut = len(said) > SHOWN_LETTERS
         screen.note(f"{question.tool.server} is to run {said[:SHOWN_LETTERS]}{'…' if is_cut else ''}")

@@ -50,4 +50,4 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         tensors = several(result.count, result.kind.removesuffix("s"))
         screen.line(f"{tensors}, {format_size(result.nbytes)}{beside}: all as they were written")
         if result.unknown:
-            screen.note(f"not checked, since nothing was recorded of them: {', '.join(result.unknown)}")
+            screen.note(f"not checked, because no checksums were recorded: {', '.join(result.unknown)}")

@@ -79,7 +79,7 @@ def calibration_ids(folder: Path, config: ModelConfig, text: str, tokens: int = 
     """The first `tokens` tokens of a text. Raises UsageError for fewer than LEAST: what they would show is chance."""
     ids = Tokenizer.load(folder, config).encode(text)[:tokens]
     if len(ids) < LEAST:
-        raise UsageError(f"the calibration text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well",
+        raise UsageError(f"the calibration text has {len(ids)} tokens, at least {LEAST} are needed, {TOKENS} are enough",
                          "a longer --calib FILE, or none for the built-in sample")
     return ids
 

@@ -61,7 +61,7 @@ def test_a_stopped_keep_is_listed_by_the_name_that_was_typed_and_removed_by_it(h
         here, size = incomplete(person)[name]
         assert 0.1 * size < here < size
         said = person.types("list").err
-        assert f"{name}: the command that was making it goes on with it" in said and "effllm pull NAME" not in said
+        assert f"{name}: run the same command to continue" in said and "effllm pull NAME" not in said
         request = on_load.Request(resolve(name, person.env), out.name, storage.models_folder(person.env), keep=True)
         went_on = list(on_load.quantize_on_load(request, out))
         assert any("going on where an earlier run stopped" in str(item) for item in went_on)

@@ -139,7 +139,7 @@ def test_a_schema_for_answers_that_call_nothing(replies):
 
 
 def test_what_is_refused(replies):
-    with pytest.raises(UsageError, match="none of the tools"):
+    with pytest.raises(UsageError, match="not one of the tools"):
         [*replies.reply([ASKED], WISH, tools_of([WEATHER], "time.now"))]
     replies.tokenizer.template = None
     with pytest.raises(EffllmError, match="base model"):

@@ -116,7 +116,7 @@ def test_prompts_that_files_state(tmp_path: Path) -> None:
     (("x", "-o", "/nowhere/z.npy"), "", "cannot be written", 1), (("x", "-f", "-"), "y", "from the line or from -f", 2),
     (("x", " "), "", "text 2 is empty", 2), (("-f", "-"), "a\n\nb", "line 2 of standard input is empty", 2),
     ((), "", "there are no texts", 2),
-    (("x", "--rank", " "), "", "--rank asks nothing", 2), (("x", "--dimensions", "257", "-c", "256"), "", "is not 1 to 256", 2),
+    (("x", "--rank", " "), "", "--rank needs a question", 2), (("x", "--dimensions", "257", "-c", "256"), "", "is not 1 to 256", 2),
     (("x", "--prompt-name", "doc", "-c", "256"), "", "no prompt 'doc'", 2), (("x " * 400, "-c", "256"), "", "the context holds 256", 5)])
 def test_what_is_refused(model: Path, words: tuple[str, ...], given: str, said: str, code: int) -> None:
     ran = Ran(model, *words, given=given)

@@ -50,7 +50,7 @@ def test_a_pipe_runs_what_was_agreed_to_before(model, tmp_path, file):
         {"name": "weather", "server": "demo", "arguments": {"place": "Oslo"}, "result": RAIN, "is_error": False, "was_run": True},
         {"name": "broken", "server": "demo", "arguments": {"place": "Rome"}, "result": "Error: the person did not allow this call.",
          "is_error": True, "was_run": False}]
-    assert "nobody can be asked: calls of broken are refused (--yes-tools allows all, autoApprove of demo in" in ran.err
+    assert "there is no terminal to ask at: calls of broken are refused (--yes-tools allows all, autoApprove of demo in" in ran.err
 
 
 def test_a_server_that_fails_is_a_line_and_the_answer_is_written(model, tmp_path, file):
@@ -69,7 +69,7 @@ def test_tools_that_changed_are_told_before_the_answer_goes_on(model, tmp_path):
 def test_what_is_refused_before_anything_is_loaded(model, tmp_path, file, monkeypatch):
     for argv, said in ((("run", "fable", "Hi", "--mcp", file), "the chat template of fable knows no tools"),
                        (("run", model, "Hi", "--raw", "--mcp", file), "--mcp has no place in --raw text"),
-                       (("run", model, "Hi", "--yes-tools"), "--yes-tools says how tools are called, and there are none"),
+                       (("run", model, "Hi", "--yes-tools"), "--yes-tools is for tools, and there are none"),
                        (("run", model, "Hi", "--mcp", file, "--tool-rounds", "0"), "--tool-rounds 0"),
                        (("run", model, "Hi", "--mcp", str(tmp_path / "none.json")), "none.json: No such file")):
         ran = Ran(*argv)

@@ -86,7 +86,7 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
         assert ours.tokens == wanted.tokens and np.abs(ours.rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
     written_gemma4(tmp_path / "other")
     code, _, err = typed("export", tmp_path / "other", "-o", tmp_path / "mmproj.gguf", "--mmproj")
-    assert code == 2 and "departs from other Gemma 4 in more than sizes" in err and len(err.splitlines()) <= 3
+    assert code == 2 and "differs from other Gemma 4 models in more than sizes" in err and len(err.splitlines()) <= 3
 
 
 def test_what_such_a_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> None:

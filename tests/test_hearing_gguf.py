@@ -122,8 +122,8 @@ def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Pa
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(ears[1])
     found = album(alone)
-    assert not found.sights and "no mmproj file lies beside it" in found.refused[SOUNDS].message
-    with pytest.raises(EffllmError, match=r"alone\.gguf is the text part of a model alone") as raised:
+    assert not found.sights and "there is no mmproj file beside it" in found.refused[SOUNDS].message
+    with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model") as raised:
         demand_sight(alone, read_config(alone), sense=SOUNDS)
     assert "sees or hears" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     demand_sight(alone, read_config(alone), str(ears[2]), SOUNDS)
@@ -148,7 +148,7 @@ BROKEN = {
     "a size of letters": (changed(**{"audio.block_count": "many"}), "num_hidden_layers is 'many', expected", ""),
     "other bands": (changed(**{"audio.num_mel_bins": 24}), r"is \[48, 12\], but the file says \[48, 18\]", "again"),
     "an unknown tensor": (with_one_tensor, r"holds tensor 'a\.conv2d\.9\.bias', which no projector of its type has", "another mmproj"),
-    "nothing in it": (changed(projector_type=None), "not what a model sees with", "mmproj-*.gguf")}
+    "nothing in it": (changed(projector_type=None), "not a projector", "mmproj-*.gguf")}
 
 
 @pytest.mark.parametrize("name", BROKEN)
@@ -179,7 +179,7 @@ def test_a_run_is_given_a_sound(ears: tuple[Path, Path, Path], tmp_path: Path) -
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(model)
     code, out, err = typed("run", alone, "", "--audio", wave)
-    assert code == 2 and not out and "no mmproj file lies beside it" in err and len(err.splitlines()) <= 3
+    assert code == 2 and not out and "there is no mmproj file beside it" in err and len(err.splitlines()) <= 3
 
 
 @given(st.binary(max_size=200), st.integers(0, 2500))

@@ -110,7 +110,7 @@ def test_it_is_asked_as_it_was_trained() -> None:
                                                                     {"role": "assistant", "content": "language German<asr_text>"}]
     with pytest.raises(UsageError, match="not trained to write 'tlh' down"):
         conversation(Qwen3Asr, {}, "M", "tlh")
-    with pytest.raises(UsageError, match="translates nothing"):
+    with pytest.raises(UsageError, match="does not translate"):
         conversation(Qwen3Asr, {}, "M", translates=True)
 
 
@@ -171,6 +171,6 @@ def test_a_server_writes_sounds_down_in_the_language_that_is_named(server: Serve
         assert "".join(piece["delta"] for piece in pieces).rstrip() == last["text"] == reply["text"]
     assert heard(server, file=wave, prompt="Fox").json["usage"]["input_tokens"] > heard(server, file=wave).json["usage"]["input_tokens"]
     for path, more, param, told in (("/v1/audio/transcriptions", {"language": "tlh"}, "language", "not trained"),
-                                    ("/v1/audio/translations", {}, "model", "translates nothing")):
+                                    ("/v1/audio/translations", {}, "model", "does not translate")):
         refused = heard(server, path, file=wave, **more)
         assert refused.status == 400 and refused.error["param"] == param and told in refused.error["message"]

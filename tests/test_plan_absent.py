@@ -90,4 +90,4 @@ def test_a_gguf_file_that_is_not_here_is_planned_by_its_tag(hub: Hub, person: Pe
     after = planned(person, "org/files:Q8_0")
     assert before["ctx"] == after["ctx"] and abs(before["total_bytes"] - after["total_bytes"]) < 0.1 * after["total_bytes"]
     said = person.types("plan", "org/files:other-Q4_0.gguf", "--no-probe").refused(3)
-    assert "cannot be told before" in said and "effllm pull org/files:other-Q4_0.gguf" in said
+    assert "cannot be predicted" in said and "effllm pull org/files:other-Q4_0.gguf" in said

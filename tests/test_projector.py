@@ -97,7 +97,7 @@ def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
 def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(gemma[1])
-    with pytest.raises(EffllmError, match=r"alone\.gguf is the text part of a model alone: no mmproj file lies beside it") as raised:
+    with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model: there is no mmproj file beside it") as raised:
         demand_sight(alone, read_config(alone))
     assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     found = album(alone)
@@ -105,7 +105,7 @@ def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, P
     assert album(alone, gemma[2]).sights
     for name in ("mmproj-one.gguf", "mmproj-two.gguf"):
         (tmp_path / name).symlink_to(gemma[2])
-    assert "2 mmproj files lie beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused[SEEN].message
+    assert "there are 2 mmproj files beside alone.gguf: mmproj-one.gguf, mmproj-two.gguf" in album(alone).refused[SEEN].message
 
 
 def test_of_several_precisions_that_of_sixteen_bits_is_taken_also_from_above(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:
@@ -147,8 +147,8 @@ def with_one_tensor(folder: Path, out: Path) -> None:
 
 BROKEN = {
     "another type": (changed(projector_type="ldpv2"), r"a projector of type 'ldpv2', which is not supported", "known: mlp, idefics3"),
-    "no type": (changed(projector_type=None), "not what a model sees with", "mmproj-*.gguf"),
-    "another kind of file": (a_stranger, "is of architecture 'llama', not what a model sees with", "mmproj-*.gguf"),
+    "no type": (changed(projector_type=None), "not a projector", "mmproj-*.gguf"),
+    "another kind of file": (a_stranger, "is of architecture 'llama', not a projector", "mmproj-*.gguf"),
     "of another family": (changed(projector_type="qwen3vl_merger"), "with models of architecture qwen3vl or .*, not 'gemma3'", "this very"),
     "no width": (changed(**{"vision.embedding_length": None}), r"lacks key clip\.vision\.embedding_length", ""),
     "odd heads": (changed(**{"vision.attention.head_count": 5}), r"mmproj\.gguf: hidden_size 48 is not a multiple of 5 heads", ""),
@@ -178,7 +178,7 @@ def test_a_projector_onto_another_width(gemma: tuple[Path, Path, Path], tmp_path
     with pytest.raises(EffllmError, match="makes rows of width 64 for a model of width 48") as raised:
         album(gemma[1], wide)
     assert "another size of this one" in raised.value.hint
-    with pytest.raises(EffllmError, match="--mmproj goes with a GGUF file"):
+    with pytest.raises(EffllmError, match="--mmproj is for GGUF files"):
         album(gemma[0], wide)
     with pytest.raises(EffllmError, match="holds what a model sees pictures with, and no model"):
         read_config(wide)

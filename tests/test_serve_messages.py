@@ -153,7 +153,7 @@ def test_forms_hold_answers(server: Served) -> None:
     ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]: tools of type web_search_20250305"),
     ({"tools": [{"name": "f"}]}, "tools[0].input_schema is missing"), ({"tools": [{"name": "a b", "input_schema": {}}]}, "letters"),
     ({"tool_choice": {"type": "any"}}, "no tools"), ({"tools": [TOOL], "tool_choice": {"type": "tool"}}, "tool_choice.type is"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "none of the tools"), ({"tool_choice": "any"}, "tool_choice"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "no"}}, "not one of the tools"), ({"tool_choice": "any"}, "tool_choice"),
     ({"thinking": {"type": "some"}}, "thinking.type is"), ({"output_config": {"effort": "most"}}, "output_config.effort is one of"),
     ({"output_config": {"format": {"type": "xml"}}}, "output_config.format.type is"), ({"mcp_servers": [{"url": "x"}]}, "mcp_servers")])
 def test_what_is_refused_is_named(server: Served, fields: dict, said: str) -> None:

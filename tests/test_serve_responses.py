@@ -132,7 +132,7 @@ def test_a_context_that_is_too_small(server: Served) -> None:
     ({"tools": [{**FREE, "description": 1}]}, "tools[0].description", ""),
     ({"tools": [{**TOOL, "name": "a b"}]}, "tools", "letters"),
     ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": [TOOL], "tool_choice": {"type": "mcp"}}, "tool_choice", ""),
-    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "none of the tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "function", "name": "no"}}, "tool_choice", "not one of the tools"),
     ({"text": {"format": {"type": "xml"}}}, "text.format.type", "text.format.type is text"),
     ({"text": {"format": {"type": "json_schema"}}}, "text.format.json_schema.schema", "missing"),
     ({"reasoning": {"effort": "most"}}, "reasoning.effort", "reasoning.effort is one of"),

@@ -105,7 +105,7 @@ def test_what_a_template_does_not_know_is_told_once(server):
 
 @pytest.mark.parametrize(("fields", "param", "said"), [
     ({"tool_choice": "required"}, "tool_choice", "no tools"), ({"tools": TOOLS, "tool_choice": "any"}, "tool_choice", "is none, auto"),
-    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "else"}}}, "tool_choice", "none of the tools"),
+    ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "else"}}}, "tool_choice", "not one of the tools"),
     ({"tools": [{"type": "web_search"}]}, "tools", "not a function"), ({"tools": {"a": 1}}, "tools", "array"),
     ({"tools": ["f"]}, "tools[0]", "object"),
     ({"tools": [{"type": "function", "function": {"name": "a b"}}]}, "tools", "letters"),
@@ -139,7 +139,7 @@ def test_a_request_may_allow_some_of_its_tools():
     assert tools_asked(asked(allowing("auto"))) is None
     for wrong, said in ((allowing("any", "weather"), "auto or required"), (allowing("auto", "else"), "allows else"),
                         (allowing("required"), "no tools"), ({"type": "allowed_tools"}, "a list of tools"),
-                        ({"type": "allowed_tools", "allowed_tools": {"tools": [7]}}, "none of the tools")):
+                        ({"type": "allowed_tools", "allowed_tools": {"tools": [7]}}, "not one of the tools")):
         with pytest.raises(Problem, match=said) as raised:
             tools_asked(asked(wrong))
         assert raised.value.status == 400 and raised.value.param.startswith("tool_choice")
@@ -169,7 +169,7 @@ def test_choices():
     assert asked_for(tools=TOOLS).choice == "auto" and asked_for(tools=TOOLS).several
     assert asked_for(tools=TOOLS, tool_choice=NAMED, parallel_tool_calls=False).several is False
     assert asked_for(tools=TOOLS, tool_choice={"type": "function", "name": "weather"}).choice == "weather"
-    with pytest.raises(Problem, match="none of the tools"):
+    with pytest.raises(Problem, match="not one of the tools"):
         asked_for(tools=[TIME], tool_choice=NAMED)
 
 

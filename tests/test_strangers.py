@@ -235,7 +235,7 @@ def test_what_is_piped_beside_a_file_is_left_where_it_is_and_said(tmp_path: Path
     for piped in (b"", b"Once upon a time"):
         os.write(writing, piped)
         ran = subprocess.run(words, stdin=reading, capture_output=True, text=True, timeout=120, check=True)
-        assert ("what is piped is not read beside -f FILE" in ran.stderr) is bool(piped)
+        assert ("standard input is not read beside -f FILE" in ran.stderr) is bool(piped)
         alone = len(Tokenizer.load(FABLE, parse_config(json.loads((FABLE / "config.json").read_text()))).encode("of the king"))
         assert json.loads(ran.stdout)["usage"]["prompt_tokens"] == alone
     assert os.read(reading, 100) == b"Once upon a time"

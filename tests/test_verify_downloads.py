@@ -41,5 +41,5 @@ def test_files_that_are_no_links_are_named_as_not_checked(person: Person, snapsh
     own.unlink()
     own.write_bytes(text)
     ran = person.types("verify", REPO)
-    assert ran.code == 0 and "not checked, since nothing was recorded of them: config.json, kv_profile.json" in ran.err
+    assert ran.code == 0 and "not checked, because no checksums were recorded: config.json, kv_profile.json" in ran.err
     assert person.types("verify", REPO, "--json").json["not_recorded"] == ["config.json", "kv_profile.json"]

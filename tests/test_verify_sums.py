@@ -43,7 +43,7 @@ def test_without_a_list_the_next_step_makes_one_that_is_read(person: Person, fol
     recorded(folder)
     (folder / "notes.txt").write_text("later")
     ran = person.types("verify", folder)
-    assert ran.code == 0 and ran.out.startswith("6 files, ") and "nothing was recorded of them: notes.txt" in ran.err
+    assert ran.code == 0 and ran.out.startswith("6 files, ") and "no checksums were recorded: notes.txt" in ran.err
 
 
 def test_a_gguf_file_is_found_in_the_list_of_its_folder(person: Person, tmp_path: Path) -> None:

@@ -233,7 +233,7 @@ def text_of(content: Content, where: str) -> str:
     """Of content that is text alone. Raises Problem."""
     parts = content.parts or []
     if (other := next((at for at, part in enumerate(parts) if part.text is None), None)) is not None:
-        raise Problem(400, f"{where}.parts[{other}] is no text", param=f"{where}.parts[{other}]", hint="text alone is taken here")
+        raise Problem(400, f"{where}.parts[{other}] is no text", param=f"{where}.parts[{other}]", hint="only text is taken here")
     return "\n".join(part.text for part in parts)
 
 

@@ -53,7 +53,7 @@ def _allowed(asked: ChatAsked) -> tuple[list[dict[str, Any]], str | dict[str, An
     names = {_name(each) for each in listed}
     known = {_name(each) for each in tools}
     if lost := sorted(str(name) for name in names - known):
-        raise Problem(400, f"tool_choice allows {lost[0]:.40}, which is none of the tools", param=f"tool_choice.{ALLOWED}")
+        raise Problem(400, f"tool_choice allows {lost[0]:.40}, which is not one of the tools", param=f"tool_choice.{ALLOWED}")
     return [each for each in tools if _name(each) in names], mode
 
 

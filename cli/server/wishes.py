@@ -55,7 +55,7 @@ def _tells(asked: Asked) -> int | None:
     if isinstance(asked, TextAsked) and asked.logprobs is not None and asked.logprobs is not False:
         field, tokens, wanted = "logprobs", asked.logprobs, True
         if tokens is True:
-            raise Problem(400, "logprobs is a number here: that of the likeliest tokens that are told of beside each", param="logprobs")
+            raise Problem(400, "logprobs is a number here: how many of the likeliest tokens to report", param="logprobs")
     elif isinstance(asked, ChatAsked) and (asked.logprobs or asked.top_logprobs):
         field, tokens, wanted = "top_logprobs", asked.top_logprobs or 0, True
         if not asked.logprobs:

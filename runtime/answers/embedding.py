@@ -202,7 +202,7 @@ def demand_room(ids: Sequence[int], room: int, hint: str = "shorten it, or serve
 
 def not_finite() -> EffllmError:
     """What is wrong with a model whose numbers are none."""
-    return EffllmError("this model computes numbers that are none (NaN or infinite)", "its weights may be damaged: fetch it again")
+    return EffllmError("this model computes NaN or infinite numbers", "its weights may be damaged: fetch it again")
 
 
 def unit(values: np.ndarray) -> np.ndarray:

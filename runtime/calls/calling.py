@@ -51,7 +51,7 @@ class Tools:
             return [*self.functions]
         found = [tool for tool in self.functions if tool["function"]["name"] == self.choice]
         if not found:
-            raise UsageError(f"tool_choice names {self.choice}, which is none of the tools", "name one of them")
+            raise UsageError(f"tool_choice names {self.choice}, which is not one of the tools", "name one of them")
         return found
 
 

@@ -27,9 +27,9 @@ grown queries       grow_scale, grow_offset; of what chooses index_grow_scale, i
 other attention     lambda_q1, lambda_k1, lambda_q2, lambda_k2 (differential); mark, mark_rate (keys add a number to scores); attn_share,
                     mlp_share (layers that attend to pictures: how much they add)
 states              in the place of q, k, v and o: state_in, state_gate of what is read, state_out. As far as a kind has them: state_rate,
-                    state_beta, state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide,
-                    which widen what state_gate and state_rate narrow; state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm; state_heads, state_temps
-                    (convolved queries and keys)
+                    state_beta, state_conv, state_decay, state_dt, state_skip, state_norm; state_gate_wide and state_rate_wide, which
+                    widen what state_gate and state_rate narrow; state_keys (B and C); state_rate_norm, state_b_norm, state_c_norm;
+                    state_heads, state_temps (convolved queries and keys)
   RWKV 7            state_r, state_k, state_v in the place of state_in; `state_<letter>_in` and `_out` of low rank; state_direction,
                     state_remains, state_bonus; `shift_<letter>`, shift_up
 inputs of a layer   input_gate, input_out, input_after; layer_scale multiplies what leaves it; low_in, low_out, low_norm, a branch

@@ -33,7 +33,7 @@ def beside(model: Path) -> Path | None:
     """The one file; None for none. Raises UsageError where those of several models lie there."""
     found = projectors_beside(model)
     if len(found) > 1:
-        raise UsageError(f"{len(found)} mmproj files lie beside {model.name}: {', '.join(path.name for path in found[:4])}",
+        raise UsageError(f"there are {len(found)} mmproj files beside {model.name}: {', '.join(path.name for path in found[:4])}",
                          "name one: --mmproj FILE")
     return found[0] if found else None
 

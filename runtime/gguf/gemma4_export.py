@@ -62,7 +62,7 @@ def _demand_usual_eyes(eyes: Eyes) -> None:
     usual = (eyes.joined, eyes.count, keys.number("rms_norm_eps"), eyes.theta(THETA), keys.raw.get("hidden_activation"),
              eyes.both_ways) == (JOINED, COUNT, EPS, THETA, "gelu_pytorch_tanh", not eyes.config.input_width)
     if not usual or any(eyes.scale.mean) or set(eyes.scale.std) != {1.0}:
-        raise UsageError("what it sees with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
+        raise UsageError("its vision tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 
 def _demand_usual_ears(ears: Ears) -> None:
@@ -71,7 +71,7 @@ def _demand_usual_ears(ears: Ears) -> None:
     alike = (sizes.block, sizes.back, sizes.ahead, sizes.share, sizes.cap, sizes.eps, sizes.curve) == (
         block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
     if not alike or ears.bands != LogMagnitudes.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
-        raise UsageError("what it hears with departs from other Gemma 4 in more than sizes, which such a file does not say", AWAY)
+        raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 
 def pieces(sights: Sights, store: TensorStore) -> list[Piece]:

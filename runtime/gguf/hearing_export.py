@@ -52,7 +52,7 @@ def _demand_usual(sight: TowerHearing | Qwen3Asr) -> None:
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
         raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
     if sight.sizes.curve is not gelu or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
-        raise UsageError(f"what it hears with has another activation than gelu, {said}", AWAY)
+        raise UsageError(f"its audio tower has another activation than gelu, {said}", AWAY)
     if isinstance(sight, Qwen3Asr):
         half, together = USUAL_PIECES
         if (sight.piece, sight.piece * sight.in_sight, sight.shortest) != (2 * half, together, SHORTEST):

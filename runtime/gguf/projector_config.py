@@ -61,7 +61,7 @@ def types_of(header: GgufHeader) -> dict[Sense, object]:
         if (kind := data.get(OWN_TYPE.format(name), common)) is not None:
             found[sense] = kind
     if data.get("general.architecture") != CLIP or not found:
-        raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not what a model sees with",
+        raise CheckpointError(f"{path} is of architecture {shown(data.get('general.architecture'))}, not a projector",
                               "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     return found
 

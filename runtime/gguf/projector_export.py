@@ -109,7 +109,7 @@ def _side(sight: TowerSight, projector: str) -> int:
 def _mlp(sight: Llava) -> Keys:
     """The layers that count are those of the file; which of them are read is said all the same: without that a reader may stop before."""
     if sight.drops_first != sight.tower.startswith("clip"):
-        raise UsageError("what it sees with is read with another strategy than its tower's usual one, which such a file does not say",
+        raise UsageError("its vision tower uses an unusual feature strategy, which an mmproj file cannot state",
                          "leave out --mmproj")
     keys: Keys = {"block_count": max(sight.wanted), "feature_layer": np.array(sight.wanted, np.int32),
                   "projection_dim": sight.said.integer("projection_dim", 768)}
@@ -125,7 +125,8 @@ def _idefics3(sight: TowerSight) -> Keys:
 
 def _pixtral(sight: TowerSight) -> Keys:
     if wanted_layers(sight, -1) != [layer_count(sight)]:
-        raise UsageError("what it sees with is read from other layers than the last, which such a file does not say", "leave out --mmproj")
+        raise UsageError("its vision tower is read from other layers than the last, which an mmproj file cannot state",
+                         "leave out --mmproj")
     return {"spatial_merge_size": sight.joined, "image_size": sight.most[0]}
 
 

@@ -65,7 +65,7 @@ def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense,
     marks = [found for each in said for found in MARK.finditer(each)]
     senses = [sense_marked(found) for found in marks]
     if strange := [sense for sense in senses if sense not in places]:
-        raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "go on with a model that does")
+        raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "continue with a model that does")
     for text in said:
         for sense, (placeholder, _) in places.items():
             if placeholder in text:

@@ -71,14 +71,14 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
     and which of three numbers turns each pair of channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that
     does not belong to the model."""
     if not is_gguf(model):
-        raise UsageError(f"--mmproj goes with a GGUF file, and {model} is a folder, which holds what it sees and hears with itself",
+        raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which has its own towers",
                          "leave it out")
     if config.cross_layers:
         raise UsageError(f"{model.name} is read as text alone: what layers of this model attend to is made from its folder",
                          "for pictures take the folder of the original checkpoint, or one that effllm quantize made of it")
     path = named or (model if read_header(model).sees else beside(model))
     if path is None:
-        raise UsageError(f"{model.name} is the text part of a model alone: no mmproj file lies beside it",
+        raise UsageError(f"{model.name} is only the text part of a model: there is no mmproj file beside it",
                          "of a model that sees or hears, put its mmproj-*.gguf into the same folder, or name it: --mmproj FILE")
     if not os.path.isfile(path):
         raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
@@ -108,7 +108,7 @@ def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> N
     """Raises CheckpointError for a projector onto another width than the model's."""
     last = header.tensors.get(said.projector.width)
     if last is None:
-        raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is not whole: download it again")
+        raise CheckpointError(f"{header.path} holds no tensor {said.projector.width}", "the file is incomplete: download it again")
     width = last.shape[-1 if said.projector.across else 0]
     if width != config.hidden_size:
         raise CheckpointError(f"{header.path} makes rows of width {width} for a model of width {config.hidden_size}",

@@ -81,7 +81,7 @@ def identity(engine: Engine) -> dict[str, object]:
     """All that a page's bytes depend on besides tokens; in JSON's types. Raises EffllmError for a model without a folder."""
     prepared, shape = engine.prepared, engine.cache.shape
     if prepared.folder is None:
-        raise EffllmError("a model that was made up has no sessions", "give a model that lies in a folder")
+        raise EffllmError("a synthetic model has no sessions", "use a model in a folder")
     basis = hashlib.sha256()
     for codec in engine.cache.codecs:
         if codec.is_packed:

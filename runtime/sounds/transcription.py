@@ -37,7 +37,7 @@ def _to_one_that_does_nothing_else(hearing: Hearing, mark: str, language: str | 
                                    translates: bool) -> list[dict[str, str]]:
     """It is not asked: the hint is its system prompt, and a language the beginning of its answer."""
     if translates:
-        raise UsageError("this model writes down what is said, and translates nothing", "ask for a transcription, or another model")
+        raise UsageError("this model transcribes and does not translate", "ask for a transcription, or another model")
     messages = [{"role": "system", "content": hint}] if hint else []
     messages.append({"role": "user", "content": mark})
     if language:

@@ -105,7 +105,7 @@ def record(engine: Engine, ids: Sequence[int], inputs: list[np.ndarray] | None =
     config = engine.config
     demand_sparse(config, engine.prepared.container)
     if len(ids) < LEAST:
-        raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed and {TOKENS} do well", "a longer --text FILE")
+        raise UsageError(f"the text has {len(ids)} tokens, at least {LEAST} are needed, {TOKENS} are enough", "a longer --text FILE")
     bits: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
     streams: list[list[np.ndarray]] = [[] for _ in range(config.num_hidden_layers)]
 

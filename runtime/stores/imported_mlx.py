@@ -77,7 +77,7 @@ class MlxStore(MadeStore):
         for name in self._norms:
             tensors[name] = self._norm(store.tensors[name])
         if not self._parts:
-            raise CheckpointError(f"{store.folder} says that MLX quantized it and holds no weight like that", ORIGINAL)
+            raise CheckpointError(f"{store.folder} says that MLX quantized it, but has no such weights", ORIGINAL)
         self._norm_types = {name: store.tensors[name].dtype for name in self._norms}
         super().__init__(store.folder, tensors, store.take_files())
         self.made = self._parts.keys() | self._norms

@@ -75,7 +75,7 @@ class Prompts:
         if self.album is None:
             if has_pictures:
                 noun = sense_marked(has_pictures[0]).noun
-                raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "go on with a model that does")
+                raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "continue with a model that does")
             return render(messages)
         if not has_pictures:
             prompt = render(messages)
