@@ -10,7 +10,6 @@ misses. Speeds are medians of a few repetitions, as `effllm bench` takes them.
 Needs 5 GB of memory, and 2.2 GB of disk for random weights that are made where absent; takes some five minutes.
 """
 
-import argparse
 import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -22,14 +21,13 @@ from statistics import median
 
 from platformdirs import user_cache_path
 
-from effllm.offload.hardware import cpu_threads
 from effllm.runtime.engine import Engine, EngineOptions, open_prepared
 from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, context_for, prepare_synthetic
 from effllm.runtime.planning import forecast, roofs
 from effllm.runtime.planning.needed_kernels import kinds_of
 from effllm.runtime.prepare import Prepared, prepare
 from llamacpp_sides import SHAPE, random_folder
-from report import Figure, publish
+from report import Figure, parser_of, publish
 
 FABLE = Path(__file__).resolve().parent.parent / "models/fable"
 INTRO = ("Predicted over measured, so above 1 is promised too much. Rates were measured once, before all. \"A prompt\" has 512 tokens. A "
@@ -88,12 +86,10 @@ def rows_of(name: str, tests: BenchOptions, options: EngineOptions, work: Path) 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = parser_of(__doc__, threads=True)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--threads", type=int, default=cpu_threads())
     parser.add_argument("--only", default="", help="cases with this word in their names")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
-    parser.add_argument("--no-results", action="store_true", help="print, keep nothing")
     options = parser.parse_args()
     found = [(case, replace(case.tests, repetitions=options.repetitions)) for case in cases(options.work) if options.only in case.name]
     engine = EngineOptions(device="cpu", threads=options.threads, spec="off")
