@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from served import MINUTE, Served, serving, started
+from command_line import Ran
+from served import MINUTE, Served, serving
 
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
             "The sea was calm and the boat was far from the shore. " * 30)
@@ -74,9 +75,5 @@ def test_a_folder_that_cannot_be_made_costs_reading_alone(tmp_path: Path) -> Non
 @pytest.mark.parametrize(("flags", "said"), [(("--kv", "4bit+mikv"), "--kv 4bit+mikv"),
                                              (("--kv", "4bit", "--kv-read", "sparse"), "--kv-read sparse")])
 def test_what_cannot_be_kept_is_refused_before_the_weights_are_read(flags: tuple[str, ...], said: str) -> None:
-    process, stderr = started("--keep-prompts", *flags)
-    assert process.wait(MINUTE) == 2
-    stderr.seek(0)
-    assert f"with {said} the caches of prompts cannot be kept" in stderr.read().decode()
-    process.stdout.close()
-    stderr.close()
+    ran = Ran("serve", "fable", "--port", "0", "--keep-prompts", *flags)
+    assert ran.code == 2 and f"with {said} the caches of prompts cannot be kept" in ran.err

@@ -1,17 +1,15 @@
 """What `effllm serve` refuses and how, who may ask, and how it ends: each time the next request is answered."""
 
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 
 import psutil
 import pytest
+from command_line import Ran
 from served import ASKED, MINUTE, Served, serving, started, until
 from starlette.datastructures import Headers
 
@@ -282,11 +280,6 @@ def test_a_signal_ends_it_within_a_second(number: signal.Signals) -> None:
             server.ask("GET", "/health")
 
 
-def ran(*flags: str) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-P", "-m", "effllm", "serve", *flags], capture_output=True, text=True, timeout=MINUTE,
-                          stdin=subprocess.DEVNULL, check=False, env=os.environ)
-
-
 @pytest.mark.parametrize(("flag", "value", "code", "said"), [
     ("--port", "that of another", 1, "is in use"), ("--host", "no.such.host.invalid", 2, "--host no.such.host"), *(
         pytest.param(*each, marks=pytest.mark.slow) for each in (
@@ -297,12 +290,12 @@ def ran(*flags: str) -> subprocess.CompletedProcess:
 def test_addresses_that_cannot_be_had(server: Served, flag: str, value: str, code: int, said: str) -> None:
     if value == "that of another":
         value, said = str(server.port), f"port {server.port} of 127.0.0.1 is in use"
-    done = ran("fable", flag, value)
-    assert done.returncode == code and said in done.stderr and "hint: " in done.stderr and not done.stdout
+    done = Ran("serve", "fable", flag, value)
+    assert done.code == code and said in done.err and "hint: " in done.err and not done.out
 
 
 def test_a_model_that_is_nowhere_is_not_served() -> None:
-    assert ran("no-such-model").returncode == 3
+    assert Ran("serve", "no-such-model").code == 3
 
 
 def test_another_address_without_a_key_is_said() -> None:

@@ -9,6 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from command_line import Ran
 from served import MINUTE, Served, serving, until
 
 FOX = "The fox asked the king for bread and the king gave him none. "
@@ -94,8 +95,9 @@ def test_long_conversations_beyond_those_at_once_are_kept(tmp_path: Path) -> Non
 
 def test_a_plan_is_of_as_many_answers() -> None:
     def planned(*flags: str) -> str:
-        return subprocess.run([sys.executable, "-P", "-m", "effllm", "plan", "fable", "--no-probe", *flags], capture_output=True, text=True,
-                              timeout=MINUTE, stdin=subprocess.DEVNULL, check=True).stdout
+        ran = Ran("plan", "fable", "--no-probe", *flags)
+        assert ran.code == 0, ran.err
+        return ran.out
 
     one, four = (json.loads(planned("--json", *flags)) for flags in ((), ("-np", "4")))
     assert (one["parallel"], four["parallel"]) == (1, 4) and four["kv_bytes"] == 4 * one["kv_bytes"] > 0
