@@ -9,6 +9,7 @@ from served import ASKED, Reply, Served, serving, until
 from test_serve_many import here, states  # noqa: F401  a fixture
 
 import effllm
+from effllm.runtime.calibrate import built_in_text
 
 ONCE = "Once upon a time"
 SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "required": ["fox"], "additionalProperties": False}
@@ -285,6 +286,21 @@ def test_a_key_guards_all_of_them() -> None:
             asked = [*pool.map(lambda body: server.ask("POST", "/completion", body, Authorization="Bearer k").json["content"], bodies)]
         assert asked == [server.ask("POST", "/completion", body, Authorization="Bearer k").json["content"] for body in bodies]
         assert len(server.ask("GET", "/slots", Authorization="Bearer k").json) == 2
+
+
+def test_a_prompt_is_read_anew_where_that_is_asked() -> None:
+    """Over a packed cache tokens that are read again see as packed what they saw exact before."""
+    chat = [{"role": "user", "content": built_in_text()[:1400]}]
+    with serving("--kv", "4bit", "--parallel", "2") as server:
+        def told(**fields: object) -> tuple[int, object, int, object]:
+            text = server.complete(chat[0]["content"], max_tokens=48, logprobs=1, **fields).json
+            said = server.chat(chat, max_tokens=48, logprobs=True, **fields).json
+            return (text["usage"]["prompt_tokens_details"]["cached_tokens"], text["choices"],
+                    said["usage"]["prompt_tokens_details"]["cached_tokens"], said["choices"])
+
+        first, anew, again, last = told(), told(cache_prompt=False), told(cache_prompt=True), told(cache_prompt=False)
+    assert first == anew == last and first[0] == first[2] == 0
+    assert again[0] > 200 and again[2] > 200 and again[1] != first[1]
 
 
 def test_of_several_models_a_request_names_its_own(many: Served) -> None:

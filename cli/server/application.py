@@ -62,7 +62,6 @@ if TYPE_CHECKING:
     from ...runtime.sessions.slot_files import SlotFiles
 
 SYSTEM = ("system", "developer")
-LLAMAS = "cache_prompt"  # a field by which programs of llama-server are known, some of which take usage of null for the last piece
 COUNT_OF_OPENAI = {"object": "response.input_tokens"}
 NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no tokens for filling in the middle'  # words of Ollama's in it
 
@@ -291,7 +290,7 @@ class Service(OneModel):
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
         told_by = None if wish.tells is None else self.replies.tokenizer
         made = kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
-        made.says_none = LLAMAS not in (asked.model_extra or {})
+        made.says_none = asked.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece
         made.calls.free = names_of(asked.tools) if isinstance(asked, ChatAsked) else frozenset()
         return made
 

@@ -111,6 +111,7 @@ class Asked(Body):
     thinking_budget_tokens: Whole = None
     thinking_token_budget: Whole = None
     lora: list[Scale] | None = None
+    cache_prompt: bool | None = None
 
 
 EFFORT_OF = {"off": "none", False: "none", "on": "medium", True: "medium"}

@@ -27,7 +27,7 @@ LONGEST_MS = 1e12  # longer than any answer
 
 
 class CompletionAsked(Asked):
-    """Fields that say how caches and slots are used (`id_slot`, `cache_prompt`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
+    """Fields that say how caches and slots are used (`id_slot`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
     answer here and are let pass, and so is `logprobs`, which SillyTavern sends beside `n_probs`, the name that it has here."""
 
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {

@@ -46,7 +46,7 @@ def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
     return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
                    form=form_asked(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
                    ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos, tells=_tells(asked),
-                   echo=isinstance(asked, TextAsked) and bool(asked.echo))
+                   echo=isinstance(asked, TextAsked) and bool(asked.echo), anew=asked.cache_prompt is False)
 
 
 def _tells(asked: Asked) -> int | None:

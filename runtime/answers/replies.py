@@ -58,7 +58,8 @@ class Wish:
     that it is to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
     where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says.
-    `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: as of `Answer`."""
+    `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: as of `Answer`. `anew`: its prompt
+    is read as if nothing of it were held."""
 
     settings: SamplerSettings
     think: str = "auto"
@@ -74,6 +75,7 @@ class Wish:
     choice: Choice | None = None
     most_thought: int | None = None
     translates: bool = False
+    anew: bool = False
 
 
 class Replies(Asking, Readings):
@@ -161,6 +163,9 @@ class Replies(Asking, Readings):
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(prompt, ids, own.prompts, choice=choice)
             own.engine.choose(choice)
+            if wish.anew:
+                own.forget()
+                ids = own.encoded(prompt, choice)
             own.prompt = len(ids)
             think, marks = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
@@ -187,6 +192,8 @@ class Replies(Asking, Readings):
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting, choice)
             own.engine.choose(choice)
+            if wish.anew:
+                own.forget()
             own.prompt = len(ids) if lasting is None else lasting
             is_scored = wish.echo and wish.tells is not None
             if wish.echo:

@@ -54,6 +54,10 @@ class Slot:
         lost = min(self.prompt, len(engine.tokens)) - has
         return has if lost < min(WORTH, has / LITTLE) else 0
 
+    def forget(self) -> None:
+        self.engine.reset()
+        self.prompts.held = "", []
+
     def encoded(self, prompt: str, choice: Choice) -> list[int]:
         """Token ids of a prompt, which go on from those that are held where they were read so."""
         fresh = Prompts(self.prompts.tokenizer, album=self.prompts.album)
