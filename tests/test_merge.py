@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.writer import partial_folder
 from effllm.runtime.adapters import merge as merging
 from effllm.runtime.adapters.adapter import is_quick
 from effllm.runtime.adapters.merge import Merged, merge
@@ -150,6 +151,21 @@ def test_what_was_stopped_goes_on(base, tmp_path, monkeypatch):
     merged(base, own, tmp_path / "out")
     assert 0 < len(written_again) < len(weights(base))
     assert_is(base, tmp_path / "out", added(base, pairs, 10 / RANK))
+
+
+def test_what_was_stopped_goes_on_where_the_disk_has_room_for_the_rest_alone(base, tmp_path, monkeypatch):
+    own, out = adapter(tmp_path / "adapter", peft(pairs := matrices(base))), tmp_path / "out"
+    steps = merge(base, own, out)
+    for _ in range(7):
+        next(steps)
+    steps.close()
+    files = [path.stat() for path in partial_folder(out).glob("*.safetensors")]
+    room = sum(file.st_size - 512 * file.st_blocks for file in files) + sum(path.stat().st_size for path in base.glob("*.json"))
+    assert 0 < room < sum(file.st_size for file in files)
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: usage._replace(free=room))
+    merged(base, own, out)
+    assert_is(base, out, added(base, pairs, 10 / RANK))
 
 
 @pytest.mark.parametrize(("stated", "expected"), [

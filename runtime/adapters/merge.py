@@ -20,7 +20,7 @@ from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import TensorInfo, is_gguf
 from ...offload.shards import PlannedFile
-from ...offload.writer import FolderWriter, tidied, was_named
+from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.weight import from_f32
 from ..config import read_config
 from ..convert import check_space, check_target, copied
@@ -77,7 +77,7 @@ def merge(source: Path, adapter: Path, out: Path) -> Iterator[Progress | Notice 
                 yield made
                 return
             check_target(out, None)
-        check_space(out, sizes)
+        check_space(out, sizes - held_nbytes(out) + sum(path.stat().st_size for path in copied(source).values()))
         with FolderWriter(out, files, fingerprint, MARKER, source.name) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
