@@ -51,7 +51,7 @@ class Client:
         self.has_more = False
         self._has_others = False  # than before it was begun anew
         self._transport: Transport | None = None
-        self._numbers, self._has_envelope, self._is_connected = count(1), False, False
+        self._numbers, self._has_envelope = count(1), False
         self._is_doubted = False  # it was let go amid a call, and may be at that still
 
     @property
@@ -69,7 +69,7 @@ class Client:
             from .http import Posts as Way
         else:
             from .stdio import Pipes as Way
-        self._transport, self._has_envelope, self._is_connected = Way(self.entry, self._env), False, False
+        self._transport, self._has_envelope = Way(self.entry, self._env), False
         try:
             self._transport.open()
         except Lost as lost:
@@ -132,7 +132,6 @@ class Client:
             version = told.get("protocolVersion")
             self._transport.version = version if isinstance(version, str) and DATE.fullmatch(version) else HANDSHAKE
             self._transport.send(notification("notifications/initialized"))
-        self._is_connected = True
 
     def call(self, tool: str, arguments: Mapping[str, Any], cancelled: Callable[[], bool]) -> Iterator[Progress | Returned]:
         """Call a tool; yields what it gave back last. Raises ServerFailed, LetGo."""
