@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from test_imported import written
 
-from effllm import UsageError
+from effllm import DoesNotFit, UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.writer import JOURNAL, partial_folder
@@ -110,6 +110,13 @@ def test_an_export_goes_on_and_never_over_another_source(tmp_path: Path) -> None
     *_, fresh = export_compressed(source, tmp_path / "fresh", "INT4")
     made = (fresh.folder / "model.safetensors").read_bytes()
     assert (tmp_path / "out" / "model.safetensors").read_bytes() == made != (tmp_path / "same" / "model.safetensors").read_bytes()
+
+
+def test_a_disk_that_is_too_small_is_seen_beforehand(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(1 << 30, 1 << 30, 1000))
+    with pytest.raises(DoesNotFit, match="out needs .*1000 B free"):
+        exported(tmp_path / "out", "INT4")
+    assert not partial_folder(tmp_path / "out").exists()
 
 
 def test_ctrl_c_says_how_to_go_on(tmp_path: Path) -> None:

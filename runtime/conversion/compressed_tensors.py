@@ -19,12 +19,12 @@ import numpy as np
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import TensorStore
 from ...offload.shards import SINGLE, PlannedFile
-from ...offload.writer import FolderWriter, tidied, was_named
+from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import GENERATOR, OLDER, ModelConfig, read_config
-from ..convert import check_target, copied
+from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import RENAMED, kind_of
 from ..files.written import whole_already
@@ -125,8 +125,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] not in (config.family, DASHED.get(config.family)):
-        kind = raw["model_type"]
-        yield Notice(f"{kind} takes {taken_too(raw)} too: its text part alone is written, {config.family}")
+        yield Notice(f"{raw['model_type']} takes {taken_too(raw)} too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:
@@ -142,6 +141,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
                 yield made
                 return
             check_target(out, None)
+        copies = {name: path for name, path in copied(source).items() if name != MARKER}
+        check_space(out, file.size - held_nbytes(out) + sum(path.stat().st_size for path in copies.values()))
         with FolderWriter(out, [file], fingerprint, MARKER) as writer:
             if writer.resumed:
                 yield Notice("going on where an earlier run stopped")
@@ -162,9 +163,8 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
             described["model_type"] = DASHED.get(config.family, described["model_type"])
             described["architectures"] = described.get("architectures") or [reader(config.family)]
             described["quantization_config"] = quantization_config(bits, _ignored(items))
-            files = {name: path for name, path in copied(source).items() if name != MARKER}
             check_target(out, None)  # it may have been filled meanwhile
-            writer.commit(files, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
+            writer.commit(copies, {**texts, MARKER: json.dumps(described, indent=1) + "\n"})
     yield made
 
 
