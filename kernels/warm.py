@@ -15,6 +15,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
 
 from .compile import Jit, Kernel, cache_folder, complete
@@ -28,82 +29,43 @@ LOW = 10  # its priority: a download leaves the processor to it, another program
 PAUSE_S = 0.01  # in which one who waits for the lock gets it
 GARBAGE = 20_000  # new objects after which the compiler's garbage is looked for: a tenth of the time went into looking after every 700
 
-
 KINDS = ("raw", "low-bit", "exact", "lookup", "kv", "bundled", "sparse", "foreign", "mixers", "experts", "floats", "adapters", "rounding")
 RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, EXPERTS, FLOATS, ADAPTERS, ROUNDING = KINDS
 ALL = (*KINDS, *FORMATS)
+# The modules of a kind, as they are called from `cpu/`: first those of kinds that take longest to compile.
+MODULES = {
+    KV: "kv.many kv.few kv.seal kv.merge",  # attention over packed pages, and packing them
+    LOW_BIT: "packed gemm packed_rows",  # what low-bit weights of any format need
+    EXACT: "gemm",  # products with them in float32
+    LOOKUP: "lut lut_order",  # the table lookup, where it is chosen
+    BUNDLED: "bundles",  # the MLP over neurons that lie one by one
+    SPARSE: "kv.estimate kv.choice",  # estimates of pages that are not read
+    FOREIGN: "foreign_words foreign_blocks foreign_floats foreign_levels",  # what puts codes of other tools in order, or widens them
+    FLOATS: "floats gemm",  # products with floats of eight bits
+    ADAPTERS: "lora_loops row_lengths",  # what they add
+    ROUNDING: "quantise",  # what makes codes of weights as they are read
+    EXPERTS: "experts",  # who visits which
+    RAW: "sampling attention attention_few linear rows .threads roof",  # what every run needs
+    # What layers have in the place of attention over keys and values.
+    MIXERS: "delta_loops kda_loops short_conv_loops mamba1_loops mamba2_loops lightning_loops rwkv7_loops latent_loops stream_loops "
+            "head_widths index_loops chosen_loops compressed_loops compressed_attention hyper_loops residual_loops ngram_loops pool_loops "
+            "cca_loops rescaling"}
 
 
 def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
-    """The kernels and compiled helpers of these kinds: RAW is what every run needs, LOW_BIT, what low-bit weights need beside it, EXACT
-    their products in float32, LOOKUP the table lookup where it is chosen, KV attention over packed pages and packing them, BUNDLED the MLP
-    over neurons that lie one by one, SPARSE the estimates of pages that are not read, FOREIGN what puts codes of other tools in order, or
-    widens them, MIXERS what layers have in the place of attention over keys and values, EXPERTS who visits which expert, FLOATS products
-    with floats of eight bits, ADAPTERS what they add, ROUNDING what makes codes of weights as they are read, one of `tiles.FORMATS` what
-    multiplies weights of that format. Those first that take longest to compile."""
-    from . import threads
-    from .cpu import (
-        attention,
-        attention_few,
-        cca_loops,
-        chosen_loops,
-        compressed_attention,
-        compressed_loops,
-        delta_loops,
-        experts,
-        floats,
-        foreign_blocks,
-        foreign_floats,
-        foreign_levels,
-        foreign_words,
-        gemm,
-        gemm_amx,
-        head_widths,
-        hyper_loops,
-        index_loops,
-        kda_loops,
-        latent_loops,
-        lightning_loops,
-        linear,
-        linear_amx,
-        lora_loops,
-        lut,
-        lut_order,
-        mamba1_loops,
-        mamba2_loops,
-        ngram_loops,
-        packed,
-        packed_formats,
-        packed_rows,
-        pool_loops,
-        quantise,
-        rescaling,
-        residual_loops,
-        roof,
-        row_lengths,
-        rows,
-        rwkv7_loops,
-        sampling,
-        short_conv_loops,
-        stream_loops,
-    )
-    from .cpu import bundles as neurons
+    """The kernels and compiled helpers of these kinds, one of `tiles.FORMATS` being what multiplies weights of that format."""
+    from .cpu import gemm, packed_formats
     from .cpu.amx import AMX
-    from .cpu.kv import choice, estimate, few, many, merge, seal
     from .cpu.linear_amx import AMX_FLOATS
 
-    products = gemm_amx if AMX else gemm
-    modules = {KV: (many, few, seal, merge), LOW_BIT: (packed, products, packed_rows), EXACT: (gemm,), LOOKUP: (lut, lut_order),
-               BUNDLED: (neurons,), SPARSE: (estimate, choice),
-               FOREIGN: (foreign_words, foreign_blocks, foreign_floats, foreign_levels),
-               FLOATS: (floats, gemm), ADAPTERS: (lora_loops, row_lengths), ROUNDING: (quantise,),
-               EXPERTS: (experts,),
-               RAW: (sampling, attention, attention_few, linear, rows, threads, roof) + ((linear_amx,) if AMX_FLOATS else ()),
-               MIXERS: (delta_loops, kda_loops, short_conv_loops, mamba1_loops, mamba2_loops, lightning_loops, rwkv7_loops,
-                       latent_loops, stream_loops, head_widths, index_loops, chosen_loops, compressed_loops, compressed_attention,
-                       hyper_loops, residual_loops, ngram_loops, pool_loops, cca_loops, rescaling)}
+    names = {kind: modules.split() for kind, modules in MODULES.items() if kind in kinds}
+    if AMX and LOW_BIT in names:
+        names[LOW_BIT] = ["gemm_amx" if name == "gemm" else name for name in names[LOW_BIT]]
+    if AMX_FLOATS and RAW in names:
+        names[RAW].append("linear_amx")
+    modules = [(kind, import_module(f".{name}", f"{__package__}.cpu")) for kind, own in names.items() for name in own]
     exact = {EXACT, FLOATS}  # kinds that need of `gemm` what multiplies in float32, and that alone
-    found = [value for kind, of_kind in modules.items() if kind in kinds for module in of_kind for value in vars(module).values()
+    found = [value for kind, module in modules for value in vars(module).values()
              if isinstance(value, Kernel | Jit) and (module is not gemm or (value is gemm.multiply_exact) == (kind in exact))]
     found += [each for kind in kinds if kind in FORMATS for each in packed_formats.functions_of(kind)]
     return list(dict.fromkeys(found))
