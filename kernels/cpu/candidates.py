@@ -104,6 +104,24 @@ ROWS = {"rotate": (rows.rotate, rows.rotate_reference, "native code for every wi
         "state space": (mamba2.run, mamba2.run_reference, "native code, rows of a state that stay in the cache for all tokens of a pass")}
 
 
+def _attend_compiled(pages: LayerPages, *step: object) -> None:
+    pages.compiled(*step)
+
+
+def _attend_reference(pages: LayerPages, *step: object) -> None:
+    pages.reference(*step)
+
+
+# What reads pages, and widens halves as it does.
+OF_HALVES = {
+    "attend": (_attend_compiled, _attend_reference, "native code, a page of K and V at a time"),
+    "choose": (index.choose, index.choose_reference, "native code, the scores of all heads as one product, the choice exact"),
+    "note means": (index.note_means, index.note_means_reference, "native code, the tokens of a key by one thread"),
+    "note pools": (index.note_pools, index.note_pools_reference, "native code, the tokens of a key by one thread"),
+    "attend chosen": (index.attend_compiled, index.attend_reference, "native code, tiles of chosen tokens taken out of pages"),
+    "attend compressed": (compressed.attend_compiled, compressed.attend_reference, "native code, tiles of tokens nearby and of keys")}
+
+
 def _compiled(call: Call) -> str:
     if call.stored not in STORED_TYPES:
         return f"no kernel for {call.stored}"
@@ -151,31 +169,8 @@ def default_registry(only: str | None = None, exact: bool = False, by_neuron: bo
         Candidate("moe", NUMPY, _never, moe.run_reference, NO_KERNEL, fallback=True),
         *(each for op, (fast, slow, why) in ROWS.items()
           for each in (Candidate(op, "compiled", _compiled, fast, why), Candidate(op, NUMPY, _never, slow, NO_KERNEL, fallback=True))),
-        Candidate("attend", "compiled", _native, _attend_compiled, "native code, a page of K and V at a time"),
-        Candidate("attend", f"compiled, {BY_SHIFTS}", _compiled, _attend_compiled, NO_HALF, fallback=True),
-        Candidate("attend", NUMPY, _never, _attend_reference, NO_KERNEL, fallback=True),
-        Candidate("choose", "compiled", _native, index.choose, "native code, the scores of all heads as one product, the choice exact"),
-        Candidate("choose", f"compiled, {BY_SHIFTS}", _compiled, index.choose, NO_HALF, fallback=True),
-        Candidate("choose", NUMPY, _never, index.choose_reference, NO_KERNEL, fallback=True),
-        Candidate("note means", "compiled", _native, index.note_means, "native code, the tokens of a key by one thread"),
-        Candidate("note means", f"compiled, {BY_SHIFTS}", _compiled, index.note_means, NO_HALF, fallback=True),
-        Candidate("note means", NUMPY, _never, index.note_means_reference, NO_KERNEL, fallback=True),
-        Candidate("note pools", "compiled", _native, index.note_pools, "native code, the tokens of a key by one thread"),
-        Candidate("note pools", f"compiled, {BY_SHIFTS}", _compiled, index.note_pools, NO_HALF, fallback=True),
-        Candidate("note pools", NUMPY, _never, index.note_pools_reference, NO_KERNEL, fallback=True),
-        Candidate("attend chosen", "compiled", _native, index.attend_compiled, "native code, tiles of chosen tokens taken out of pages"),
-        Candidate("attend chosen", f"compiled, {BY_SHIFTS}", _compiled, index.attend_compiled, NO_HALF, fallback=True),
-        Candidate("attend chosen", NUMPY, _never, index.attend_reference, NO_KERNEL, fallback=True),
-        Candidate("attend compressed", "compiled", _native, compressed.attend_compiled, "native code, tiles of tokens nearby and of keys"),
-        Candidate("attend compressed", f"compiled, {BY_SHIFTS}", _compiled, compressed.attend_compiled, NO_HALF, fallback=True),
-        Candidate("attend compressed", NUMPY, _never, compressed.attend_reference, NO_KERNEL, fallback=True),
+        *(each for op, (fast, slow, why) in OF_HALVES.items() for each in (
+            Candidate(op, "compiled", _native, fast, why), Candidate(op, f"compiled, {BY_SHIFTS}", _compiled, fast, NO_HALF, fallback=True),
+            Candidate(op, NUMPY, _never, slow, NO_KERNEL, fallback=True))),
     ]
     return Registry([each for each in candidates if only is None or only in each.name])
-
-
-def _attend_compiled(pages: LayerPages, *step: object) -> None:
-    pages.compiled(*step)
-
-
-def _attend_reference(pages: LayerPages, *step: object) -> None:
-    pages.reference(*step)
