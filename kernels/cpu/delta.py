@@ -9,7 +9,6 @@ import numpy as np
 
 from .. import reference_delta as reference
 from ..delta_shape import DeltaShape
-from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import delta_loops as loops
 from . import kda_loops
@@ -40,7 +39,11 @@ class DeltaStates(RecurrentStates):
         return run_reference
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
-        recur_reference(self, mixed, gates, out)
+        shape = self.shape
+        q, k, v = (part.reshape(len(mixed), heads, -1) for part, heads in zip(np.split(mixed, (shape.keys, 2 * shape.keys), axis=1),
+                                                                             (shape.key_heads, shape.key_heads, shape.value_heads)))
+        parts = (q, k, v, *np.split(gates, (-shape.value_heads,), axis=1))
+        self.recurred(parts, lambda *own: reference.recur(*own, shape.tiled), out.reshape(v.shape))
 
 
 def run(states: DeltaStates, qkv: np.ndarray, z: np.ndarray, b: np.ndarray, a: np.ndarray, w: Delta, out: np.ndarray) -> None:
@@ -72,18 +75,4 @@ def read(states: DeltaStates, qkv: np.ndarray, made: tuple[np.ndarray, np.ndarra
     mixed[:] = reference.convolve(qkv, states.last_inputs(states.told()[0], qkv[:0]), w.conv.reshape(states.shape.taps, -1))
     gates[:] = np.concatenate(made, axis=1)
     states.keep_inputs(qkv)
-    recur_reference(states, mixed, gates, out)
-
-
-def recur_reference(states: DeltaStates, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
-    """The recurrence, from slot to slot as the pass was told."""
-    shape, (source, target, after, kept) = states.shape, states.told()
-    q, k, v = (part.reshape(len(mixed), heads, -1) for part, heads in zip(np.split(mixed, (shape.keys, 2 * shape.keys), axis=1),
-                                                                         (shape.key_heads, shape.key_heads, shape.value_heads)))
-    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
-    heads = out.reshape(len(out), shape.value_heads, -1)
-    for end, slot in ((after, kept), (len(out), target)):
-        if end > at:
-            decay, beta = np.split(gates[at:end], (-shape.value_heads,), axis=1)
-            heads[at:end], s = reference.recur(q[at:end], k[at:end], v[at:end], decay, beta, s, shape.tiled)
-            states.state_of(slot)[:], at = s, end
+    states.recur_reference(mixed, gates, out)

@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import reference_lightning
 from ..lightning_shape import LightningShape
-from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import lightning_loops as loops
 from .conv_loops import MEMORY, X
@@ -32,7 +31,8 @@ class LightningStates(RecurrentStates):
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
         """A state is made again by the decays of the last pass."""
-        recur_reference(self, mixed, out)
+        v, k, q = (part.reshape(len(mixed), self.shape.heads, -1) for part in np.split(mixed, 3, axis=1))
+        self.recurred((v, k, q), lambda v, k, q, s: reference_lightning.recur(v, k, q, self.decay, s), out.reshape(v.shape))
 
 
 def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
@@ -49,21 +49,9 @@ def run(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, o
 
 def run_reference(states: LightningStates, vkq: np.ndarray, z: np.ndarray, w: Lightning, out: np.ndarray) -> None:
     states.ops.flush()
-    raw, mixed, _ = states.passing(len(vkq))
+    raw, mixed, gates = states.passing(len(vkq))
     if raw is not None:
         raw[:] = vkq
     mixed[:], states.decay = reference_lightning.activated(vkq), w.decay
-    recur_reference(states, mixed, out)
+    states.recur_reference(mixed, gates, out)
     out[:] = reference_lightning.normed_gates(out, z, w.norm.weight, w.norm.eps)
-
-
-def recur_reference(states: LightningStates, mixed: np.ndarray, out: np.ndarray) -> None:
-    """The recurrence, from slot to slot as the pass was told."""
-    shape, (source, target, after, kept) = states.shape, states.told()
-    v, k, q = (part.reshape(len(mixed), shape.heads, -1) for part in np.split(mixed, 3, axis=1))
-    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
-    heads = out.reshape(len(out), shape.heads, -1)
-    for end, slot in ((after, kept), (len(out), target)):
-        if end > at:
-            heads[at:end], s = reference_lightning.recur(v[at:end], k[at:end], q[at:end], states.decay, s)
-            states.state_of(slot)[:], at = s, end

@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import reference, reference_delta, reference_mamba1
 from ..mamba1_shape import Mamba1Shape
-from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import mamba1_loops as loops
 from .conv_loops import MEMORY, X
@@ -39,7 +38,9 @@ class Mamba1States(RecurrentStates):
 
     def recur_reference(self, mixed: np.ndarray, gates: np.ndarray, out: np.ndarray) -> None:
         """A state is made again with the decays that the last pass was told: they are the layer's."""
-        recur_reference(self, mixed, gates, self.last, out)
+        w, sizes = self.last, self.state_of(0).shape
+        parts = (mixed, *np.split(gates, (self.shape.values, self.shape.values + self.shape.depth), axis=1))
+        self.recurred(parts, lambda *own: reference_mamba1.recur(*own[:-1], w.decay.reshape(sizes), w.skip, own[-1]), out)
 
     def mix(self, products: list[np.ndarray], w: Mamba1, out: np.ndarray | None = None) -> np.ndarray:
         self.last = w  # `again` reads decays where the block says they lie
@@ -74,16 +75,5 @@ def run_reference(states: Mamba1States, x: np.ndarray, z: np.ndarray, w: Mamba1,
     b, c = (side if norm is None else reference.normalise(side, "rms", norm.weight, None, norm.eps)
             for side, norm in zip(np.split(keys, 2, axis=1), (w.b_norm, w.c_norm)))
     gates[:] = np.concatenate([reference_mamba1.steps(steps, w.dt), b, c], axis=1)
-    recur_reference(states, mixed, gates, w, out)
+    states.recur_reference(mixed, gates, out)
     out[:] = reference_mamba1.gated(out, z)
-
-
-def recur_reference(states: Mamba1States, mixed: np.ndarray, gates: np.ndarray, w: Mamba1, out: np.ndarray) -> None:
-    """The recurrence, from slot to slot as the pass was told."""
-    shape, (source, target, after, kept) = states.shape, states.told()
-    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
-    for end, slot in ((after, kept), (len(out), target)):
-        if end > at:
-            own = np.split(gates[at:end], (shape.values, shape.values + shape.depth), axis=1)
-            out[at:end], s = reference_mamba1.recur(mixed[at:end], *own, w.decay.reshape(s.shape), w.skip, s)
-            states.state_of(slot)[:], at = s, end

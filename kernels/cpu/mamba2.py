@@ -8,7 +8,6 @@ import numpy as np
 
 from .. import reference_delta, reference_mamba2
 from ..mamba2_shape import Mamba2Shape
-from ..state_shape import NO_SLOT
 from ..workspace import address
 from . import mamba2_loops as loops
 from .conv_loops import MEMORY, X
@@ -64,14 +63,9 @@ def run_reference(states: Mamba2States, xbc: np.ndarray, z: np.ndarray, steps: n
 
 
 def recur_reference(states: Mamba2States, mixed: np.ndarray, gates: np.ndarray, skip: np.ndarray, out: np.ndarray) -> None:
-    """The recurrence, from slot to slot as the pass was told."""
-    shape, (source, target, after, kept) = states.shape, states.told()
+    shape = states.shape
     ends = shape.values, shape.values + shape.groups * shape.depth
     x, b, c = (part.reshape(len(mixed), count, -1) for part, count in zip(np.split(mixed, ends, axis=1),
                                                                          (shape.heads, shape.groups, shape.groups)))
-    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
-    heads = out.reshape(len(out), shape.heads, -1)
-    for end, slot in ((after, kept), (len(out), target)):
-        if end > at:
-            heads[at:end], s = reference_mamba2.recur(x[at:end], b[at:end], c[at:end], *np.split(gates[at:end], 2, axis=1), skip, s)
-            states.state_of(slot)[:], at = s, end
+    states.recurred((x, b, c, *np.split(gates, 2, axis=1)), lambda *own: reference_mamba2.recur(*own[:-1], skip, own[-1]),
+                    out.reshape(len(out), shape.heads, -1))

@@ -106,7 +106,7 @@ class Rwkv7States(Slots):
         out = self.mixed(tokens)
         parts = [part[:tokens] for part in self._parts]
         if self.run is run_reference:
-            recur_reference(self, parts, out)
+            self.recurred(parts, reference_rwkv7.recur, out)
             return
         block = self.block
         block[TOKENS], block[loops.OUT] = tokens, self.ops.at(out)
@@ -142,18 +142,8 @@ def run_reference(states: Rwkv7States, products: list[np.ndarray], w: Rwkv7, out
     parts = states.parts(products)
     for part, each in zip(parts, (r, made[0], v, *made[1:])):
         part[:] = each
-    recur_reference(states, parts, out)
+    states.recurred(parts, reference_rwkv7.recur, out)
     out[:] = reference_rwkv7.finished(out, *parts[:3], gate, w.bonus, w.norm.weight, w.norm.bias, w.norm.eps, heads)
-
-
-def recur_reference(states: Rwkv7States, parts: list[np.ndarray], out: np.ndarray) -> None:
-    """The recurrence, from slot to slot as the pass was told."""
-    source, target, after, kept = states.told()
-    s, at = np.zeros_like(states.state_of(0)) if source == NO_SLOT else states.state_of(source), 0
-    for end, slot in ((after, kept), (len(out), target)):
-        if end > at:
-            out[at:end], s = reference_rwkv7.recur(*(part[at:end] for part in parts), s)
-            states.state_of(slot)[:], at = s, end
 
 
 def shift(states: Rwkv7States, x: np.ndarray, norm: Norm, mix: np.ndarray, half: int, outs: list[np.ndarray]) -> None:

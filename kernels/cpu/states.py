@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -114,6 +115,16 @@ class Slots:
         self.inputs_of(target)[:] = self.last_inputs(source, x)
         if after:
             self.inputs_of(kept)[:] = self.last_inputs(source, x[:after])
+
+    def recurred(self, parts: Sequence[np.ndarray], recur: Callable[..., tuple[np.ndarray, np.ndarray]], out: np.ndarray) -> None:
+        """A reference's recurrence, from slot to slot as the pass was told. `recur` makes of `parts`, [T, ...] each, and of a state what is
+        read, and the next state."""
+        source, target, after, kept = self.told()
+        s, at = np.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source), 0
+        for end, slot in ((after, kept), (len(out), target)):
+            if end > at:
+                out[at:end], s = recur(*(part[at:end] for part in parts), s)
+                self.state_of(slot)[:], at = s, end
 
     def told(self) -> tuple[int, ...]:
         """The slots of the pass."""
