@@ -15,10 +15,9 @@ from urllib.parse import unquote_to_bytes
 from ... import EffllmError
 from ...runtime.files.pdf_pages import is_pdf, pages_of
 from .gemini_fields import attached
+from .parts import of_chat, of_messages, of_responses
 from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
 from .problems import Problem, problem_of
-from .responses_fields import OUTPUTS
-from .turns import TOOL
 
 if TYPE_CHECKING:
     from .fields import ChatAsked
@@ -47,27 +46,20 @@ class Sent:
 
 def in_chat(asked: ChatAsked) -> Iterator[Sent]:
     """Of chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
-    for number, message in enumerate(asked.messages):
-        yield from _in_parts(message.content, "file", f"messages[{number}].content", message.role == TOOL)
+    for parts, where, by_tool in of_chat(asked):
+        yield from _in_parts(parts, "file", where, by_tool)
 
 
 def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
     """Of responses: `{"type": "input_file", "filename", "file_data"}`, of messages and of what tools gave back."""
-    for number, item in enumerate(asked.input if isinstance(asked.input, list) else ()):
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind in ("message", *OUTPUTS):
-            field = "output" if kind in OUTPUTS else "content"
-            yield from _in_parts(item.get(field), "input_file", f"input[{number}].{field}", kind in OUTPUTS)
+    for parts, where, by_tool in of_responses(asked):
+        yield from _in_parts(parts, "input_file", where, by_tool)
 
 
 def in_messages(asked: CountAsked) -> Iterator[Sent]:
     """Of Anthropic's messages: documents with a source of type base64, which become such of text, with the titles that they have."""
-    for number, turn in enumerate(asked.messages):
-        where = f"messages[{number}].content"
-        yield from _in_blocks(turn.content, where, False)
-        for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            if isinstance(block, dict) and block.get("type") == "tool_result":
-                yield from _in_blocks(block.get("content"), f"{where}[{at}].content", True)
+    for blocks, where, by_tool in of_messages(asked):
+        yield from _in_blocks(blocks, where, by_tool)
 
 
 def in_contents(asked: GenerateAsked) -> Iterator[Sent]:

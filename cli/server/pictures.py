@@ -18,8 +18,8 @@ from ...runtime.images.picture_file import MOST_POINTS
 from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
 from ...runtime.sounds.sound_file import MOST_SECONDS
 from .gemini_fields import attached
+from .parts import of_chat, of_messages, of_responses
 from .problems import AGAIN, BUSY, Problem, problem_of
-from .responses_fields import OUTPUTS
 from .turns import TOOL
 
 if TYPE_CHECKING:
@@ -67,27 +67,20 @@ class Sent:
 def in_chat(asked: ChatAsked) -> Iterator[Sent]:
     """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
     `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it, and a `video_url`."""
-    for number, message in enumerate(asked.messages):
-        yield from _in_parts(message.content, f"messages[{number}].content", message.role == TOOL)
+    for place in of_chat(asked):
+        yield from _in_parts(*place)
 
 
 def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
     """Of responses: `{"type": "input_image", "image_url": "data:..."}`, of messages and of what tools gave back."""
-    for number, item in enumerate(asked.input if isinstance(asked.input, list) else ()):
-        kind = item.get("type", "message") if isinstance(item, dict) else None
-        if kind in ("message", *OUTPUTS):
-            field = "output" if kind in OUTPUTS else "content"
-            yield from _in_parts(item.get(field), f"input[{number}].{field}", kind in OUTPUTS)
+    for place in of_responses(asked):
+        yield from _in_parts(*place)
 
 
 def in_messages(asked: CountAsked) -> Iterator[Sent]:
     """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and in those of tool_result."""
-    for number, turn in enumerate(asked.messages):
-        where = f"messages[{number}].content"
-        yield from _in_parts(turn.content, where)
-        for at, block in enumerate(turn.content if isinstance(turn.content, list) else ()):
-            if isinstance(block, dict) and block.get("type") == "tool_result":
-                yield from _in_parts(block.get("content"), f"{where}[{at}].content", by_tool=True)
+    for place in of_messages(asked):
+        yield from _in_parts(*place)
 
 
 def in_contents(asked: GenerateAsked) -> Iterator[Sent]:
