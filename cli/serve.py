@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 from urllib.parse import urlsplit
@@ -46,7 +47,6 @@ if TYPE_CHECKING:
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.kept_prompts import KeptPrompts
     from ..runtime.sessions.slot_files import SlotFiles
-    from .server.application import Service
     from .server.guard import Rules
     from .server.streams import Record
 
@@ -181,10 +181,10 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     from .server.application import Service
     from .server.desk import Desk
     from .server.guard import Guard
-    from .server.listening import GRACE_S, leave_at_once, listen, url_of
+    from .server.listening import GRACE_S, leave_at_once, listen
     from .server.wishes import Defaults
 
-    parallel, keeping, overseer = sequences.parallel, sequences.keeping, screen.environment.overseer
+    parallel, keeping = sequences.parallel, sequences.keeping
     settings, form = sampling.settings(ref.folder, screen.note), answer.form()
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
         wish = wish_of(answer, settings, form, opened.tokenizer.thinks, screen)
@@ -194,15 +194,11 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
         service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, place.name, screen.note_once, place.also,
                           place.shows_page, defaults=Defaults(wish, answer.system),
                           slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
-        report = Report(screen, service, place.quiet)
-
-        def ready() -> None:
-            if overseer is None:
-                report.ready(url_of(place.listening), place.json)
-            else:
-                overseer.listens(place.listening.getsockname()[1], opened.engine.n_ctx, opened.engine.placement.total_bytes, parallel)
-
-        listen(Guard(service.application(), place.rules, report.request), place.listening, desk, ready, screen.note_once)
+        context = service.replies.n_ctx
+        does = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
+        ready = partial(say_ready, screen, place, does, context, opened.engine.placement.total_bytes, parallel)
+        listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, desk, ready,
+               screen.note_once)
         if not desk.ended(GRACE_S):
             lasting.close()
             leave_at_once()
@@ -238,23 +234,19 @@ def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] 
     return rules
 
 
-class Report:
-    """What a person at the terminal is told."""
+def say_ready(screen: Screen, place: Place, does: str, context: int, nbytes: int, parallel: int) -> None:
+    """That one model is served now: to whoever oversees this process, else to a person."""
+    if (overseer := screen.environment.overseer) is not None:
+        overseer.listens(place.listening.getsockname()[1], context, nbytes, parallel)
+        return
+    from .server.listening import url_of
 
-    def __init__(self, screen: Screen, service: Service, quiet: bool) -> None:
-        self._screen, self._service, self._quiet = screen, service, quiet
-
-    def ready(self, url: str, json: bool) -> None:
-        context, parallel = self._service.replies.n_ctx, self._service.desk.parallel
-        at_once = f" each, {parallel} answers at once" if parallel > 1 else ""
-        self._screen.note(f"{url} serves {self._service.name}, context {context} tokens{at_once}; Ctrl-C ends it")
-        say_page(self._screen, url, self._service.shows_page)
-        if json:
-            self._screen.json({"url": url, "model": self._service.name, "context": context, "parallel": parallel})
-        begin_log(self._screen)
-
-    def request(self, method: str, path: str, status: int, record: Record) -> None:
-        say_request(self._screen, self._quiet, method, path, status, record)
+    url = url_of(place.listening)
+    screen.note(f"{url} serves {place.name}, {does}; Ctrl-C ends it")
+    say_page(screen, url, place.shows_page)
+    if place.json:
+        screen.json({"url": url, "model": place.name, "context": context, "parallel": parallel})
+    begin_log(screen)
 
 
 def begin_log(screen: Screen) -> None:
@@ -271,8 +263,9 @@ def say_page(screen: Screen, url: str, is_shown: bool) -> None:
 
 
 def say_request(screen: Screen, quiet: bool, method: str, path: str, status: int, record: Record) -> None:
-    """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none."""
-    if record.is_minor:
+    """A line for a request; `quiet` leaves out those that nothing went wrong with. Parts of the page have none, and what the server of one
+    model says itself."""
+    if record.is_minor or record.passed_on:
         return
     did = [each for each in (record.stats and cost(record.stats), record.made) if each]
     parts = [f"{method} {cut(path, MOST_SHOWN)} {status}", *(f"{each}, {passed(record.seconds)}" for each in did)]

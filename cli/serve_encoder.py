@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Set
+from functools import partial
 from typing import TYPE_CHECKING
 
 import typer
@@ -17,7 +18,6 @@ if TYPE_CHECKING:
     from ..runtime.encoders.encoder import Encoder, EncoderOptions
     from .options import EngineFlags, RunFlags
     from .serve import Place
-    from .server.streams import Record
 
 # Flags that say something of such a model, by their parameters; all others are of models that write.
 TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui", "quiet", "json", "yes", "ctx", "threads", "ram",
@@ -29,30 +29,21 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     overseer = screen.environment.overseer
     demand_meant(context, ref, None if overseer is None else frozenset(each.name for each in context.command.params))
     from ..runtime.answers.encodings import Encodings
-    from .serve import begin_log, say_request
+    from .serve import say_ready, say_request
     from .server.desk import Desk
     from .server.encodings import EncodingService
     from .server.guard import Guard
-    from .server.listening import GRACE_S, leave_at_once, listen, url_of
+    from .server.listening import GRACE_S, leave_at_once, listen
 
     encoder = opened(ref, engine, screen)
     desk = Desk(place.queue)
     service = EncodingService(Encodings(encoder), desk, place.name, screen.note_once, place.also, False)
 
-    def ready() -> None:
-        if overseer is not None:
-            overseer.listens(place.listening.getsockname()[1], encoder.n_ctx, encoder.plan.total_bytes, 1)
-            return
-        url, does = url_of(place.listening), "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
-        screen.note(f"{url} serves {place.name}, which {does} of texts of up to {encoder.n_ctx} tokens; Ctrl-C ends it")
-        if place.json:
-            screen.json({"url": url, "model": place.name, "context": encoder.n_ctx, "parallel": 1})
-        begin_log(screen)
-
-    def report(method: str, path: str, status: int, record: Record) -> None:
-        say_request(screen, place.quiet, method, path, status, record)
-
-    listen(Guard(service.application(), place.rules, report), place.listening, desk, ready, screen.note_once)
+    does = "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
+    ready = partial(say_ready, screen, place, f"which {does} of texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
+                    encoder.plan.total_bytes, 1)
+    listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, desk, ready,
+           screen.note_once)
     if not desk.ended(GRACE_S):
         leave_at_once()
 

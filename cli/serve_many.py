@@ -10,6 +10,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -25,7 +26,6 @@ from .serve import begin_log, rules_of, say_page, say_request, slot_folder
 if TYPE_CHECKING:
     from ..runtime.catalog import ModelRef
     from ..runtime.events import Progress
-    from .server.streams import Record
 
 KEEP_ALIVE = LOAD_TIMEOUT = "5m"
 # Of the front alone, as parameters of the command; a child gets none of them, typed or by a variable.
@@ -81,11 +81,14 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     with bound(served.host, served.port) as listening:
         rules, key = rules_of(listening, served.host, served.api_key, served.cors, screen, served.shows_page), secrets.token_urlsafe(32)
         flags, inherited = handed_on(context, screen)
-        report = Report(screen, served.quiet)
-        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, report.progress, report.remark,
-                          silence_s)
+
+        def progress(name: str, event: Progress) -> None:
+            screen.progress(replace(event, phase=f"{name}: {event.phase}"))
+
+        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, progress,
+                          lambda name, text: screen.note(f"{name}: {text}"), silence_s)
         limits = Limits(None if engine.ram is None else parse_size(engine.ram), served.max_models, keep_s, served.parallel + served.queue)
-        residents = Residents(starter, limits, report.note)
+        residents = Residents(starter, limits, screen.note)
         shelf = Shelf(variables, only)
         names = [each.name for each in shelf.models()]
 
@@ -99,7 +102,8 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
             begin_log(screen)
 
         front = Front(shelf, residents, key, engine.ctx, served.shows_page)
-        listen(Guard(front.application(), rules, report.request), listening, residents, ready, screen.note_once, residents.closed, GRACE_S)
+        listen(Guard(front.application(), rules, partial(say_request, screen, served.quiet)), listening, residents, ready,
+               screen.note_once, residents.closed, GRACE_S)
     return 0
 
 
@@ -167,23 +171,3 @@ def opposed(name: str, value: object) -> list[str]:
         own = [each for each in pair if each[0] == name and each[1] in (None, value)]
         found += [other for other, _ in pair if own and other != name]
     return found
-
-
-class Report:
-    """What a person at the terminal is told."""
-
-    def __init__(self, screen: Screen, quiet: bool) -> None:
-        self._screen, self._quiet = screen, quiet
-
-    def note(self, text: str) -> None:
-        self._screen.note(text)
-
-    def progress(self, name: str, event: Progress) -> None:
-        self._screen.progress(replace(event, phase=f"{name}: {event.phase}"))
-
-    def remark(self, name: str, text: str) -> None:
-        self._screen.note(f"{name}: {text}")
-
-    def request(self, method: str, path: str, status: int, record: Record) -> None:
-        if not record.passed_on:
-            say_request(self._screen, self._quiet, method, path, status, record)
