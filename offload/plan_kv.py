@@ -87,6 +87,14 @@ def _tiers(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None,
     return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
 
 
+def _whole(demand: Demand, budget: Budget, ctx_max: int, ctx: int | None) -> Placement | None:
+    """The plan with the whole cache in memory; None where there is none."""
+    try:
+        return plan(demand, budget, ctx_max, ctx, "cpu", None, PAGE)
+    except DoesNotFit:
+        return None
+
+
 def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, ctx: int, spill: Spill) -> Placement | None:
     """The plan with pages on the disk; None where there is a better one without, or none at all."""
     page, total = page_nbytes(demand, PAGE), kv_pages(demand, ctx, PAGE)
@@ -96,11 +104,8 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
             return None
     else:
         is_whole = spill.ram >= demand.kv_fixed + total * page
-        if is_whole:  # where memory holds that much too
-            try:
-                return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
-            except DoesNotFit:
-                pass
+        if is_whole and (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:  # where memory holds that much too
+            return whole
         most = (spill.ram - demand.kv_fixed - spill.ring) // page
         if most < 0 and is_whole:
             return None  # reading from the disk takes more memory than that
@@ -122,10 +127,9 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     if not demand.blocks:
         return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + weights + kept * page), read, spill)
     if spill.ram is None:
-        try:
-            return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
-        except DoesNotFit:
-            most = kept
+        if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
+            return whole
+        most = kept
     ring = demand.always + reside(demand.blocks, least_budget(demand.blocks)).nbytes
     pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
     if with_slack(least) + ring > budget.ram:
@@ -154,10 +158,9 @@ def _beside(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
             return False
 
     if spill.ram is None:
-        try:
-            return plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
-        except DoesNotFit:
-            most = kept
+        if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
+            return whole
+        most = kept
     pages = largest(fits, most, 1)
     try:
         own = held(pages if pages or fits(0) else kept)
@@ -186,15 +189,11 @@ def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | N
     pages = None if spill.ram is None else (spill.ram - demand.kv_fixed) // page_nbytes(demand, PAGE)
     if pages is not None and pages < 1:
         return None
-    try:
-        placed = plan(demand, budget, ctx_max, ctx_wanted, "cpu", None, PAGE)
-        if pages is None or kv_pages(demand, placed.ctx, PAGE) <= pages:
-            return placed
-        if ctx_wanted is not None:
-            return None
-        most = demand.kv_sinks + pages * PAGE
-        placed = plan(demand, budget, ctx_max, most, "cpu", None, PAGE)
-    except DoesNotFit:
+    placed = _whole(demand, budget, ctx_max, ctx_wanted)
+    if placed is None or pages is None or kv_pages(demand, placed.ctx, PAGE) <= pages:
+        return placed
+    most = demand.kv_sinks + pages * PAGE
+    if ctx_wanted is not None or (placed := _whole(demand, budget, ctx_max, most)) is None:
         return None
     return replace(placed, notes=(*placed.notes, Fallback(f"context {most} of the model's {ctx_max}: the most that --kv-ram holds; with "
                                                           f"pages on the disk it is no longer, {spill.where} {format_size(spill.disk)}")))
