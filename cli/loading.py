@@ -245,10 +245,10 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
     if screen.environment.overseer is not None:
         options = screen.environment.overseer.agree(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
-    from ..runtime.images.album import album_of
-
-    engine.album = album_of(ref.whole, engine.config, ref.mmproj, options.threads)
     try:
+        from ..runtime.images.album import album_of
+
+        engine.album = album_of(ref.whole, engine.config, ref.mmproj, options.threads)
         yield Loaded(engine, tokenizer)
     finally:
         engine.close()
@@ -283,7 +283,6 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
 def text_side(folder: Path, options: EngineOptions) -> Tokenizer | None:
     """What a run has in memory when it plans, for a plan that is to say what the run will: the session's modules and the tokenizer, which
     for 128,000 tokens takes as much as a small model. None for a model without one, which a run refuses in words of its own."""
-    from .. import EffllmError
     from ..runtime import session  # noqa: F401
 
     try:
