@@ -298,7 +298,7 @@ def test_what_a_model_has_of_its_own_and_cannot_have_is_said_with_its_place(plac
             assert ran.code == code and ran.out == "" and ran.err.startswith(f"effllm: effllm.toml:3: {said}"), ran.err
             assert "left out" not in ran.err and ran.err.count("\n") == 2
         else:  # what memory decides may be otherwise the next time
-            assert ran.code == 0 and f"a run is refused with what effllm.toml:3 says: {said}" in ran.err, ran.err
+            assert ran.code == 0 and f"a run would be refused because of effllm.toml:3: {said}" in ran.err, ran.err
     assert Ran("config", "show", "--json").code == 0, "of no model in particular nothing is refused"
 
 
@@ -306,11 +306,11 @@ def test_show_says_what_the_machine_refuses_and_no_more(place: Path, monkeypatch
     from effllm.runtime.planning import devices
 
     monkeypatch.setattr(devices, "probe", lambda: None)
-    for line, said in (('device = "cuda"', "effllm.toml:1 says: --device cuda: torch finds no GPU here"),
-                       ('vram = "2G"\nbits = 4', "effllm.toml:1 says: --vram 2G"), ('ram = "20M"', "effllm.toml:1 says: needs ")):
+    for line, said in (('device = "cuda"', "effllm.toml:1: --device cuda: torch finds no GPU here"),
+                       ('vram = "2G"\nbits = 4', "effllm.toml:1: --vram 2G"), ('ram = "20M"', "effllm.toml:1: needs ")):
         project(place, line)
         ran = Ran("config", "show", "fable", "--json")
-        assert ran.code == 0 and ran.err.count("\n") == 1 and f"a run is refused with what {said}" in ran.err, ran.err
+        assert ran.code == 0 and ran.err.count("\n") == 1 and f"a run would be refused because of {said}" in ran.err, ran.err
         assert json.loads(ran.out)[line.split()[0]]["origin"] == "effllm.toml:1", "it holds, whatever comes of it"
     project(place, 'ram = "4G"\nkv-ram = "64M"\ndevice = "cpu"\nctx-size = 512\n')
     assert Ran("config", "show", "fable").err == ""

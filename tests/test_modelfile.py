@@ -115,7 +115,7 @@ def test_what_is_wrong_leaves_nothing_behind(person: Person) -> None:
         assert said in person.types("alias", "teller", "--modelfile", written(person, text)).refused(code)
     config_of(person).parent.mkdir(parents=True)
     config_of(person).write_text("model = {other = {temp = 1.0}}\n")
-    assert "can have no table" in person.types("alias", "teller", "--modelfile", written(person, WHOLE)).refused(2)
+    assert "cannot get a table" in person.types("alias", "teller", "--modelfile", written(person, WHOLE)).refused(2)
     assert "teller" not in person.types("alias", "--json").out
     written(person, "x").write_bytes(b"FROM \xff\xfe")
     for words in (("teller", "--modelfile", person.home / "gone"), ("--modelfile", "x"), ("teller", "fable", "--modelfile", "x"),
