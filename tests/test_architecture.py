@@ -231,7 +231,7 @@ def test_the_root_holds_two_python_files() -> None:
 @for_every(package_files())
 def test_only_the_screen_prints(file: Path) -> None:
     if file.as_posix() != "cli/screen.py":
-        assert not calls(file, "print"), f"{file} prints at lines {calls(file, 'print')}"
+        assert not calls(file, "print"), f"{file} prints at lines {calls(file, 'print')}: `Screen` (cli/screen.py) does that"
     if file.parts[0] != "cli" and file.as_posix() not in CHILD_PROCESSES:
         streams = [node.lineno for node in nodes(file) if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
                    and node.value.id == "sys" and node.attr in {"stdin", "stdout", "stderr"}]
