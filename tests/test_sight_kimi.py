@@ -1,19 +1,26 @@
 """Kimi K2.5: pictures of their own shape, weighed places, turned patches and what squares of them become are transformers'."""
 
 import json
+import math
+import re
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from retold_models import as_kimi
+from safetensors.torch import load_file, save_file
 from sight_cases import CASES
 from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, navit_resize, opened, seeing, seen_when_quantized
 
 from effllm import EffllmError
+from effllm.runtime.config import read_config
+from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.kimi_k25 import KimiK25
+from effllm.runtime.images.kimi_vl import LONGEST, KimiVl
 from effllm.runtime.images.tower_parts import patches_of
+from effllm.runtime.prepare import EngineOptions
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +70,62 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
         "patch_limit_on_one_side": 20, "patch_size": 8}}))
     assert np.array_equal(*(opened(each).see(PICTURES["tall"], Work()).rows for each in (kimi[0], tmp_path)))
     assert opened(tmp_path).written.count(opened(tmp_path).placeholder) == 1
+
+
+def as_kimi_vl(folder):
+    """As Kimi-VL was published, whose limit is of patches alone and whose text part does not say of what type it is."""
+    path = folder / "model.safetensors"
+    parts = {r"^(model\.)?mm_projector\.": "multi_modal_projector.", r"proj\.(linear_1|0)\.": "linear_1.",
+             r"proj\.(linear_2|2)\.": "linear_2.", r"encoder\.patch_embed": "patch_embed"}
+    tensors = load_file(path)
+    for old, own in parts.items():
+        tensors = {re.sub(old, own, name): tensor for name, tensor in tensors.items()}
+    save_file(tensors, path)
+    raw = json.loads((folder / "config.json").read_text())
+    vision = {key: value for key, value in raw["vision_config"].items() if not key.startswith("pos_emb") and key != "rope_parameters"}
+    (folder / "config.json").write_text(json.dumps({
+        "architectures": ["KimiVLForConditionalGeneration"], "auto_map": {"AutoModelForCausalLM":
+        "modeling_kimi_vl.KimiVLForConditionalGeneration"}, "ignore_index": -100, "media_placeholder_token_id": FIRST,
+        "model_type": "kimi_vl", "text_config": {key: value for key, value in raw["text_config"].items() if key != "model_type"},
+        "vision_config": {**vision, "model_type": "moonvit", "init_pos_emb_height": 5, "init_pos_emb_width": 5}}))
+    (folder / "preprocessor_config.json").write_text(json.dumps({
+        "auto_map": {"AutoImageProcessor": "image_processing_kimi_vl.KimiVLImageProcessor"}, "image_mean": [0.5] * 3,
+        "image_std": [0.5] * 3, "in_token_limit": 120, "num_pooled_tokens": 1024, "pad_input": True, "patch_size": 8}))
+
+
+def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
+    as_kimi_vl(copied(kimi[0], tmp_path))
+    config = read_config(tmp_path)
+    assert config.family == "deepseek_v3" and not config.tie_word_embeddings
+    sight = opened(tmp_path)
+    assert sight.written.count(sight.placeholder) == 1
+    for name in ("photo", "odd", "tiny"):
+        first, second = (each.see(PICTURES[name], Work()) for each in (opened(kimi[0]), sight))
+        assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+    ids = list(range(3, 40))
+    ours = []
+    for folder in (kimi[0], tmp_path):
+        *_, engine = open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=64))
+        ours.append(np.concatenate([rows.copy() for _, rows in engine.score(ids)]))
+        engine.close()
+    assert np.array_equal(*ours)
+    config_changed(tmp_path, "preprocessor_config.json", pad_input=False)
+    with pytest.raises(EffllmError, match="pad_input"):
+        opened(tmp_path)
+
+
+@given(st.integers(14, 5000), st.integers(14, 5000), st.integers(16, 5000))
+def test_sizes_of_kimi_vl_are_those_of_its_processor(height, width, most):
+    """Which makes pictures smaller that have more whole patches, by one factor, and fills them up."""
+    assume(max(height, width) < 200 * min(height, width))
+    sight = object.__new__(KimiVl)
+    sight.most, sight.longest, sight.joined = most, LONGEST, 2
+    sight.__dict__["patch"] = 14
+    patches = (height // 14) * (width // 14)
+    factor = math.sqrt(most / patches) if patches > most else 1
+    own = int(height * factor), int(width * factor)
+    assume(min(own) and max(own) <= LONGEST * 14)
+    assert sight.sized(height, width) == (own, tuple(side + -side % 28 for side in own))
 
 
 @pytest.mark.parametrize(("where", "changes", "said"), [

@@ -35,7 +35,7 @@ QUERY_RANK = 1536
 MOST_WIDTH = 1024
 SILENT = None  # in the place of how channels turn: attention knows no positions
 # Of the published ones, which became part of transformers.
-CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_k25\.KimiK25)\w+"
+CODE = r"(configuration|modeling)_(deepseek(_v3)?\.DeepseekV3|kimi_(k25|vl)\.Kimi(K25|VL))\w+"
 
 
 def config(keys: Keys) -> ModelConfig:

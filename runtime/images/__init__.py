@@ -39,7 +39,7 @@ SIGHTS: dict[str, str] = {
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
     "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "internvl_chat": "internvl_chat",
-    "kimi_k25": "kimi_k25", "lfm2_vl": "lfm2_vl", "lfm3_vl": "lfm3_vl",
+    "kimi_k25": "kimi_k25", "kimi_vl": "kimi_vl", "lfm2_vl": "lfm2_vl", "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",
     "minicpmv4_7": "minicpmv4_6", "mistral3": "pixtral", "mistral_large4": "pixtral", "mllama": "mllama",

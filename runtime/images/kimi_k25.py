@@ -34,6 +34,7 @@ class KimiK25(TowerSight):
     PROCESSORS = ("Kimi_K25ImageProcessor", "KimiK25VisionProcessor")
     LOOK = HALF, HALF, BICUBIC
     TURNED = 4
+    PROJECTOR = "mm_projector.pre_norm", "mm_projector.proj.", ("0", "2")
     placeholder = "<|media_pad|>"
     written = "<|media_begin|>image<|media_content|><|media_pad|><|media_end|>"
 
@@ -98,9 +99,10 @@ class KimiK25(TowerSight):
         blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
                              Shape(width, inner, self.heads, curve, EPS, neighbours=True))
         after = weights.layer_norm(f"{name}final_layernorm", width, EPS)
-        norm = weights.layer_norm("mm_projector.pre_norm", width, self.projector_eps)
+        before, behind, parts = self.PROJECTOR
+        norm = weights.layer_norm(before, width, self.projector_eps)
         together = width * side**2
-        project = weights.two_layers("mm_projector.proj.", (together, together, hidden), gelu, parts=("0", "2"))
+        project = weights.two_layers(behind, (together, together, hidden), gelu, parts=parts)
 
         def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch

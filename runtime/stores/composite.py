@@ -41,7 +41,7 @@ OUTER_HARMLESS = frozenset({
 UNTIED = ("deepseek_ocr", "deepseek_ocr2", "glm5_next", "idefics2", "mistral_large4", "molmo2", "qianfan_ocr", "qwen2_5_omni",
           "qwen3_5", "qwen3_5_moe", "qwen3_omni_moe", "qwen4_exp", "unlimited_ocr")
 AS_INSIDE = ("audioflamingo3", "exaone4_5", "fast_vlm", "granite4_vision", "internvl_chat",
-             "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "llama4", "llava",
+             "glm46v", "glm4v", "glm4v_moe", "glm_ocr", "idefics3", "kimi_k25", "kimi_vl", "llama4", "llava",
              "llava_next", "llava_onevision", "minicpmv4_6", "minicpmv4_7", "minimax_m3_vl", "muse_glimmer", "perception_lm", "qwen2_5_vl",
              "qwen2_audio", "qwen2_vl", "qwen3_vl", "qwen3_vl_moe", "smolvlm", "step3p7", "voxtral", *families.HYPERCLOVAX_SEEING,
              *families.NEMOTRON_SEEING)
