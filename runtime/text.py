@@ -161,7 +161,7 @@ class Tokenizer:
         """The tags around the model's reasoning, None where it has none."""
         template = "" if self.template is None else self.template.source
         return next((tags for tags in THINK_TAGS if (mark := tags.marks[0]) in template
-                     or mark not in OF_TEMPLATES and self._backend.token_to_id(mark) is not None), None)
+                     or mark not in OF_TEMPLATES and self._backend.token_to_id(tags.sign or mark) is not None), None)
 
     @cached_property
     def _visible(self) -> dict[int, str]:

@@ -101,6 +101,16 @@ def test_apriel_says_where_its_answer_begins(tmp_path: Path, closes: str) -> Non
     assert not Tokenizer.load(save(tmp_path, byte_level(special("[BEGIN FINAL RESPONSE]"))), CONFIG).thinks
 
 
+def test_kimi_vl_writes_tags_that_neither_its_template_nor_its_vocabulary_has(tmp_path: Path) -> None:
+    made = Tokenizer.load(save(tmp_path, byte_level(special("<|media_start|>")), chat_template="{{ messages[0].content }}"), CONFIG)
+    prompt = made.encode_chat([{"role": "user", "content": "Hi"}])
+    stream = made.stream()
+    pieces = [*map(stream.push, made.encode("◁think▷so◁/think▷yes")), stream.flush()]
+    assert made.thinks and parts_of(made.reasoning(prompt), pieces) == {"thinking": "so", "answer": "yes"}
+    assert parts_of(made.reasoning(prompt), ["yes, ◁think▷"]) == {"answer": "yes, ◁think▷"}
+    assert not Tokenizer.load(save(tmp_path, byte_level(special("<|media_begin|>"))), CONFIG).thinks
+
+
 def test_cohere_marks_thoughts_and_answers(tmp_path: Path) -> None:
     """Whether the vocabulary has the answer's marks as special tokens, which decoding drops, or not."""
     for at, is_special in enumerate((True, False)):

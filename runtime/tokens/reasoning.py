@@ -13,7 +13,7 @@ Part = tuple[str, str]  # (kind "answer" | "thinking", text)
 class ThinkTags:
     """How a family marks reasoning. `behind`: what its template may put behind the opening tag; `off`: what tells the template that none is
     wanted. `token`: the one of a vocabulary that the opening tag begins with, where that is more than a token. `ends`: what may stand
-    behind the answer."""
+    behind the answer. `sign`: a token of the vocabularies of models that mark it so, where neither they nor the templates hold the tag."""
 
     open: str
     close: str
@@ -21,6 +21,7 @@ class ThinkTags:
     off: Mapping[str, object] = field(default_factory=lambda: {"enable_thinking": False})
     token: str = ""
     ends: str = ""
+    sign: str = ""
 
     @property
     def marks(self) -> tuple[str, str]:
@@ -35,7 +36,8 @@ class ThinkTags:
 
 # The first whose opening tag a vocabulary or a template holds is the model's. Mistral's vocabularies hold the tag of all their models,
 # those of Gemma 4's base models hold that of the others.
-THINK_TAGS = (ThinkTags("<think>", "</think>"),
+THINK_TAGS = (ThinkTags("◁think▷", "◁/think▷", sign="<|media_start|>"),  # Kimi-VL
+              ThinkTags("<think>", "</think>"),
               ThinkTags("<seed:think>", "</seed:think>", "<seed:cot_budget_reflect>", {"thinking_budget": 0}),
               ThinkTags("[THINK]", "[/THINK]"), ThinkTags("<|channel>thought", "<channel|>", token="<|channel>"),
               ThinkTags("<|START_THINKING|>", "<|END_THINKING|>"), ThinkTags("<|inner_prefix|>", "<|inner_suffix|>"),
