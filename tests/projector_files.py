@@ -200,6 +200,9 @@ def _more(projector: str, config: Mapping[str, object], vision: Mapping[str, obj
     if projector == "llama4":
         merge = int(1 / vision["pixel_shuffle_ratio"])
         return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": merge}
+    if projector == "kimivl":
+        return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": vision["merge_kernel_size"][0],
+                "vision.image_size": vision["init_pos_emb_height"] * vision["patch_size"]}
     if projector == "kimik25":
         patch = vision["patch_size"] ** 2
         return {**curve, "vision.attention.layer_norm_epsilon": 1e-5, "vision.projector.scale_factor": vision["merge_kernel_size"][0],
@@ -272,6 +275,12 @@ def _written(own: str, values: np.ndarray, projector: str, config: Mapping[str, 
     if projector == "kimik25":
         own = own.replace("proj.0.", "proj.linear_1.").replace("proj.2.", "proj.linear_2.")
         values = columns_first(values, vision["num_attention_heads"]) if ".wqkv." in own else values
+    if projector == "kimivl":
+        values = values.reshape(-1, values.shape[-1]) if ".pos_emb." in own else values
+    if ".wqkv." in own and projector == "kimivl":
+        for letter, rows in zip("qkv", np.split(values, 3), strict=True):
+            yield names.get_name(own.replace("wqkv", f"w{letter}"), (".weight", ".bias")), rows
+        return
     if projector == "minicpmv4_6":
         stem, _, kind = own.rpartition(".")
         for before, names_of, begin in (("vision_tower.vit_merger.", IN_MINICPM, "v.vit_merger."), ("merger.mlp.0.", BEHIND_MINICPM, "")):

@@ -87,7 +87,7 @@ def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: floa
 
 def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
     written = {kind for _, kind in PAIRS.values()} | {eyes for _, _, eyes in EARS.values() if eyes is not None}
-    written |= {"gemma3nv", "hunyuanocr"}  # in tests of that family; and what files of hunyuanvl were called first
+    written |= {"gemma3nv", "hunyuanocr", "kimivl"}  # in tests of those families; and what files of hunyuanvl were called first
     assert PROJECTORS["hunyuanocr"] == PROJECTORS["hunyuanvl"] and BUILDERS["hunyuanocr"] is BUILDERS["hunyuanvl"]
     assert PROJECTORS.keys() == BUILDERS.keys() and written == PROJECTORS.keys()
     assert set(MODELS.values()) <= SIGHTS.keys()

@@ -6,8 +6,10 @@ import re
 
 import numpy as np
 import pytest
+from command_line import typed
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from projector_files import write_projector
 from retold_models import as_kimi
 from safetensors.torch import load_file, save_file
 from sight_cases import CASES
@@ -17,8 +19,10 @@ from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images.album import album_of
 from effllm.runtime.images.kimi_k25 import KimiK25
 from effllm.runtime.images.kimi_vl import LONGEST, KimiVl
+from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.images.tower_parts import patches_of
 from effllm.runtime.prepare import EngineOptions
 
@@ -112,6 +116,21 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
     config_changed(tmp_path, "preprocessor_config.json", pad_input=False)
     with pytest.raises(EffllmError, match="pad_input"):
         opened(tmp_path)
+
+
+def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
+    """Which have queries, keys and values apart and places in one row, and do not say how many patches a picture may have."""
+    (tmp_path / "folder").mkdir()
+    as_kimi_vl(copied(kimi[0], tmp_path / "folder"))
+    config_changed(tmp_path / "folder", "preprocessor_config.json", in_token_limit=4096)
+    model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model-f16.gguf"
+    assert typed("export", tmp_path / "folder", "-o", model)[0] == 0
+    write_projector(tmp_path / "folder", mmproj, "kimivl", json.loads((tmp_path / "folder" / "config.json").read_text()))
+    found, wanted = album_of(model, read_config(model)).sights[SEEN], opened(tmp_path / "folder")
+    for name in ("photo", "odd", "tiny"):
+        first, second = (each.see(PICTURES[name], Work()) for each in (found, wanted))
+        assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
+    assert found.written == wanted.written and found.longest == wanted.longest
 
 
 @given(st.integers(14, 5000), st.integers(14, 5000), st.integers(16, 5000))

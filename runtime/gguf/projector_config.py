@@ -333,16 +333,25 @@ def _llama4(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
 
 
 def _kimi(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
-    """A picture has at most so many points that are made into patches."""
+    """A picture has at most so many points that are made into patches. Files of Kimi-VL do not say it, and
+    have their places in one row."""
     numbers, places = Keys(keys, f"{header.path}: {CLIP}.vision"), _tensor(header, "v.position_embd.weight").shape
     merge, patch = numbers.integer("projector.scale_factor", 2, high=16), numbers.integer("patch_size", high=1 << 10)
+    vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
+    outer = {"projection_layer_norm_eps": tower["layer_norm_eps"]}
+    if types_of(header)[PICTURES] == "kimivl":
+        places = (isqrt(places[0]),) * 2
+        ready = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
+        return {"model_type": "kimi_vl", **outer, "vision_config": {**vision, **_learned(places), "model_type": "moonvit"}}, ready
     if len(places) != 3:
         damaged(header.path, f"has tensor v.position_embd.weight of shape {list(places)}, not of lines, columns and numbers")
-    vision = {"model_type": "kimi_k25_vision", **tower, "hidden_act": "gelu_pytorch_tanh", "pos_emb_height": places[0],
-              "pos_emb_width": places[1], "merge_kernel_size": [merge] * 2}
     most = numbers.integer("image_max_pixels", KIMI_PATCHES * patch**2, high=1 << 40) // patch**2
-    return {"model_type": "kimi_k25", "projection_layer_norm_eps": tower["layer_norm_eps"], "vision_config": vision}, {
+    return {"model_type": "kimi_k25", **outer, "vision_config": {**vision, **_learned(places), "model_type": "kimi_k25_vision"}}, {
         "image_processor_type": "Kimi_K25ImageProcessor", "max_patches": most, "merge_size": merge, "patch_size": patch}
+
+
+def _learned(places: tuple[int, ...]) -> dict[str, int]:
+    return {"pos_emb_height": places[0], "pos_emb_width": places[1]}
 
 
 def _minicpm(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
@@ -392,9 +401,9 @@ def _hunyuan(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built
 
 
 BUILDERS: Mapping[str, Callable[..., Built]] = {
-    "gemma3nv": _gemma3n, "hunyuanocr": _hunyuan, "hunyuanvl": _hunyuan, "paddleocr": _paddle,
-    "exaone4_5": _qwen("exaone4_5", _groups), "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "llama4": _llama4, "minicpmv4_6": _minicpm,
-    "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _lighton, "internvl": _internvl, "gemma3": _gemma3,
-    "gemma4v": _gemma4, "gemma4uv": _gemma4_flat,
-    "lfm2": _lfm2, "qwen2vl_merger": _qwen("qwen2vl_merger", _plain), "qwen2.5o": _qwen("qwen2.5o", _windows),
-    "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}
+    "exaone4_5": _qwen("exaone4_5", _groups), "gemma3": _gemma3, "gemma3nv": _gemma3n, "gemma4uv": _gemma4_flat, "gemma4v": _gemma4,
+    "glm4v": _glm, "glm5v": _glm5, "hunyuanocr": _hunyuan, "hunyuanvl": _hunyuan, "idefics3": _idefics3, "internvl": _internvl,
+    "kimik25": _kimi, "kimivl": _kimi, "lfm2": _lfm2, "lightonocr": _lighton, "llama4": _llama4, "minicpmv4_6": _minicpm, "mlp": _mlp,
+    "paddleocr": _paddle, "pixtral": _pixtral, "qwen2.5o": _qwen("qwen2.5o", _windows),
+    "qwen2.5vl_merger": _qwen("qwen2.5vl_merger", _windows), "qwen2vl_merger": _qwen("qwen2vl_merger", _plain),
+    "qwen3vl_merger": _qwen("qwen3vl_merger", _places)}

@@ -96,6 +96,9 @@ _HUNYUAN = Projector(
          "model.fc", "mlp"), ("post_norm", "after_rms"))}}, "mm.model.fc.weight",
     whole={"v.image_newline": f"{_MERGER}image_newline", **{f"mm.image_{end}": f"{_MERGER}image_{end}" for end in ("begin", "end")}},
     texts=("hunyuan_vl",), unused=frozenset({"v.view_seperator"}))
+_MOON = {"ln1": "norm0", "ln2": "norm1", "attn_out": "wo", "ffn_up": "mlp.fc0", "ffn_down": "mlp.fc1"}
+_MOON_OUTER = {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb", AFTER:
+               "vision_tower.encoder.final_layernorm"}
 _STEPS = ("conv_exp", "bn1", "conv_pwl", "bn2", *(f"{step}.{part}" for step in ("dw_start", "dw_mid", "pw_exp", "pw_proj") for part in (
     "conv", "bn")), *(f"attn.{each}.proj" for each in ("query", "key", "value", "output")), *(f"attn.{each}.{part}" for each in (
         "key", "value") for part in ("down_conv", "norm")), "norm")
@@ -170,11 +173,14 @@ PROJECTORS: Mapping[str, Projector] = {
         whole={FIRST: "vision_model.class_embedding", "v.position_embd.weight": "vision_model.positional_embedding_vlm"},
         texts=("llama4",)),
     "kimik25": Projector(
-        "vision_tower.encoder.blocks.", {"ln1": "norm0", "ln2": "norm1", "attn_qkv": "wqkv", "attn_out": "wo", "ffn_up": "mlp.fc0",
-                                         "ffn_down": "mlp.fc1"},
-        {"v.patch_embd": "vision_tower.patch_embed.proj", "v.position_embd": "vision_tower.patch_embed.pos_emb", AFTER:
-         "vision_tower.encoder.final_layernorm", "mm.input_norm": "mm_projector.pre_norm", "mm.1": "mm_projector.proj.0", "mm.2":
-         "mm_projector.proj.2"}, "mm.2.weight", axes=True, texts=("deepseek2",)),
+        "vision_tower.encoder.blocks.", {**_MOON, "attn_qkv": "wqkv"},
+        {**_MOON_OUTER, "mm.input_norm": "mm_projector.pre_norm", "mm.1": "mm_projector.proj.0", "mm.2": "mm_projector.proj.2"},
+        "mm.2.weight", axes=True, texts=("deepseek2",)),
+    "kimivl": Projector(
+        "vision_tower.encoder.blocks.", {**_MOON, **{f"attn_{letter}": f"w{letter}" for letter in "qkv"}},
+        {**_MOON_OUTER, "mm.input_norm": "multi_modal_projector.pre_norm", **{f"mm.{number}": f"multi_modal_projector.linear_{number}"
+                                                                            for number in (1, 2)}},
+        "mm.2.weight", joined=("wq", "wk", "wv"), into="wqkv", texts=("deepseek2",)),
     "minicpmv4_6": Projector(
         "vision_tower.encoder.layers.", _SIGLIP,
         {**_embeddings("vision_tower"), **{f"v.vit_merger.{theirs}": f"vision_tower.vit_merger.{ours}" for theirs, ours in {

@@ -94,7 +94,9 @@ class KimiK25(TowerSight):
         name = "vision_tower.encoder."
         first = next((each for each in ("vision_tower.", name) if weights.has(f"{each}patch_embed.proj.weight")), "vision_tower.")
         embedding = weights.matrix(f"{first}patch_embed.proj", width, 3 * patch**2)
-        table = weights.numbers("vision_tower.patch_embed.pos_emb.weight", places, places, width)
+        learned = "vision_tower.patch_embed.pos_emb.weight"
+        shape = (places, places, width) if weights.dimensions(learned) > 2 else (places**2, width)  # the second in files of Kimi-VL
+        table = weights.numbers(learned, *shape).reshape(places, places, width)
 
         blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
                              Shape(width, inner, self.heads, curve, EPS, neighbours=True))

@@ -143,6 +143,10 @@ class Weights:
     def has(self, name: str) -> bool:
         return name in self._infos
 
+    def dimensions(self, name: str) -> int:
+        """How many a tensor has as it is stored. Raises CheckpointError."""
+        return len(self._found(name).shape)
+
     def shape_of(self, name: str, dimensions: int) -> tuple[int, ...]:
         """Of a tensor with so many dimensions whose sizes no config states. Raises CheckpointError."""
         shape = self._found(name).shape
