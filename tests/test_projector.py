@@ -19,8 +19,8 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf import names
-from effllm.runtime.gguf.projector_config import BUILDERS, MODELS
 from effllm.runtime.gguf.projector_names import PROJECTORS
+from effllm.runtime.gguf.seeing_config import BUILDERS, MODELS
 from effllm.runtime.images import SIGHTS, Work
 from effllm.runtime.images.album import Album, album_of, demand_sight
 from effllm.runtime.images.senses import PICTURES as SEEN

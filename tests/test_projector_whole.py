@@ -65,7 +65,7 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
     told = torch.tensor([[FIRST if token >= 1 << 40 else token for token in ids]])
     if family == "gemma3":
         ready["token_type_ids"] = (told == FIRST).int()
-    elif family.startswith(("qwen", "glm", "hunyuan")):
+    elif family.startswith(("qwen", "glm", "hunyuan", "paddle")):
         ready["mm_token_type_ids"] = (told == FIRST).int()
     with torch.inference_mode():
         wanted = transformer(input_ids=told, **ready, use_cache=False).logits[0].numpy()
