@@ -26,7 +26,7 @@ from .answers import parallel
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .images.album import senses_nbytes
-from .images.senses import PICTURES, Sense
+from .images.senses import Sense
 from .kv import kv_disk
 from .kv.both_ways import as_one_pass
 from .kv.kv_setting import AUTO
@@ -199,7 +199,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     card = devices.gpu(options, notices)
     options, cache = cache_form(options, folder, config, store, notices.append)
     keys = picture_keys_nbytes(config, cache.kv, options.parallel)
-    senses = {sense: nbytes + keys * (sense is PICTURES) for sense, nbytes in senses.items()}
+    senses = {sense: nbytes + keys for sense, nbytes in senses.items()}  # of which a model whose layers attend to them has one
     if cache.kv.policy and card is not None:
         raise UsageError(f"--kv {options.kv}: policies see attention on the CPU alone in this version",
                          f"--device cpu, or no +{cache.kv.policy}")

@@ -12,6 +12,7 @@ from transformers import WhisperForConditionalGeneration
 from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, written_whisper
 
 from effllm import EffllmError, UsageError
+from effllm.quant.kv import codec
 from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
@@ -19,7 +20,9 @@ from effllm.runtime.events import Done
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE, SOUNDS
-from effllm.runtime.prepare import EngineOptions
+from effllm.runtime.kv.picture_keys import picture_keys_nbytes
+from effllm.runtime.planning import fitted
+from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.text import Tokenizer
@@ -114,6 +117,28 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
         assert ours == wanted[: len(ours)] and len(ours) >= min(len(wanted), 24) > 8
     finally:
         engine.close()
+
+
+def test_its_layers_run_on_the_cpu(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path,
+                                   monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, _ = whisper
+    for asked, flag in (({"device": "cuda"}, "--device cuda"), ({"gpu_layers": 2}, "-ngl 2"), ({"vram": "1G"}, "--vram")):
+        with pytest.raises(UsageError, match=f"{flag}: this model's layers attend to sounds, on the CPU alone"):
+            prepare(folder, EngineOptions(**asked))
+    (driver := tmp_path / "driver").touch()
+    monkeypatch.setattr(fitted, "DRIVER", driver)
+    placed = prepare(folder, EngineOptions(device="cuda", preset=frozenset({"device"})))
+    assert {*placed.placement.devices} == {"cpu"} and any("left out, as it was set" in said for said in placed.notices)
+    assert any(said.startswith("a GPU is here and is not used") for said in prepare(folder, EngineOptions()).notices)
+
+
+def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, WhisperForConditionalGeneration]) -> None:
+    folder, _ = whisper
+    keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
+    plan = prepare(folder, replace(OPTIONS, sight=str(folder)))
+    each = picture_keys_nbytes(plan.config, codec("32bit"), 1)
+    assert keys <= each < 1.2 * keys and plan.senses == {SOUNDS: opened(folder).bytes_needed() + each}
+    plan.store.close()
 
 
 def test_one_that_knows_english_alone(tmp_path: Path) -> None:

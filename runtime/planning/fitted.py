@@ -96,6 +96,14 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
     """The model and the options as they go together. In a context that tokens see whole nothing is chosen, and the model runs as one that
     has no indexers. Raises UsageError for an option that is not for pages of which some tokens alone are read; where it stands in a
     person's settings, for all models, it is left out, with a notice."""
+    on_cpu = {"device": ("cpu", "--device cuda", options.device == "cuda"),
+              "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)), "vram": (None, "--vram", bool(options.vram))}
+    if config.family == "whisper":
+        said = "this model's layers attend to sounds, on the CPU alone"
+        options = _without(options, on_cpu, said, "", notices)
+        if options.device != "cpu" and options.gpu_layers != 0 and DRIVER.exists():
+            notices.append(Fallback(f"a GPU is here and is not used: {said}"))
+        return config, replace(options, device="cpu")
     if config.compressed is not None:
         why, said, instead = "keys are made of several tokens", "this model attends to keys of several tokens", ""
     elif config.indexed is None:
@@ -115,9 +123,7 @@ def as_asked(config: ModelConfig, options: EngineOptions, notices: list[str]) ->
              "kv_read": ("exact", "--kv-read sparse", options.kv_read == "sparse")}
     said, by_token = f"{said}, which lie unpacked in memory", config.compressed is None
     if by_token:
-        found |= {"device": ("cpu", "--device cuda", options.device == "cuda"),
-                  "gpu_layers": (None, f"-ngl {options.gpu_layers}", bool(options.gpu_layers)),
-                  "vram": (None, "--vram", bool(options.vram))}
+        found |= on_cpu
         said, instead = f"{said}, on the CPU", f"; or -c {whole}, where every token sees all before it"
     options = _without(options, found, said, instead, notices)
     if options.kv == AUTO:
