@@ -10,7 +10,7 @@ from sight_models import (
        Lfm2Ready,
        MiniCpmOcrReady,
        MolmoReady,
-    NemotronReady,
+       NemotronReady,
        PerceptionReady,
        UnifiedReady,
        UnlimitedOcrReady,
@@ -28,6 +28,7 @@ from transformers.models.granite_docling.image_processing_pil_granite_docling im
 from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 from transformers.models.idefics2.image_processing_pil_idefics2 import Idefics2ImageProcessorPil
 from transformers.models.idefics3.image_processing_pil_idefics3 import Idefics3ImageProcessorPil
+from transformers.models.janus.image_processing_pil_janus import JanusImageProcessorPil
 from transformers.models.llava_next.image_processing_pil_llava_next import LlavaNextImageProcessorPil
 from transformers.models.minicpmv4_6.image_processing_pil_minicpmv4_6 import MiniCPMV4_6ImageProcessorPil
 from transformers.models.ovis2.image_processing_pil_ovis2 import Ovis2ImageProcessorPil
@@ -129,6 +130,14 @@ CASES = {
                        "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0, "mrope_section": [3, 4, 3, 2]}},
                    {**TOWER, "max_image_size": 48, "image_size": None}, HUNYUAN, {"image_token_id": FIRST},
                    HunYuanVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
+    "janus": ({"model_type": "llama"},
+              {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 48, "patch_size": 8, "mlp_ratio": 1.5,
+               "projection_dim": 48, "num_image_tokens": 36}, ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],
+              {"image_token_id": FIRST, "vq_config": {"embed_dim": 4, "num_embeddings": 8, "double_latent": False, "latent_channels": 8,
+                                                      "base_channels": 32, "channel_multiplier": [1, 1], "num_res_blocks": 1,
+                                                      "projection_dim": 48, "num_hidden_layers": 2, "num_patches": 6,
+                                                      "image_token_embed_dim": 48}},
+              JanusImageProcessorPil(size={"height": 48, "width": 48}, min_size=6)),
     "idefics2": ({"model_type": "mistral", "pad_token_id": 0}, {**TOWER, "image_size": 48},
                  ["<image>", "<fake_token_around_image>", "<end_of_utterance>"],
                  {"image_token_id": FIRST, "perceiver_config": {

@@ -38,7 +38,7 @@ SIGHTS: dict[str, str] = {
     "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",
     "granite4_vision": "granite4_vision",
     "got_ocr2": "got_ocr2", "granite_docling": "granite_docling", "hunyuan_vl": "hunyuan_vl",
-    "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "internvl_chat": "internvl_chat",
+    "idefics2": "idefics2", "idefics3": "idefics3", "internvl": "internvl", "internvl_chat": "internvl_chat", "janus": "janus",
     "kimi_k25": "kimi_k25", "kimi_vl": "kimi_vl", "lfm2_vl": "lfm2_vl", "lfm3_vl": "lfm3_vl",
     "lighton_ocr": "pixtral", "llama4": "llama4", "llava": "llava", "llava_next": "llava_next", "llava_onevision": "llava_onevision",
     "llava_qwen2": "fast_vlm", "minicpm_ocr": "minicpmv4_6", "minicpmv4_6": "minicpmv4_6",

@@ -27,7 +27,7 @@ PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", 
          "vision_embedder.", "projector.", "merger.", "resampler_model.",
          "layerwise_projectors.", "spatial_projectors.", "view_separator", "visual_embeddings_table.",
          "vision_backbone.", "mm_projector.", "mlp1.", "transformer.wte.new_embedding", "qformer.", "query_tokens",
-         "language_projection.")
+         "language_projection.", "aligner.")
 # What else towers and projectors are called: of LightOnOCR, of Mistral's own code, of PaddleOCR-VL, of DeepSeek-OCR 2, of Nemotron 3 Nano
 # Omni; and HunyuanOCR's, with what its parts are called there.
 RENAMED = {"vision_encoder.": "vision_tower.", "vision_projection.": "multi_modal_projector.", "mlp_AR.": "projector.",

@@ -82,6 +82,7 @@ OF_ALL: Mapping[str, frozenset[str]] = {
         "norm_std", "projector_hidden_size", "ps_version", "sound_config", "sound_context_token", "sound_context_token_id", "template",
         "use_thumbnail", "video_context_token_id", "video_pruning_rate", "video_temporal_patch_size", "vision_hidden_size",
         "vit_hidden_size"})),
+    "janus": frozenset({"vq_config"}),
     "molmo2": frozenset({
         "adapter_config", "frame_end_token_id", "frame_start_token_id", "image_col_id", "image_low_res_id", "image_patch_id",
         "low_res_image_start_token_id", "use_frame_special_tokens", "vit_config"}),

@@ -29,11 +29,12 @@ HARMLESS = re.compile(r"(?:.*\.)?(?:rotary_emb\.(?:inv_freq|cos_cached|sin_cache
                       rf"decoder\.version|position_ids|early_exit_gate\..+|layers\.\d+\.ple\.ple_embedding\.(?:layer_multipliers|ngram_heads_\w+)|mtp(?:_\w+)?\..+|(?:{'|'.join(IGNORED)}))")
 # Parts that see, hear or speak, as one publisher or another calls them.
 SENSING_PARTS = (
-    "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision", "layerwise_projectors", "merger",
-    "mlp1", "mlp_AR", "mm_projector", "multi_modal_projector", "patch_merge_mlp", "patch_merger", "pre_mm_projector_norm",
-    "projector", "resampler_model", "sound_encoder", "sound_projection", "spatial_projectors", "talker", "token2wav", "vision_adapter",
-    "vision_backbone", "vision_embedder", "vision_encoder", "vision_final_layernorm", "vision_language_adapter", "vision_model",
-    "vision_projection", "vision_projector", "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector")
+    "aligner", "audio_tower", "code2wav", "connector", "density_router", "embed_audio", "embed_vision", "generation_aligner",
+    "generation_embeddings", "generation_head", "layerwise_projectors", "merger", "mlp1", "mlp_AR", "mm_projector",
+    "multi_modal_projector", "patch_merge_mlp", "patch_merger", "pre_mm_projector_norm", "projector", "resampler_model", "sound_encoder",
+    "sound_projection", "spatial_projectors", "talker", "token2wav", "vision_adapter", "vision_backbone", "vision_embedder",
+    "vision_encoder", "vision_final_layernorm", "vision_language_adapter", "vision_model", "vision_projection", "vision_projector",
+    "vision_tower", "visual", "visual_embeddings_table", "vit", "vit_large_projector", "vqmodel")
 SIGHT = re.compile(r"(?:model\.)?encoder\..+|(?:.*\.)?(?:image_newline|view_sep[ae]rator|(?:qwen2_model|sam_model)\..+|"
                    rf"(?:{'|'.join(SENSING_PARTS)})\..+)")
 # Families that are no part of another model and have parts all the same that see and hear, with adapters for both, or a head that is tied.
