@@ -2,6 +2,7 @@
 
 import base64
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,6 +12,7 @@ from hearing_models import as_wav, sound, written_hearing
 from hypothesis import given
 from hypothesis import strategies as st
 from served import Reply, Served, serving
+from whisper_models import written_whisper
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
@@ -132,6 +134,21 @@ def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Se
     assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,600\n{whole['segments'][0]['text']}\n\n2\n") and srt.count(" --> ") == len(times)
     vtt = heard(server, file=wav, response_format="vtt").body.decode()
     assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:00.600\n")
+
+
+def test_several_sounds_are_written_down_at_once_by_layers_that_attend_to_them(tmp_path: Path) -> None:
+    written_whisper(tmp_path)
+    sounds = [as_wav(np.concatenate([sound(0.8, seed), np.zeros(RATE, np.float32), sound(0.6, seed + 4)])) for seed in range(4)]
+    with serving("-np", "3", "-n", "20", model=str(tmp_path)) as server, ThreadPoolExecutor(4) as pool:
+        def written(wav: bytes) -> dict:
+            return heard(server, file=wav, response_format="verbose_json").json
+
+        alone = [written(wav) for wav in sounds]
+        assert len({each["text"] for each in alone}) == 4 and all(each["language"] in ("English", "German") for each in alone)
+        assert [*pool.map(written, sounds)] == alone
+        german, english = (heard(server, path, file=sounds[0], **more).json["text"] for path, more in (
+            (PATH, {"language": "de"}), ("/v1/audio/translations", {})))
+        assert german and english and german != english
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * RATE)), min_size=1, max_size=6), st.floats(0.5, 4))
