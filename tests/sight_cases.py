@@ -18,6 +18,7 @@ from sight_models import (
 from transformers.models.blip.image_processing_pil_blip import BlipImageProcessorPil
 from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
 from transformers.models.deepseek_ocr2.image_processing_pil_deepseek_ocr2 import DeepseekOcr2ImageProcessorPil
+from transformers.models.deepseek_vl.image_processing_pil_deepseek_vl import DeepseekVLImageProcessorPil
 from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
@@ -130,6 +131,9 @@ CASES = {
                        "rope_type": "xdrope", "rope_theta": 10000.0, "alpha": 50.0, "factor": 1.0, "mrope_section": [3, 4, 3, 2]}},
                    {**TOWER, "max_image_size": 48, "image_size": None}, HUNYUAN, {"image_token_id": FIRST},
                    HunYuanVLImageProcessorPil(patch_size=8, size={"shortest_edge": 40 * 40, "longest_edge": 90 * 90})),
+    "deepseek_vl": ({"model_type": "llama"}, {**TOWER, "model_type": "siglip_vision_model", "image_size": 48, "vision_use_head": False},
+                    ["<image_placeholder>"], {"image_token_id": FIRST},
+                    DeepseekVLImageProcessorPil(size={"height": 48, "width": 48}, min_size=6)),
     "janus": ({"model_type": "llama"},
               {"hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 3, "image_size": 48, "patch_size": 8, "mlp_ratio": 1.5,
                "projection_dim": 48, "num_image_tokens": 36}, ["<image_placeholder>", "<begin_of_image>", "<end_of_image>"],

@@ -1,4 +1,4 @@
-"""Janus Pro: what becomes of pictures is what transformers makes of them; what paints is left aside."""
+"""Janus Pro and DeepSeek VL: what becomes of pictures is what transformers makes of them; what paints is left aside."""
 
 import json
 
@@ -21,17 +21,17 @@ PUBLISHED = {
     "vision_config": {"model_type": "janus_vision_model", "projection_dim": 2048}, "vq_config": {"model_type": "janus_vqgan"}}
 
 
-@pytest.fixture(scope="module")
-def janus(tmp_path_factory: pytest.TempPathFactory):
-    folder = tmp_path_factory.mktemp("janus")
-    return folder, seeing(folder, "janus", CASES["janus"])
+@pytest.fixture(scope="module", params=["janus", "deepseek_vl"])
+def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory):
+    folder = tmp_path_factory.mktemp(request.param)
+    return folder, seeing(folder, request.param, CASES[request.param]), CASES[request.param][-1]
 
 
 @pytest.mark.parametrize("name", SHAPES)
-def test_values_and_rows_are_those_of_transformers(janus, name) -> None:
-    folder, model = janus
+def test_values_and_rows_are_those_of_transformers(both, name) -> None:
+    folder, model, processor = both
     sight, picture = opened(folder), PICTURES[name]
-    ready = CASES["janus"][-1](picture, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
+    ready = processor(picture, input_data_format="channels_last", return_tensors="pt")["pixel_values"]
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready[0].numpy())
     with torch.inference_mode():
         wanted = model.model.get_image_features(ready).pooler_output[0].numpy()
@@ -44,9 +44,8 @@ def test_the_published_config_is_that_of_its_text_part() -> None:
     assert made.family == "llama" and made.vocab_size == 102_400 and not made.tie_word_embeddings
 
 
-def test_what_is_made_otherwise_is_refused_by_name(janus, tmp_path) -> None:
-    for each in janus[0].iterdir():
-        (tmp_path / each.name).write_bytes(each.read_bytes())
+def test_what_is_made_otherwise_is_refused_by_name(tmp_path) -> None:
+    seeing(tmp_path, "janus", CASES["janus"])
     assert read_config(tmp_path, strict=True).family == "llama"
     raw = json.loads((tmp_path / "config.json").read_text())
     for change, told in (({"use_qk_norm": True}, "use_qk_norm is True, expected false"), ({"depth": 3}, "depth is 3, expected 2"),

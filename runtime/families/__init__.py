@@ -100,7 +100,7 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     **dict.fromkeys(HYPERCLOVAX_SEEING, ("hyperclovax",)),
     "idefics2": ("mistral",), "idefics3": ("llama",), "internvl": ("qwen2", "qwen3", "llama", "qwen3_moe"),
     "internvl_chat": ("qwen2", "qwen3", "llama", "qwen3_moe", "internlm2"),
-    "janus": ("llama",),
+    "deepseek_vl": ("llama",), "janus": ("llama",),
     "kimi_k25": ("deepseek_v3", "kimi_k2"), "kimi_vl": ("deepseek_v3",),
     "lfm2_vl": ("lfm2", "lfm2_moe"), "lfm3_vl": ("lfm3",), "lighton_ocr": ("qwen3",),
     "llama4": ("llama4_text",), "llava": ("llama", "mistral", "qwen2"), "llava_next": ("llama", "mistral", "qwen2", "granite"),
@@ -117,8 +117,8 @@ COMPOSITE: Mapping[str, tuple[str, ...]] = {
     "smolvlm": ("llama",), "step3p7": ("step3p5",), "voxtral": ("llama",)}
 # Those of which a store gives the text part's tensors the names that they would have alone; families know the prefixes of the others.
 BY_PREFIX = (*NEMOTRON_SEEING, *HYPERCLOVAX_SEEING, "audioflamingo3", "aya_vision", "blip-2", "cohere2_vision", "cohere_compass",
-             "deepseek_ocr", "deepseek_ocr2", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v", "glm4v",
-             "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech",
+             "deepseek_ocr", "deepseek_ocr2", "deepseek_vl", "ernie4_5_moe_vl", "ernie4_5_vl_moe", "exaone4_5", "fast_vlm", "glm46v",
+             "glm4v", "glm4v_moe", "glm5_next", "glm_ocr", "glmasr", "got_ocr2", "granite4_vision", "granite_docling", "granite_speech",
              "hunyuan_vl", "idefics2", "idefics3", "internvl", "internvl_chat", "janus", "kimi_k25", "kimi_vl", "lfm2_vl", "lfm3_vl",
              "lighton_ocr", "llama4", "llava", "llava_next", "llava_onevision", "llava_qwen2", "minicpm_ocr", "minicpmv4_6", "minicpmv4_7",
              "minimax_m3_vl", "mistral_large4", "mllama", "muse_glimmer", "ovis2", "paddleocr_vl", "paligemma", "perception_lm",

@@ -32,7 +32,7 @@ PLACE = -1  # in `Seen.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
 SIGHTS: dict[str, str] = {
     "aya_vision": "aya_vision", "blip-2": "blip_2", "cohere2_vision": "cohere2_vision", "cohere_compass": "cohere_compass",
-    "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2",
+    "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2", "deepseek_vl": "deepseek_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "exaone4_5": "exaone4_5", "fast_vlm": "fast_vlm",
     "gemma3": "gemma3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified", "glm46v": "glm4v",
     "glm5_next": "glm5_next", "glm4v": "glm4v", "glm4v_moe": "glm4v", "glm_ocr": "glm4v",

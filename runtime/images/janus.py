@@ -25,11 +25,13 @@ class Janus(TowerSight):
     PROCESSORS = ("JanusImageProcessor",)
     placeholder, written = "<image_placeholder>", "<begin_of_image><image_placeholder><end_of_image>\n"
 
+    FIXED: tuple[tuple[str, object], ...] = (("use_qk_norm", False), ("attention_bias", True), ("depth", 2))  # what a tower says of itself
+
     def settle(self, keys: Keys) -> None:
         self.demand_side(keys, 384)
         if not keys.flag("do_pad", True):
             raise keys.fail("do_pad", "true")
-        for name, value in (("use_qk_norm", False), ("attention_bias", True), ("depth", 2)):
+        for name, value in self.FIXED:
             if self.said.raw.get(name, value) != value:
                 raise self.said.fail(name, str(value).lower())
         self.shortest, self.around = keys.integer("min_size", 14, high=self.side), [int(255 * each) for each in self.scale.mean]

@@ -1,0 +1,24 @@
+"""DeepSeek VL of 1.3B: pictures as of Janus Pro, through SigLIP as others have it."""
+
+from __future__ import annotations
+
+from .janus import Janus
+from .tower_parts import gelu
+from .tower_sight import Rows
+from .tower_weights import Weights
+from .vision_transformer import SIGLIP, layer_count, load_transformer
+
+
+class DeepseekVl(Janus):
+    KINDS = {"siglip_vision_model": SIGLIP}
+    PROCESSORS = ("DeepseekVLImageProcessor",)
+    placeholder = written = "<image_placeholder>"
+    FIXED = ()
+
+    def load(self, weights: Weights) -> Rows:
+        tower, hidden = load_transformer(weights, self, "vision_model.", finished=True), self.config.hidden_size
+        project = weights.two_layers("aligner.", (self.width, hidden, hidden), gelu, True, ("linear1", "linear2"))
+        return lambda values, crew: project(tower.layers([values], [layer_count(self)], crew)[0], crew)
+
+
+sight = DeepseekVl
