@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 import torch
 
 from ..layout import REPEATED
-from ..state_shape import NO_SLOT
 from .states import TorchSlots
 
 if TYPE_CHECKING:
@@ -31,25 +30,11 @@ class TorchRecurrent(TorchSlots):
     def recurred(self, inputs: torch.Tensor, mixed: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
         """What the heads read of the pass, as `_recur` does; states go into the slots that it was told of, and what few tokens leave is
         kept. `inputs`: what was convolved."""
-        (source, target, after, kept), tokens = self.told(), len(mixed)
-        if tokens <= REPEATED:
+        if (tokens := len(mixed)) <= REPEATED:
             self._raw[:tokens], self._mixed[:tokens], self._gates[:tokens] = inputs, mixed, gates
-        state, parts, at = self._begun(source), [], 0
-        for end, slot in ((after, kept), (tokens, target)):
-            if end > at:
-                read, state = self._recur(mixed[at:end], gates[at:end], state)
-                self._state(slot).copy_(state)
-                parts.append(read)
-                at = end
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        return self.from_slot_to_slot(tokens, lambda own, state: self._recur(mixed[own], gates[own], state))
 
     def again(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self.last_inputs(source, self._raw[:tokens]))
-        self._state(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self._begun(source))[1])
-
-    def _state(self, slot: int) -> torch.Tensor:
-        return self.state_in(slot).view(self.sizes)
-
-    def _begun(self, source: int) -> torch.Tensor:
-        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source)
+        self.state_of(target).copy_(self._recur(self._mixed[:tokens], self._gates[:tokens], self.begun(source))[1])

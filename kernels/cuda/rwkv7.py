@@ -71,17 +71,9 @@ class TorchRwkv7(TorchSlots):
 
     def _recurred(self, parts: torch.Tensor) -> torch.Tensor:
         """What is read of the text [T, values]; states go into the slots that the pass was told of, and what few tokens leave is kept."""
-        (source, target, after, kept), tokens = self.told(), parts.shape[1]
-        if tokens <= REPEATED:
+        if (tokens := parts.shape[1]) <= REPEATED:
             self._parts[:, :tokens] = parts
-        state, read, at = self._begun(source), [], 0
-        for end, slot in ((after, kept), (tokens, target)):
-            if end > at:
-                own, state = self._recur(parts[:, at:end], state)
-                self._state(slot).copy_(state)
-                read.append(own)
-                at = end
-        return torch.cat(read)
+        return self.from_slot_to_slot(tokens, lambda own, state: self._recur(parts[:, own], state))
 
     def _recur(self, parts: torch.Tensor, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Parts [PARTS, T, values] -> (what was read [T, values], the state behind them)."""
@@ -95,13 +87,7 @@ class TorchRwkv7(TorchSlots):
     def again(self, source: int, target: int, tokens: int) -> None:
         """As `kernels/cpu/states.py`."""
         self.inputs_of(target).copy_(self._rows[tokens - 1])
-        self._state(target).copy_(self._recur(self._parts[:, :tokens], self._begun(source))[1])
-
-    def _state(self, slot: int) -> torch.Tensor:
-        return self.state_in(slot).view(self.sizes)
-
-    def _begun(self, source: int) -> torch.Tensor:
-        return torch.zeros_like(self._state(0)) if source == NO_SLOT else self._state(source).clone()
+        self.state_of(target).copy_(self._recur(self._parts[:, :tokens], self.begun(source))[1])
 
 
 def _normed(x: torch.Tensor, norm: Norm) -> torch.Tensor:

@@ -53,6 +53,8 @@ def state_layer(shape: StateShape | WithNgrams, memory: torch.Tensor, told: np.n
 class TorchSlots:
     """The slots of a layer and the inputs of its convolution; behind `self.recent` lies what a kind keeps of a pass of few tokens."""
 
+    sizes: tuple[int, ...]  # of a state, where it is one of what is read
+
     def __init__(self, shape: StateShape, memory: torch.Tensor, told: np.ndarray, linear: Linears) -> None:
         self.shape, self._told, self.linear = shape, told, linear
         memory = memory.view(torch.float32)
@@ -78,6 +80,27 @@ class TorchSlots:
     def state_in(self, slot: int) -> torch.Tensor:
         """The rest of a slot, flat."""
         return self._slots[slot][self.shape.state_offset :][: self.shape.state_floats]
+
+    def state_of(self, slot: int) -> torch.Tensor:
+        """A state as a kind's `sizes` have it."""
+        return self.state_in(slot).view(self.sizes)
+
+    def begun(self, source: int) -> torch.Tensor:
+        """The state that a pass begins with."""
+        return torch.zeros_like(self.state_of(0)) if source == NO_SLOT else self.state_of(source)
+
+    def from_slot_to_slot(self, tokens: int, recur: Callable[[slice, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]) -> torch.Tensor:
+        """What is read of a pass; states go into the slots that it was told of. `recur` makes of some of its tokens and of the state before
+        them what is read and the state behind them."""
+        source, target, after, kept = self.told()
+        state, parts, at = self.begun(source), [], 0
+        for end, slot in ((after, kept), (tokens, target)):
+            if end > at:
+                read, state = recur(slice(at, end), state)
+                self.state_of(slot).copy_(state)
+                parts.append(read)
+                at = end
+        return torch.cat(parts) if len(parts) > 1 else parts[0]
 
     def last_inputs(self, source: int, x: torch.Tensor) -> torch.Tensor:
         """[taps - 1, channels]: of what came before and x [T, channels]."""
