@@ -116,6 +116,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
                       self.placement.kv_pages is not None or bool(kv.policy), prepared.speculating.mtp, prepared.adapted.rank,
                       len(prepared.speculating.reads.between))
         self.cancelled: Callable[[], bool] = lambda: False  # asked while the disk is waited for
+        self.borrows = True  # pages that another sequence has read
         # is given a prompt and how many of its tokens are held, and may put more into the cache; returns how many then are, and notices
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
         self.shares: SharedPasses | None = None  # passes shared with other sequences, which do not end when one is cancelled

@@ -299,7 +299,9 @@ def test_a_prompt_is_read_anew_where_that_is_asked() -> None:
                     said["usage"]["prompt_tokens_details"]["cached_tokens"], said["choices"])
 
         first, anew, again, last = told(), told(cache_prompt=False), told(cache_prompt=True), told(cache_prompt=False)
-    assert first == anew == last and first[0] == first[2] == 0
+        with ThreadPoolExecutor() as both:  # one that is being read lends to the other
+            beside = [each.result() for each in [both.submit(told, cache_prompt=False) for _ in range(2)]]
+    assert beside == [first, first] and first == anew == last and first[0] == first[2] == 0
     assert again[0] > 200 and again[2] > 200 and again[1] != first[1]
 
 

@@ -163,9 +163,8 @@ class Replies(Asking, Readings):
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(prompt, ids, own.prompts, choice=choice)
             own.engine.choose(choice)
-            if wish.anew:
-                own.forget()
-                ids = own.encoded(prompt, choice)
+            own.begin(wish.anew)
+            ids = own.encoded(prompt, choice) if wish.anew else ids
             own.prompt = len(ids)
             think, marks = self.tokenizer.reasoning(ids, tools is not None), None
             if tools:
@@ -192,8 +191,7 @@ class Replies(Asking, Readings):
             if own.kept is not None:
                 ids = yield from own.kept.turn_to(None, ids, own.prompts, lasting, choice)
             own.engine.choose(choice)
-            if wish.anew:
-                own.forget()
+            own.begin(wish.anew)
             own.prompt = len(ids) if lasting is None else lasting
             is_scored = wish.echo and wish.tells is not None
             if wish.echo:

@@ -54,9 +54,12 @@ class Slot:
         lost = min(self.prompt, len(engine.tokens)) - has
         return has if lost < min(WORTH, has / LITTLE) else 0
 
-    def forget(self) -> None:
-        self.engine.reset()
-        self.prompts.held = "", []
+    def begin(self, anew: bool) -> None:
+        """Before an answer: whether its prompt is read as if nothing of it were held, here or by another sequence."""
+        self.engine.borrows = not anew
+        if anew:
+            self.engine.reset()
+            self.prompts.held = "", []
 
     def encoded(self, prompt: str, choice: Choice) -> list[int]:
         """Token ids of a prompt, which go on from those that are held where they were read so."""

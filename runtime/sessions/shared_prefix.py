@@ -43,7 +43,7 @@ def lend(engine: Engine, others: Sequence[Engine], ids: Sequence[int], held: int
 
 def _lends(engine: Engine) -> bool:
     """States stand behind the last token alone, and which pages a policy gave more bits is not copied."""
-    return engine.cache.states is None and not engine.cache.better
+    return engine.borrows and engine.cache.states is None and not engine.cache.better
 
 
 def _pages(engine: Engine, other: Engine, ids: Sequence[int]) -> int:
