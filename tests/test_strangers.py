@@ -23,6 +23,7 @@ from effllm.runtime.files.whole_file import whole
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library import aliases
 from effllm.runtime.sampler import SamplerSettings
+from effllm.runtime.sessions.conversation_file import load_conversation
 from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.sparse.sparsity import Trace
 from effllm.runtime.sparse.sparsity_file import demand_writable
@@ -85,6 +86,14 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     assert hidden.exists()
     whole_file.write_whole(target, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {target, *others} and target.read_text() == "whole"
+
+
+def test_a_conversation_is_no_pipe_and_has_an_end(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(EffllmError, match="not a regular file") as caught:
+            load_conversation(path)
+        assert caught.value.hint == "give a file that /save wrote"
 
 
 def test_trying_whether_a_file_can_be_written_leaves_nothing(tmp_path: Path) -> None:

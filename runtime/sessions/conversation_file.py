@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from ... import EffllmError, UsageError
+from ..files.small_file import read_text
 from ..files.whole_file import write_whole
 from ..sampler import SamplerSettings
 
 FORMAT, VERSION = "effllm-session", 1
 BESIDE_CALLS, BESIDE_RESULTS = frozenset({"reasoning_content"}), frozenset({"tool_call_id", "name"})
+LARGEST = 256 << 20  # bytes of such a file
 HINT = "give a file that /save wrote"
 
 
@@ -40,7 +42,7 @@ def save_conversation(history: History, path: Path) -> None:
 def load_conversation(path: Path) -> History:
     """Raises EffllmError for a file that is no conversation."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(read_text(path, LARGEST))
     except OSError as error:
         raise EffllmError(f"{path}: {error.strerror}", HINT) from None
     except (ValueError, RecursionError):  # a library's words about JSON do not help a person who named the wrong file
