@@ -102,10 +102,10 @@ def test_a_model_stays_until_its_answer_has_ended() -> None:
         lines = server.err.splitlines()
         order = [next(at for at, line in enumerate(lines) if words in line) for words in (f"{name} has ended", "fable is ended")]
         assert order == sorted(order)
-        later = server.respond(model="fable", max_output_tokens=300, **BEHIND).json["id"]
-        assert server.ask("GET", f"/v1/responses/{later}").json["status"] in GOING
-        followed = server.respond(model="fable", max_output_tokens=200, stream=True, **BEHIND).named_events
+        followed = server.respond(model="fable", max_output_tokens=200, stream=True, keep_alive="1m", **BEHIND).named_events
         assert told(server, followed[0]["response"]["id"], "?stream=true&starting_after=9").named_events == followed[10:]
+        later = server.respond(model="fable", max_output_tokens=300, keep_alive=0, **BEHIND).json["id"]
+        assert server.ask("GET", f"/v1/responses/{later}").json["status"] in GOING
         server.until(f"{later} has ended: 17 tokens in, 300 tokens out")
 
 
