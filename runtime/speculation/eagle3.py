@@ -24,8 +24,9 @@ from ...kernels.cpu.ops import FEW
 from ...kernels.layout import PAGE
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import CheckpointError, TensorStore
+from .. import families
 from ..config_reader import ConfigError, Keys, is_count, show
-from ..families import TensorRule, llama, qwen3
+from ..families import TensorRule
 from ..kv.cache_shape import AttnSpec
 from ..layer import Layer
 from ..rope import rope_tables
@@ -45,7 +46,7 @@ IDS, OWN = "eagle_aux_hidden_state_layer_ids", "eagle_config"
 MAP = "d2t"
 SLIDING = "sliding_attention"  # a kind of layer
 LAYER = ("midlayer.", "layers.0.", "model.layers.0.")  # what the layer's tensors are called
-KINDS = {"llama": llama, "qwen3": qwen3}  # of layers
+KINDS = ("llama", "qwen3")  # of layers, by their families
 MOST_STATES, MOST_LAYERS, NUMBER = 8, 8, 8  # states that are joined and layers, at most; bytes of a token's number
 
 
@@ -97,7 +98,7 @@ def config_of(keys: Keys) -> ModelConfig:
     if own.text("model_type") not in KINDS:
         raise ConfigError(f"config.json: an EAGLE-3 head of a {show(own.text('model_type'))} layer is not supported",
                           f"known: {', '.join(KINDS)}")
-    config = KINDS[own.text("model_type")].config(own)
+    config = families.get(own.text("model_type")).config(own)
     if config.num_hidden_layers > MOST_LAYERS:
         raise ConfigError(f"config.json: an EAGLE-3 head of {config.num_hidden_layers} layers is not supported",
                           f"published ones have one or few, at most {MOST_LAYERS} are run")
@@ -147,7 +148,7 @@ def _outer(config: ModelConfig, scored: int, reads: int, states: int, whole: boo
 
 def _layer(keys: Keys, config: ModelConfig, layer: int) -> dict[str, TensorRule]:
     """A layer as any of its kind is, but for what q, k and v of the first one read."""
-    rules = KINDS[_of_layers(keys).text("model_type")].layer_tensors(config, layer)
+    rules = families.get(_of_layers(keys).text("model_type")).layer_tensors(config, layer)
     if layer:
         return {role: replace(rule, also=(rule.name.removeprefix("model."),)) for role, rule in rules.items()}
     return {role: _named(replace(rule, name=rule.name.removeprefix(LAYER[-1]),
@@ -255,7 +256,8 @@ class Eagle3Drafts(StateDrafts):
             k = host.rope_heads(k, kv_heads, size, step.positions, self._ropes[0], w.k_norm)
             x = host.linear_add(self._cache.layer(0).attend(q, k, v), w.o, x)
             x = host.gated_mlp(x, w.post_norm, w.gate, w.up, w.down, own.hidden_act)
+            block = families.get(own.family).block
             for layer, weights in enumerate(self._layers[1:], 1):
-                x = llama.block(x, Layer(host, weights, self._cache.layer(layer), step.positions, self._ropes[layer], own, layer))
+                x = block(x, Layer(host, weights, self._cache.layer(layer), step.positions, self._ropes[layer], own, layer))
         self._cache.commit()
         return x
