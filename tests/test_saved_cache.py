@@ -157,14 +157,18 @@ def test_identities_differ_where_bytes_would(one):
         assert {part for part in own if own[part] != other[part]} == parts, options
 
 
-def test_a_folder_tells_another_model_and_other_weights(one, tmp_path):
+@pytest.mark.parametrize("end", ["first", "last"])
+def test_a_folder_tells_another_model_and_other_weights(one, tmp_path, end):
+    """A byte of a tensor's first row, or of its last: words that a vocabulary had kept free are learned there."""
     own = identity(one)
     copy = tmp_path / "copy"
     shutil.copytree(FABLE, copy)
     assert folder_identity(copy) == {part: own[part] for part in ("model", "weights")}
     weights = copy / "model.safetensors"
     data = bytearray(weights.read_bytes())
-    data[8 + int.from_bytes(data[:8], "little") + 11] ^= 1
+    begin = 8 + int.from_bytes(data[:8], "little")
+    begins, ends = json.loads(data[8:begin])["model.embed_tokens.weight"]["data_offsets"]
+    data[begin + (begins + 11 if end == "first" else ends - 11)] ^= 1
     weights.write_bytes(data)
     other = folder_identity(copy)
     assert other["model"] == own["model"] and other["weights"] != own["weights"]

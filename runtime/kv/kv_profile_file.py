@@ -31,7 +31,7 @@ FILE, ARRAYS = KV_PROFILE, KV_ARRAYS
 FORMAT, VERSION = "effllm-kv-profile", 2
 BITS = {1: [bits for bits in SIDES if bits <= 8], 2: list(SIDES)}  # what profiles of a version say the costs of
 MOST_COST = 1e30  # sums of them are floats too
-SAMPLE_NBYTES = 4096  # of a tensor, for the weights' name
+SAMPLE_NBYTES = 4096  # of each end of a tensor, for the weights' name
 REMEDY = "effllm eval kv-profile {}"
 
 
@@ -43,13 +43,16 @@ def profile_paths(path: Path) -> tuple[Path, Path]:
 
 
 def identity(store: TensorStore) -> str:
-    """A name for a model's weights: SHA-256 of every tensor's name, type, shape and first bytes. Not proof against forgery."""
+    """A name for a model's weights: SHA-256 of every tensor's name, type, shape, first bytes and last ones: words that a vocabulary had
+    kept free are learned at its end. Not proof against forgery."""
     digest = hashlib.sha256()
     for name, info in sorted(store.tensors.items()):
         digest.update(f"{name} {info.dtype} {list(info.shape)}\n".encode())
         rows = info.shape[0] if info.shape else 1
         if rows and info.nbytes:
-            digest.update(store.read(info, 0, max(1, min(rows, SAMPLE_NBYTES * rows // info.nbytes)))[:SAMPLE_NBYTES].tobytes())
+            count = max(1, min(rows, SAMPLE_NBYTES * rows // info.nbytes))
+            digest.update(store.read(info, 0, count)[:SAMPLE_NBYTES].tobytes())
+            digest.update(store.read(info, rows - count, rows)[-SAMPLE_NBYTES:].tobytes())
     return digest.hexdigest()
 
 

@@ -59,7 +59,7 @@ LATER_UNLESS_USED = {  # at their default
     "curves", "cuts", "differs", "embedding_normed", "factors", "frequencies_learned", "gate_bounds", "gates_apart", "gates_softplus",
     "gates_whole", "head_act", "head_bias", "head_in_bias", "indexed", "input_multiplier", "input_vocab", "input_width", "keys_as_values",
     "keys_marked", "kv_sources", "last_norm", "latent", "latent_eps", "layer_ffn", "layer_heads", "layer_latents", "layer_queries",
-    "layers_scaled", "low_rank", "mix_least", "mix_rank", "mix_rounds", "most_tokens", "ngrams", "norms_apart", "norms_biased",
+    "layers_scaled", "loops", "low_rank", "mix_least", "mix_rank", "mix_rounds", "most_tokens", "ngrams", "norms_apart", "norms_biased",
     "norms_gated", "norms_unit", "one_scale", "prefixed", "qk_norm_each", "qk_norm_still", "qk_norm_unit", "queries_grow", "ranks_lists",
     "router_rank", "shared_blocks", "side_by_side", "slopes", "state_norm_eps", "states_beside", "streams", "streams_kept", "value_dim",
     "values_normed", "vector_inner", "vector_width", "without_attention", "without_mlp", "words_beside", "written_window"}
