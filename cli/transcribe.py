@@ -17,14 +17,16 @@ EXAMPLES = """examples
   effllm transcribe whisper talk.mp3 --language de --format srt > talk.srt
   effllm transcribe Qwen/Qwen3-ASR-0.6B talk.wav --json
 
-Longer sounds than the model takes are cut where it is quiet. Times of subtitles are those of the pieces between pauses.
+A sound may last an hour. What is longer than the model takes is cut where it is quiet. Times of subtitles are those of the pieces
+between pauses.
 """
 
 File = Annotated[str, typer.Argument(metavar="FILE", help="the sound; - is standard input", show_default=False)]
 Language = Annotated[str | None, flag(ANSWER, "--language", "CODE", "the language that is spoken, such as de (the one it hears)")]
 Hint = Annotated[str | None, flag(ANSWER, "--hint", "TEXT", "names and words that may be said, for models that take some")]
 Translate = Annotated[bool, flag(ANSWER, "--translate", "", "write it down in English")]
-Format = Annotated[Literal["text", "srt", "vtt"], flag(OUTPUT, "--format", "text|srt|vtt", "words alone, or subtitles (text)")]
+Format = Annotated[Literal["text", "srt", "vtt"], flag(OUTPUT, "--format", "text|srt|vtt", "words alone, or subtitles (text)",
+                                                             command="transcribe")]
 
 
 def register(app: typer.Typer) -> None:
@@ -68,4 +70,4 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
     if json:
         screen.json({"task": "translate" if translate else "transcribe", **made.to_json(len(samples) / RATE)})
     elif not plain:
-        screen.environment.write(cues(made.segments, format == "vtt"))
+        screen.line(cues(made.segments, format == "vtt").rstrip("\n"))

@@ -236,9 +236,10 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
     # -- answer ----------------------------------------------------------------------------------------------------------------
 
     def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int],
-                 ignore_eos: bool = False) -> Iterator[Step | Turn]:
-        """Sample until a stop token, `max_tokens` or the end of the context. The token of a step is run only when the next is asked for;
-        where passes are shared, a Turn comes before each and is to be served before it goes on."""
+                 ignore_eos: bool = False, may_shift: bool = True) -> Iterator[Step | Turn]:
+        """Sample until a stop token, `max_tokens` or the end of the context (unless the run, and this, may go on behind it). The token of a
+        step is run only when the next is asked for; where passes are shared, a Turn comes before each and is to be served before it goes
+        on."""
         if self._logits is None:
             raise RuntimeError("generate before prefill")
         if self.speculation is not None:
@@ -250,7 +251,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
             made += 1
             finish = "stop" if token in stop_ids and not ignore_eos else "length" if made == max_tokens else None
             if finish is None and len(self.tokens) + 1 >= self.n_ctx:
-                if self.options.overflow == "shift":
+                if may_shift and self.options.overflow == "shift":
                     before = self.prefill_s, self.reused, self.read
                     yield from self._turn()
                     with self._a_pass():

@@ -131,7 +131,7 @@ def test_the_table_of_variables_is_that_of_the_flags() -> None:
 
 def test_every_flag_has_its_variable_and_a_description() -> None:
     """Where commands mean different things by one flag, each has a variable of its own."""
-    seen, own = 0, {"quantize --spec", "quantize --force", "export --force", "export --lora", "export --mmproj"}
+    seen, own = 0, {"quantize --spec", "quantize --force", "export --force", "export --lora", "export --mmproj", "transcribe --format"}
     for words, command in commands():
         for parameter in command.params:
             if parameter.param_type_name != "option" or not words or parameter.name == "help":

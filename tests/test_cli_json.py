@@ -23,7 +23,7 @@ FAILING = {
     "verify": ("nobody/knows", 3), "bench": ("nobody/knows", 3), "eval ppl": ("fable --text /nowhere.txt", 2),
     "eval kld": ("fable --text /nowhere.txt", 2), "eval recall": ("fable --text /nowhere.txt", 2),
     "eval kv-profile": ("fable --text /nowhere.txt", 2), "calibrate-sparsity": ("fable --text /nowhere.txt", 2),
-    "doctor": ("--probe --no-probe", 2), "config show": ("nobody/knows", 3),
+    "transcribe": ("fable /nowhere.wav", 2), "doctor": ("--probe --no-probe", 2), "config show": ("nobody/knows", 3),
 }
 
 

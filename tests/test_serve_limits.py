@@ -1,11 +1,13 @@
 """What `effllm serve` refuses and how, who may ask, and how it ends: each time the next request is answered."""
 
+import asyncio
 import json
 import re
 import signal
 import socket
 import threading
 import time
+from contextlib import aclosing
 
 import psutil
 import pytest
@@ -15,6 +17,7 @@ from starlette.datastructures import Headers
 
 from effllm.cli.serve import judge_own
 from effllm.cli.server.guard import Rules
+from effllm.cli.server.passing import ADDRESS, passed_on
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 SLOWLY = ("-t", "1", "--spec", "off")
@@ -185,6 +188,29 @@ def test_nothing_of_another_sites_page_asks() -> None:
         assert not refused("/props", **{**said, "site": "none"}) and not refused("/props", **{**said, "site": "same-origin"})
         assert not refused("/props", "*", **said)
     assert not refused("/props", site="cross-site", mode="cors"), "a program's window whose requests a browser does not judge"
+
+
+def test_what_the_server_in_front_has_judged_is_not_judged_again() -> None:
+    """With --cors '*' it lets a page's picture through, which the model's own server, that knows of no --cors, would refuse."""
+    sent = [(b"origin", b"http://a.page"), (b"sec-fetch-site", b"cross-site"), (b"Sec-Fetch-Mode", b"no-cors"), (b"accept", b"text/html")]
+
+    async def passed() -> bytes:
+        came: list[bytes] = []
+
+        async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+            came.append(await reader.readuntil(b"\r\n\r\n"))
+            writer.write(b"HTTP/1.1 204 No Content\r\n\r\n")
+            await writer.drain()
+            writer.close()
+
+        async with await asyncio.start_server(answer, ADDRESS, 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            async with aclosing(passed_on(port, "k", "GET", b"/props", sent, b"", 0)) as answers:
+                assert [each.status async for each in answers] == [204]
+        return came[0].lower()
+
+    head = asyncio.run(passed())
+    assert b"accept: text/html" in head and b"sec-fetch" not in head and b"origin" not in head
 
 
 def test_who_serves_reads_why_a_request_was_refused() -> None:

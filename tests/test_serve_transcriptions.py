@@ -19,6 +19,7 @@ from effllm.cli.server.problems import Problem
 from effllm.runtime.images.senses import RATE
 from effllm.runtime.sounds.pieces import FRAME, PAUSE, pieces
 from effllm.runtime.sounds.tower_hearing import Hearing
+from effllm.runtime.sounds.transcript import cues
 from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.sounds.voxtral import Voxtral
 
@@ -90,6 +91,14 @@ def test_what_is_refused_is_named(server: Served, fields: dict, status: int, par
     assert reply.status == status and reply.error["param"] == param, reply.body
 
 
+def test_times_of_words_are_refused_wherever_they_are_asked_for(server: Served) -> None:
+    for grains in (("segment", "word"), ("word", "segment")):
+        first, second = (form(**{"timestamp_granularities[]": each}).removesuffix(f"--{BOUNDARY}--\r\n".encode()) for each in grains)
+        reply = server.ask("POST", PATH, first + second + form(file=WAV, response_format="verbose_json"),
+                           Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
+        assert reply.status == 400 and reply.error["param"] == "timestamp_granularities[]", grains
+
+
 def test_what_is_no_form_is_told(server: Served) -> None:
     assert server.ask("POST", PATH, {"file": "x"}).status == 415
     cut = server.ask("POST", PATH, form(file=WAV)[:-60], Content_Type=f"multipart/form-data; boundary={BOUNDARY}")
@@ -131,7 +140,8 @@ def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Se
     *pieces, last = heard(server, file=wav, stream="true").events
     assert last == {"type": "transcript.text.done", **found} and "".join(piece["delta"] for piece in pieces) == found["text"]
     srt = heard(server, file=wav, response_format="srt").body.decode()
-    assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,600\n{whole['segments'][0]['text']}\n\n2\n") and srt.count(" --> ") == len(times)
+    first = " ".join(whole["segments"][0]["text"].split())
+    assert srt.startswith(f"1\n00:00:00,000 --> 00:00:00,600\n{first}\n\n2\n") and srt.count(" --> ") == len(times)
     vtt = heard(server, file=wav, response_format="vtt").body.decode()
     assert vtt.startswith("WEBVTT\n\n1\n00:00:00.000 --> 00:00:00.600\n")
 
@@ -149,6 +159,26 @@ def test_several_sounds_are_written_down_at_once_by_layers_that_attend_to_them(t
         german, english = (heard(server, path, file=sounds[0], **more).json["text"] for path, more in (
             (PATH, {"language": "de"}), ("/v1/audio/translations", {})))
         assert german and english and german != english
+
+
+def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: Path) -> None:
+    """Its template takes no words beside a sound; and one that repeats itself would go on for ever where a middle may be left out."""
+    written_whisper(tmp_path, max_target_positions=40)
+    with serving("--system", "Be brief.", "--overflow", "shift", model=str(tmp_path)) as server:
+        reply = heard(server, file=WAV)
+        assert reply.status == 200 and reply.json["usage"]["output_tokens"] < 40, reply.body
+        said = server.chat([{"role": "user", "content": "Hello"}])
+        assert said.status == 400 and "send a sound with them" in said.error["message"] and "(a file)" not in said.error["message"]
+
+
+def test_a_quiet_sound_has_the_pieces_of_a_loud_one() -> None:
+    samples = np.concatenate([sound(0.6), np.zeros(RATE, np.float32), sound(0.8, seed=2)])
+    times = [[(each.begin_s, each.end_s) for each in pieces(samples * np.float32(scale), 1.0)] for scale in (1.0, 5e-4)]
+    assert len(times[0]) >= 2 and times[0] == times[1]
+
+
+def test_a_subtitle_is_a_line() -> None:
+    assert cues([(0, 1, "a\n\nb --> c")], False) == "1\n00:00:00,000 --> 00:00:01,000\na b --> c\n"
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * RATE)), min_size=1, max_size=6), st.floats(0.5, 4))

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import shutil
+import stat
 import subprocess
 import sys
 import threading
@@ -86,6 +87,17 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     assert hidden.exists()
     whole_file.write_whole(target, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {target, *others} and target.read_text() == "whole"
+
+
+def test_a_name_may_be_long_and_what_is_no_file_stays(tmp_path: Path) -> None:
+    long = tmp_path / ("日" * 79 + ".json")  # 242 bytes
+    whole_file.write_whole(long, "whole", "nothing")
+    assert long.read_text() == "whole"
+    os.mkfifo(tmp_path / "pipe")
+    for path in (Path("."), Path("/"), tmp_path / "pipe"):
+        with pytest.raises(EffllmError, match="^cannot write"):
+            whole_file.write_whole(path, "whole", "nothing")
+    assert {*tmp_path.iterdir()} == {long, tmp_path / "pipe"} and stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
 def test_a_conversation_is_no_pipe_and_has_an_end(tmp_path: Path) -> None:

@@ -15,7 +15,8 @@ KIND = "multipart/form-data"
 
 
 async def form_of(request: Request) -> dict[str, bytes]:
-    """The parts of a form by their names; of several with one name the last. Raises Problem."""
+    """The parts of a form by their names; of several with one name the last, or with commas between them those of a list (`name[]`). Raises
+    Problem."""
     return parts_of(request.headers.get("content-type", ""), await body_of(request))
 
 
@@ -30,7 +31,10 @@ def parts_of(content_type: str, body: bytes) -> dict[str, bytes]:
     pieces = (b"\r\n" + body).split(line, MOST_PARTS + 1)
     if len(pieces) < 3 or not pieces[-1].startswith(b"--"):
         raise Problem(400, f"the body is not a form with at most {MOST_PARTS} parts, or it was cut off: send it again, whole")
-    return dict(_part(each) for each in pieces[1:-1])
+    found: dict[str, bytes] = {}
+    for name, content in map(_part, pieces[1:-1]):
+        found[name] = b"%s,%s" % (found[name], content) if name.endswith("[]") and name in found else content
+    return found
 
 
 def _part(piece: bytes) -> tuple[str, bytes]:

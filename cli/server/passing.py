@@ -17,7 +17,7 @@ PIECE = 1 << 16  # bytes read at once
 OWN = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
 # What the server in front has judged, and what it says itself.
 JUDGED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"x-goog-api-key", b"content-length", b"expect",
-                    WAITED.encode()))
+                    b"sec-fetch-site", b"sec-fetch-mode", WAITED.encode()))
 Headers = Iterable[tuple[bytes, bytes]]
 
 

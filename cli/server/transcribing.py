@@ -7,6 +7,7 @@ import asyncio
 from collections.abc import Mapping
 from functools import partial
 from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
@@ -15,15 +16,17 @@ from starlette.routing import Route
 from ... import UsageError
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.senses import RATE
-from ...runtime.sounds.sound_file import MOST_SECONDS
 from ...runtime.sounds.transcript import Transcript, Writing, cues
 from .fields import Asked, ChatAsked
 from .form_data import form_of
-from .problems import Problem, problem_of
+from .pictures import MOST_WAITING
+from .problems import AGAIN, BUSY, Problem, problem_of
 from .several import Ended, in_turn, together
 from .shapes import Shape
 
 if TYPE_CHECKING:
+    import numpy as np
+
     from .application import Service
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
@@ -85,6 +88,12 @@ class Transcribing:
 
     def __init__(self, service: Service) -> None:
         self._service = service
+        self._held: list[ref[np.ndarray]] = []  # samples of sounds, of which pieces are views
+
+    def _held_nbytes(self) -> int:
+        """Of sounds that are not written down yet."""
+        self._held = [each for each in self._held if each() is not None]
+        return sum(samples.nbytes for each in self._held if (samples := each()) is not None)
 
     def routes(self) -> list[Route]:
         return [Route(path, partial(self.heard, path in SPOKEN[2:]), methods=["POST"]) for path in SPOKEN]
@@ -96,18 +105,21 @@ class Transcribing:
             self._service.demand_model(asked.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: the sound is a file of the form", param=FILE)
-        samples = await self._service.samples(form[FILE], FILE)
+        if self._held_nbytes() > MOST_WAITING:
+            raise Problem(503, "too many long sounds wait to be written down", BUSY, code="queue_full", headers={"retry-after": "1"},
+                          hint=AGAIN)
+        samples = await self._service.samples(form.pop(FILE), FILE)
+        self._held.append(ref(samples))
         seconds = len(samples) / RATE
-        if seconds > MOST_SECONDS:
-            raise Problem(400, f"{FILE}: the sound is longer than {MOST_SECONDS // 60} minutes: cut it", param=FILE)
         try:
             writing = Writing(self._service.replies, asked.language, asked.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
         wanted = await self._service.wanted(chat_of(asked), [])
+        before = wanted.messages if writing.takes_words else ()
         parts = await asyncio.to_thread(writing.pieces, samples, asked.response_format in TIMED)
         shape = TranscriptShape("translate" if translates else "transcribe", writing.transcript(parts), seconds, asked.response_format)
-        starts = [partial(writing.answer, piece, wanted.wish, wanted.messages, wanted.variables) for piece in parts]
+        starts = [partial(writing.answer, piece, wanted.wish, before, wanted.variables) for piece in parts]
         answer = await self._service.answer(request, asked, shape, in_turn(starts))
         if asked.response_format in PLAIN and not asked.stream and answer.status_code == 200:
             return PlainTextResponse(shape.plain, media_type=PLAIN[asked.response_format])
@@ -131,7 +143,7 @@ def fields_of(form: Mapping[str, bytes]) -> Heard:
                       code="unsupported_parameter")
     if values.get("stream") and format in TIMED:
         raise Problem(400, f"response_format {format} is told whole: leave out stream", param="stream", code="unsupported_parameter")
-    if (form.get(GRAINS) or b"").strip() == b"word":
+    if b"word" in map(bytes.strip, form.get(GRAINS, b"").split(b",")):
         raise Problem(400, f"{GRAINS} is segment: of times of words nothing is known here", param=GRAINS, code="unsupported_parameter")
     known = {name: value for name, value in values.items() if name in Heard.model_fields and value is not None}
     return Heard.model_construct(**{**dict.fromkeys(Heard.model_fields), **known, "response_format": format})

@@ -38,7 +38,7 @@ class Answer:
     `ends`: tokens that end it beside those that end any; `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then; `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, unless it is
     held to a form. `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: it
-    is what was heard in English, of a model that writes that down alone.
+    is what was heard in English, of a model that writes that down alone. `shifts`: it goes on where the context is full, if the run does.
 
     `said` is how it began before; `shown` and `thought` are what came, `tokens` as it was sampled, the one that ended it among them.
     `reasoned`: how many of them were reasoning. `stopped_by`: the stop string that ended it, if one did. `is_exact`: the tokens say just
@@ -65,6 +65,7 @@ class Answer:
     sure: bool = False
     most_thought: int | None = None
     translates: bool = False
+    shifts: bool = True
     calls: list[Call] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     shown: list[str] = field(default_factory=list)
@@ -128,6 +129,11 @@ class Answer:
             return None
         return lambda logits: hearing.narrowing([*self._ids, *self.tokens], self.translates, logits)
 
+    @property
+    def _may_shift(self) -> bool:
+        """Whether a middle may be left out to go on. What is heard has none: a model that repeats itself would never end."""
+        return self.shifts and self._written_down is None
+
     def _narrow(self, ids: list[int], inside: bool) -> ThoughtLimit | None:
         """Let the sampler choose among what the answer may have: by its form, by what is sure, by how much it may reason."""
         held = self._held = self.held_to and self.held_to.begin(self.said, self.raw or inside, self.think, self.may_reason,
@@ -159,7 +165,7 @@ class Answer:
         """Token after token, until one of them ends the answer."""
         engine, held, dropped = self.engine, self._held, self.engine.truncated
         stop_ids = self.tokenizer.stop_ids | self.ends
-        for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held):
+        for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held, self._may_shift):
             if isinstance(step, Turn):
                 yield step
                 continue
@@ -211,5 +217,7 @@ class Answer:
         if self._held and self.finish != "cancelled" and not self._held.is_whole:
             yield Notice(f"the answer ends before it is whole as {self.held_to.form.flag} wants it")
         if self.finish == "context":
-            larger = "" if engine.n_ctx >= engine.config.context_length else "-c for a larger one, "
-            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here ({larger}--overflow shift to go on)")
+            ways = ["-c for a larger one"] if engine.n_ctx < engine.config.context_length else []
+            ways += ["--overflow shift to go on"] if self._may_shift else []
+            more = f" ({', '.join(ways)})" if ways else ""
+            yield Notice(f"the context of {engine.n_ctx} tokens is full: the answer ends here{more}")

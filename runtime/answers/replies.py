@@ -58,7 +58,7 @@ class Wish:
     that it is to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
     where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says.
-    `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`: as of `Answer`. `anew`: its prompt
+    `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`, `shifts`: as of `Answer`. `anew`: its prompt
     is read as if nothing of it were held."""
 
     settings: SamplerSettings
@@ -75,6 +75,7 @@ class Wish:
     choice: Choice | None = None
     most_thought: int | None = None
     translates: bool = False
+    shifts: bool = True
     anew: bool = False
 
 
@@ -301,7 +302,7 @@ class Replies(Asking, Readings):
         sampler.tells = wish.tells
         answer = Answer(engine, self.tokenizer, sampler, think, wish.stops, wish.max_tokens, cancelled, wish.ignore_eos,
                         self._held_to(wish.form), wish.think != "off", raw, said, marks, ends, wish.most_s, wish.indent,
-                        wish.sure, wish.most_thought, wish.translates)
+                        wish.sure, wish.most_thought, wish.translates, wish.shifts)
         try:
             is_read = False
             for event in answer.written(ids):

@@ -15,12 +15,12 @@ from .opt import feed_forward
 
 # Of the encoder, which `runtime/sounds/whisper.py` reads, of training, and of how an answer begins, which generation_config.json says too.
 KEYS_HARMLESS = frozenset({
-    "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "decoder_start_token_id", "dropout",
+    "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "dropout",
     "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "forced_decoder_ids", "head_dim", "hidden_act",
     "init_std", "is_encoder_decoder", "mask_feature_length", "mask_feature_min_masks",
     "mask_feature_prob", "mask_time_length", "mask_time_min_masks", "mask_time_prob", "max_source_positions",
     "median_filter_width", "num_key_value_heads", "num_mel_bins",
-    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta", "suppress_tokens",
+    "original_max_position_embeddings", "rms_norm_eps", "rope_parameters", "rope_scaling", "rope_theta",
     "use_weighted_layer_sum"})
 REFUSED_UNLESS = {"layer_types": None, "sliding_window": None}
 # What sizes of the decoder are called, and what they are where nothing is said.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import glob
 import os
@@ -15,6 +16,7 @@ from typing import BinaryIO
 from ... import EffllmError, not_written, typed
 
 PATIENCE_S = 10.0
+MOST_NAME = 200  # bytes, of the 255 that a name may have
 UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 
 
@@ -22,8 +24,12 @@ UNFINISHED = ".{}.*.partial"  # what a process that was killed leaves of `whole`
 def whole(path: Path, mode: int = 0o666) -> Iterator[BinaryIO]:
     """A file that has the name `path` when the block ends, whatever had it before; an error leaves that, and nothing else. It is made anew
     under a hidden name: a folder may come from anybody, and what lies there may be a link to a file of this person's. What killed processes
-    left of such files goes first. Raises OSError."""
-    short = path.name[:200]
+    left of such files goes first. Raises OSError, for a device too: it is no file that another could replace."""
+    if not path.name:
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+    if path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is no file", str(path))
+    short = os.fsdecode(os.fsencode(path.name)[:MOST_NAME])
     for left in path.parent.glob(UNFINISHED.format(glob.escape(short))):
         if left.name[len(short) + 2 :].partition(".")[0].isdigit():
             _remove_unlocked(left)

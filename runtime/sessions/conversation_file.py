@@ -3,7 +3,9 @@ every saved session."""
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -44,7 +46,8 @@ def load_conversation(path: Path) -> History:
     try:
         content = json.loads(read_text(path, LARGEST))
     except OSError as error:
-        raise EffllmError(f"{path}: {error.strerror}", HINT) from None
+        said = os.strerror(errno.EISDIR) if path.is_dir() else error.strerror
+        raise EffllmError(f"{path}: {said}", HINT) from None
     except (ValueError, RecursionError):  # a library's words about JSON do not help a person who named the wrong file
         raise EffllmError(f"{path} is not a conversation", HINT) from None
     return parse_conversation(content, str(path))

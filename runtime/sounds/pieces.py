@@ -15,6 +15,7 @@ from ..images.senses import RATE
 FRAME = RATE // 50  # samples whose loudness is one number
 PAUSE = 15  # frames that a cut lies in the middle of
 SILENCE = 1e-3  # as loud as this a frame is heard: -60 dB of what a file holds
+QUIET, NOTHING = 0.05, 1e-6  # of the loudest frame, where all of a sound is quieter; what no recording is
 TIMED_S = 10.0  # of a piece whose times are told
 
 
@@ -30,16 +31,17 @@ class Piece:
 def pieces(samples: np.ndarray, most_s: float) -> list[Piece]:
     """float32 [n] in pieces of so many seconds at most, of which one at least is heard, or is all there is."""
     loud = _loudness(samples)
+    least = min(SILENCE, max(NOTHING, QUIET * float(loud.max(initial=0.0))))
     cuts, most = [0], max(PAUSE, int(most_s * RATE) // FRAME)
     while len(loud) - cuts[-1] > most:
         cuts.append(_quietest(loud, cuts[-1] + most // 3, cuts[-1] + most))
-    found = [_piece(samples, loud, begin, end) for begin, end in zip(cuts, [*cuts[1:], len(loud)], strict=True)]
+    found = [_piece(samples, loud >= least, begin, end) for begin, end in zip(cuts, [*cuts[1:], len(loud)], strict=True)]
     return [each for each in found if each is not None] or [Piece(samples[: int(most_s * RATE)], 0.0, len(samples) / RATE)]
 
 
-def _piece(samples: np.ndarray, loud: np.ndarray, begin: int, end: int) -> Piece | None:
+def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> Piece | None:
     """The frames from one to another; None where nothing is heard in them."""
-    heard = np.flatnonzero(loud[begin:end] >= SILENCE)
+    heard = np.flatnonzero(is_heard[begin:end])
     if not len(heard):
         return None
     last = min(len(samples), (begin + int(heard[-1]) + 1) * FRAME)

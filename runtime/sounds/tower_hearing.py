@@ -57,7 +57,7 @@ class Hearing(Tower):
         """Raises UsageError for a sound that the model does not take."""
         if samples > self.most_seconds * RATE:
             raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
-                             "cut it into shorter ones; `effllm transcribe` writes down what is said in one of any length")
+                             "cut it into shorter ones; `effllm transcribe` writes down what is said in longer ones")
 
 
 class TowerHearing(Hearing):

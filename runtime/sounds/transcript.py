@@ -42,6 +42,11 @@ class Writing:
         """A chat about the sound of a mark."""
         return conversation(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translates)
 
+    @property
+    def takes_words(self) -> bool:
+        """Whether other messages may stand before the sound: a model that does nothing else takes none, or takes them for its hint."""
+        return not self.hearing.heads_text and self.hearing.narrowing is None
+
     def pieces(self, samples: np.ndarray, timed: bool) -> list[Piece]:
         """Of a sound float32 [n], each to be written down at once: as long as the model takes, or shorter where times are to be told."""
         most, context = self.hearing.most_seconds, self.replies.engine.n_ctx
@@ -55,7 +60,8 @@ class Writing:
         sound = (album := self.replies.demand_hearing()).take(piece.samples)
         if self.replies.engine.shares is None:  # of each of many pieces nobody wants to know how long it is
             yield from (each for each in album.see([sound], cancelled) if isinstance(each, Progress))
-        wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, form=None, translates=self.translates)
+        wish = replace(wish, think="off" if self.replies.tokenizer.thinks else wish.think, form=None, translates=self.translates,
+                       shifts=False)
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
 
     def transcript(self, pieces: Sequence[Piece]) -> Transcript:
@@ -119,8 +125,9 @@ def gap(text: str) -> str:
 
 
 def cues(segments: Iterable[tuple[float, float, str]], as_vtt: bool) -> str:
-    """Subtitles of what is said from one second to another: as SubRip's files, or as WebVTT."""
-    found = [f"{number}\n{_clock(begin, as_vtt)} --> {_clock(end, as_vtt)}\n{text}\n" for number, (begin, end, text) in
+    """Subtitles of what is said from one second to another: as SubRip's files, or as WebVTT. A text is a line: blank
+    ones end it."""
+    found = [f"{number}\n{_clock(begin, as_vtt)} --> {_clock(end, as_vtt)}\n{' '.join(text.split())}\n" for number, (begin, end, text) in
              enumerate(segments, 1)]
     return "\n".join(["WEBVTT\n", *found] if as_vtt else found)
 
