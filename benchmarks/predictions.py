@@ -88,9 +88,11 @@ def rows_of(name: str, tests: BenchOptions, options: EngineOptions, work: Path) 
 def main() -> None:
     parser = parser_of(__doc__, threads=True)
     parser.add_argument("--repetitions", type=int, default=3)
-    parser.add_argument("--only", default="", help="cases with this word in their names")
+    parser.add_argument("--only", default="", help="cases with this word in their names; nothing is kept")
     parser.add_argument("--work", type=Path, default=user_cache_path("effllm") / "benchmarks")
     options = parser.parse_args()
+    if not any(options.only in case.name for case in cases(options.work)):
+        parser.error(f"no case has {options.only!r} in its name")
     found = [(case, replace(case.tests, repetitions=options.repetitions)) for case in cases(options.work) if options.only in case.name]
     engine = EngineOptions(device="cpu", threads=options.threads, spec="off")
     settings = [context_for(replace(engine, **case.options), tests) for case, tests in found]
@@ -108,7 +110,7 @@ def main() -> None:
                                   f"{shown(row.median_ts)}", ratio, "x"))
     figures = [Figure(f"median {of}", f"median of {of}", f"from {min(each):.2f} to {max(each):.2f}", median(each), "x")
                for of, each in ratios.items()] + figures
-    publish("predictions", "Speeds as predicted, and as measured", INTRO, figures, keep=not options.no_results)
+    publish("predictions", "Speeds as predicted, and as measured", INTRO, figures, keep=not options.no_results and not options.only)
 
 
 if __name__ == "__main__":

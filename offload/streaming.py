@@ -20,7 +20,7 @@ import numpy as np
 from .checkpoint import TensorInfo, TensorStore
 from .direct import BLOCK, READ_NBYTES, Job, Read, Reader
 from .memory import anonymous
-from .pager import ReadingPager, ResidentPager
+from .pager import ReadingPager, ResidentPager, unshared
 from .placement import Residency
 from .turns import Turns
 
@@ -151,7 +151,7 @@ class StreamingPager(ReadingPager):
         self._turns = Turns(self._reader, self._ask, cancelled, len(self._bounds))
         self._leases = {index: Lease(self._turns, place) for place, index in enumerate(residency.streamed)}
         self.nbytes = self._rest.nbytes + residency.nbytes + FETCH_NBYTES
-        self.load_nbytes = sum(info.nbytes for infos in always.values() for info in infos) + residency.pinned_nbytes
+        self.load_nbytes = sum(info.nbytes for infos in unshared(always).values() for info in infos) + residency.pinned_nbytes
 
     def resident_arrays(self) -> Iterator[np.ndarray]:
         """Pinned weights, which lie in memory for certain."""

@@ -292,7 +292,8 @@ def calibration(plan: ConversionPlan, options: ConvertOptions) -> list[int]:
     and for a method that does not know the model's layers."""
     method = methods.get(options.method)
     if plan.config.cross_layers and (method.NEEDS or options.target is not None):
-        raise UsageError("layers of this model attend to pictures, and a calibration text shows nothing of these",
+        seen = "sounds" if plan.config.family == "whisper" else "pictures"
+        raise UsageError(f"layers of this model attend to {seen}, and a calibration text shows nothing of these",
                          "--bits 4 with --method rtn or hqq, which need no text")
     if method.equalise is not None and plan.config.mixture is not None:
         raise UsageError(f"{options.method} does not know mixtures of experts", "--method gptq")

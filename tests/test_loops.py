@@ -83,7 +83,10 @@ def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytes
 
 def test_mapped_files_and_table_lookup_change_nothing(folder: Path, tmp_path: Path) -> None:
     assert np.array_equal(resident(folder, load="mmap"), resident(folder))
-    run(folder, tmp_path / "small", options("4bit"))
+    run(folder, tmp_path / "small", options("affine4:32"))
+    *_, engine = open_engine(tmp_path / "small", EngineOptions(device="cpu", ctx=256, kernel="lut"))
+    assert engine.model.looked_up
+    engine.close()
     assert np.array_equal(resident(tmp_path / "small", kernel="lut"), resident(tmp_path / "small", kernel="dot"))
 
 

@@ -97,7 +97,7 @@ def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense,
     if not marks:
         (sense, _), *_ = places.items()
         raise UsageError(f"this model's chat template drops words that come without a {sense.noun}",
-                         f"send a {sense.noun} with them: --{sense.part} FILE")
+                         f"send a {sense.noun} with them (run and chat: --{sense.part})")
     nouns = dict.fromkeys(sense.noun for sense in senses or places)
     one, many = " or ".join(nouns), " or ".join(f"{noun}s" for noun in nouns)
     raise UsageError(f"this model's chat template has no place for {f'a {one}' if len(marks) == 1 else f'these {many}'}",

@@ -120,15 +120,22 @@ class PictureKeys:
                 while len(self._free) < count and (oldest := next((each for each in self._made if each not in needed), None)):
                     self._free += self._made.pop(oldest).slots.tolist()
                 if len(self._free) < count:
-                    raise _too_many(len(needed))
+                    raise self._too_many(len(needed))
                 self._made[key] = Made(np.array([self._free.pop() for _ in range(count)], np.int64), len(rows), rows)
         for look in looks:
             if sum(len(self._made[key].slots) for key in look.pictures) > self.slots:
-                raise _too_many(len(look.pictures))
+                raise self._too_many(len(look.pictures))
 
     def begin(self, looks: Sequence[Look]) -> None:
         """A pass, whose pictures were admitted."""
         self._tables = {look.pictures: self._table(look.pictures) for look in looks}
+
+    def _too_many(self, count: int) -> UsageError:
+        if self.config.family == "whisper":  # which takes no words between them
+            return UsageError(f"{count} sounds stand one behind the other, more than are heard at once here",
+                              "one after the other, or all as one: `effllm transcribe` takes up to an hour")
+        return UsageError(f"{count} pictures stand one behind the other, more than are seen at once here",
+                          "words between them, or fewer or smaller pictures")
 
     def _table(self, pictures: Sequence[Key]) -> tuple[np.ndarray, int]:
         """The blocks of some pictures, one behind the other, and how many keys they have."""
@@ -168,11 +175,6 @@ class PictureKeys:
     def layer(self, index: int, looks: Sequence[Look], scales: np.ndarray | None) -> SeenLayer:
         """What a block of the pass in hand sees; `scales` as of `Model.forward`."""
         return SeenLayer(self, index, looks, scales)
-
-
-def _too_many(pictures: int) -> UsageError:
-    return UsageError(f"{pictures} pictures stand one behind the other, more than are seen at once here",
-                      "words between them, or fewer or smaller pictures")
 
 
 @dataclass(frozen=True)
