@@ -48,7 +48,8 @@ class Experts:
 class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
-    `blocks`: weights that can be streamed, in order of use; empty where none can. `always`: what stays in memory when they are. `experts`:
+    `blocks`: weights that can be streamed, in order of use; empty where none can. `same`: as of `reside`, which blocks are the same bytes.
+    `always`: what stays in memory when they are. `experts`:
     those of a mixture, where they can be read one by one; `always` is then all the rest. `units`: of each layer, neurons that are read
     when they are active; they are in neither. `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the
     cache's bytes per token of each layer, rounded up, where they differ; `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`:
@@ -61,6 +62,7 @@ class Demand:
     kv_fixed: int
     layers: int
     blocks: tuple[int, ...] = ()
+    same: tuple[int, ...] = ()
     always: int = 0
     experts: Experts | None = None
     units: tuple[Units, ...] = ()

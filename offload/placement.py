@@ -116,12 +116,20 @@ class Placement:
         return self.residency.streamed_nbytes if self.residency else 0
 
 
-def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES) -> Residency:
+def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Sequence[int] = ()) -> Residency:
     """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, the
-    streamed ones spread evenly through the order. Everything is pinned where everything fits.
+    streamed ones spread evenly through the order. Everything is pinned where everything fits. `same`: of each block the first that is
+    the same bytes, where a pass uses some several times: they stay once, or are read each time.
 
     Raises DoesNotFit where `budget` holds no ring, ValueError for a block of more than half of `ring`.
     """
+    if same:
+        own = firsts(same)
+        once = reside([blocks[index] for index in own], budget, ring)
+        away = {own[index] for index in once.streamed}
+        read = tuple(index for index, first in enumerate(same) if first in away)
+        kept = tuple(index for index, first in enumerate(same) if first not in away)
+        return Residency(kept, read, once.pinned_nbytes, sum(blocks[index] for index in read), once.ring_nbytes)
     total, largest = sum(blocks), max(blocks, default=0)
     if total <= budget:
         return Residency(tuple(range(len(blocks))), (), total, 0, 0)
@@ -145,9 +153,14 @@ def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES) -> Resid
     return Residency(kept, tuple(sorted(streamed)), total - read, read, min(held, max(read, 2 * largest)))
 
 
-def least_budget(blocks: tuple[int, ...]) -> int:
+def least_budget(blocks: Sequence[int], same: Sequence[int] = ()) -> int:
     """The smallest budget that `reside` takes: the ring alone, or everything where that is less."""
-    return min(sum(blocks), 2 * max(blocks))
+    return min(sum(blocks[index] for index in firsts(same)) if same else sum(blocks), 2 * max(blocks))
+
+
+def firsts(same: Sequence[int]) -> list[int]:
+    """The blocks that no earlier one is the same as."""
+    return [index for index, first in enumerate(same) if index == first]
 
 
 @dataclass(frozen=True)

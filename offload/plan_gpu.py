@@ -146,7 +146,7 @@ def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_
     may_leave = bool(whole.blocks or whole.experts or spill is not None)
     placed = refusal = None
     if spill is None or spill.ram is None:
-        plain = replace(whole, baseline=whole.baseline + beside, blocks=(), always=0, experts=None, units=())
+        plain = replace(whole, baseline=whole.baseline + beside, blocks=(), same=(), always=0, experts=None, units=())
         try:
             placed = plan(plain, budget, ctx_max, ctx_wanted, device, gpu_layers, PAGE)
         except DoesNotFit as error:

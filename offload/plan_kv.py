@@ -130,12 +130,12 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
         if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
             return whole
         most = kept
-    ring = demand.always + reside(demand.blocks, least_budget(demand.blocks)).nbytes
+    ring = demand.always + reside(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes
     pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
     if with_slack(least) + ring > budget.ram:
         return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + kept * page) + ring, ("weights", *read), spill)
     fixed = with_slack(least + pages * page)
-    residency = reside(demand.blocks, budget.ram - fixed - demand.always)
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always, same=demand.same)
     return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
 
 

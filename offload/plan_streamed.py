@@ -9,7 +9,7 @@ from .size import SPARE, format_size, memory_too_small
 def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
     """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
     window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
-    least = reside(demand.blocks, least_budget(demand.blocks)).nbytes + demand.always + window
+    least = reside(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes + demand.always + window
 
     def fits(ctx: int, spare: int = 0) -> bool:
         return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least + spare <= budget.ram
@@ -26,8 +26,10 @@ def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
-    residency = reside(demand.blocks, budget.ram - fixed - demand.always - window)
-    notes = [Fallback(f"{format_size(residency.streamed_nbytes)} of weights do not fit in memory: every token reads them from the disk"
+    residency = reside(demand.blocks, budget.ram - fixed - demand.always - window, same=demand.same)
+    away = sum(demand.blocks[index] for index in residency.streamed if not demand.same or demand.same[index] == index)
+    often = f" {round(residency.streamed_nbytes / away)} times" if away < residency.streamed_nbytes else ""
+    notes = [Fallback(f"{format_size(away)} of weights do not fit in memory: every token reads them from the disk{often}"
                       f"{f', {format_size(stays)} stay in memory' if (stays := residency.pinned_nbytes + window) else ''}")
              if residency.streamed else "the embedding stays on the disk: a token reads its row"]
     if slots:

@@ -68,6 +68,12 @@ class Part:
         return []
 
 
+def same_parts(parts: Sequence[Part]) -> tuple[int, ...]:
+    """Of each part the first that is the same bytes."""
+    found: dict[tuple[Range, ...], int] = {}
+    return tuple(found.setdefault(part.ranges, index) for index, part in enumerate(parts))
+
+
 @dataclass(frozen=True)
 class _Extent:
     """Whole blocks of a file and where they go; only the first `needed` bytes have to be there."""
@@ -165,7 +171,11 @@ class StreamingPager(ReadingPager):
         for done, _ in self._rest.load():
             yield done, self.load_nbytes
         try:
+            same, held = same_parts(self._parts), dict[int, int]()
             for index in self._residency.pinned:
+                if (first := held.setdefault(same[index], index)) != index:
+                    self._views[index] = self._views[first]
+                    continue
                 extents, nbytes, places = lay_out(self._parts[index].ranges)
                 memory = anonymous(nbytes)
                 self._pinned.append(memory)

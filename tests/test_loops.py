@@ -14,6 +14,7 @@ from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
 
+from effllm.offload.placement import firsts, least_budget, reside
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.planning.expected import ExpectedStore
@@ -79,6 +80,24 @@ def test_from_the_disk_they_are_read_every_time(folder: Path, monkeypatch: pytes
         matrices = {name for name in engine.model.streamed.parts.slices if ".layers.1.mlp.up_proj" in name}
         assert len(matrices) == ROUNDS
         assert np.array_equal(logits(engine), expected)
+
+
+def test_what_stays_of_them_stays_once(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "PART_NBYTES", 24 << 10)
+    monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
+    with open_store(folder) as store:
+        cut = parts.cut(check_tensors(read_config(folder), store), store)
+    once = sum(cut.sizes[index] for index in firsts(cut.same))
+    assert len(cut.parts) > len(firsts(cut.same)) > 4 and once < sum(cut.sizes)
+    assert reside(cut.sizes, once, same=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
+    found = reside(cut.sizes, once * 3 // 4, 4 * max(cut.sizes), cut.same)
+    away = {cut.same[index] for index in found.streamed}
+    assert found.streamed and not away & {cut.same[index] for index in found.pinned} and found.nbytes <= once * 3 // 4
+    assert found.pinned_nbytes == once - sum(cut.sizes[index] for index in away)
+    assert found.streamed_nbytes == sum(cut.sizes[index] for index in found.streamed) > once - found.pinned_nbytes
+    engine = streaming(folder, ctx=256, keep=1)
+    assert sum(memory.nbytes for memory in engine.model.pager.resident_arrays()) < 1.1 * once
+    assert np.array_equal(logits(engine), resident(folder))
 
 
 def test_mapped_files_and_table_lookup_change_nothing(folder: Path, tmp_path: Path) -> None:

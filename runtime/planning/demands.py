@@ -225,7 +225,8 @@ class Asked:
                 baseline=self.baseline, workspace=workspace, weights=left,
                 kv_bytes_per_token=sum(by_layer[:layers]) if above else -(-per_page // PAGE),
                 kv_fixed=sum(always[:layers]) if above else fixed, kv_fixed_layers=always[:layers], layers=layers,
-                blocks=() if cuts.parts is None else cuts.parts.sizes, always=cuts.always_nbytes, units=cuts.units,
+                blocks=() if cuts.parts is None else cuts.parts.sizes, same=() if cuts.parts is None else cuts.parts.same,
+                always=cuts.always_nbytes, units=cuts.units,
                 experts=cuts.experts and cuts.experts.demand, card_workspace=on_card,
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)

@@ -20,7 +20,7 @@ from ...kernels.tiles import ROWS, block_nbytes
 from ...offload.checkpoint import TensorInfo, TensorStore
 from ...offload.pager import resident_nbytes, unshared
 from ...offload.placement import pieces
-from ...offload.streaming import FETCH_NBYTES, Part, Range
+from ...offload.streaming import FETCH_NBYTES, Part, Range, same_parts
 from ..families import expert_of, is_for_pictures, is_side_by_side
 from ..ngrams import held
 from ..sparse.bundles import ROLE as BUNDLES
@@ -66,6 +66,12 @@ class Parts:
     def sizes(self) -> tuple[int, ...]:
         """Bytes of memory of every part."""
         return tuple(part.nbytes for part in self.parts)
+
+    @cached_property
+    def same(self) -> tuple[int, ...]:
+        """Of every part the first that is the same bytes; empty where none is another's, as in models that go through their layers once."""
+        found = same_parts(self.parts)
+        return found if any(first != index for index, first in enumerate(found)) else ()
 
     @cached_property
     def always_nbytes(self) -> int:

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from ...offload.pager import unshared
+from ...offload.streaming import same_parts
 from ..families import expert_of
 from ..ngrams import away_nbytes
 from ..prepare import Prepared
@@ -64,7 +65,8 @@ def weight_tiers(prepared: Prepared, tensors: Tensors | None = None) -> WeightTi
         held = experts * streams.slots // len(streams.parts.parts)
         return WeightTiers(always, held, 0, experts - held + table, gpu)
     parts, residency = streams.parts.parts, streams.residency
-    pinned, streamed = (sum(own.nbytes for index in indices for own in parts[index].ranges)
+    same = same_parts(parts)
+    pinned, streamed = (sum(own.nbytes for index in indices if same[index] == index for own in parts[index].ranges)
                         for indices in (residency.pinned, residency.streamed))
     neurons = window = 0
     if streams.windows is not None:
