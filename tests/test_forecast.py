@@ -257,6 +257,7 @@ def test_a_reason_is_looked_for(engine: object, monkeypatch: pytest.MonkeyPatch)
     assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0) == "3 tokens are too few to tell"
     assert outcome.explain(engine, MACHINE, 0.5, 1, 1.0, 1.0) == "one token is too few to tell"
     assert UNEXPLAINED in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0)
+    assert outcome.explain(engine, MACHINE, 0.5, 100, 0.04, 0.04) == "0.04 s are too short to tell why, a longer answer tells more"
     assert outcome.explain(engine, MACHINE, 0.5, 3, 1.0, 1.0, "the disk") == "the disk"
     assert outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 1.0, "the disk") == "the disk"
     assert "guessing tokens took 60% of the time, where 0% were foreseen" in outcome.explain(engine, MACHINE, 0.5, 100, 1.0, 0.4)

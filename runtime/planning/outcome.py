@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 MISS = 0.25  # a difference that is worth an explanation
 FEW_TOKENS = 16
+SHORT_S = 0.1  # of an answer, in which speeds differ by half from run to run
 MOST = 0.5  # of the time that came on top: what took as much is why
 IDLE = 0.25  # of the cores' time, up to which it is scarce
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
@@ -145,6 +146,8 @@ def explain(engine: Engine, machine: roofs.MachineRoofs, ratio: float, steps: in
         return disk or ("one token is too few to tell" if steps == 1 else f"{steps} tokens are too few to tell")
     said = "; ".join(each for each in (disk, _beside_the_disk(engine, machine, ratio, steps, decode_s, passes_s, cores)) if each)
     again = forecast.doctor(engine.options, "--probe")
+    if not said and decode_s < SHORT_S:
+        return f"{decode_s:.2f} s are too short to tell why, a longer answer tells more"
     return said or f"which nothing that was looked at explains: {again} measures this machine again (last {machine.date})"
 
 
