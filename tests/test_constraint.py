@@ -236,7 +236,7 @@ class Insisting:
     def __getattr__(self, name):
         return getattr(self._engine, name)
 
-    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False):
+    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False, may_shift=True):
         for made in range(max_tokens):
             logits = np.full(self.config.vocab_size, -20, np.float32)
             for rank, token in enumerate(self._ids):

@@ -64,7 +64,7 @@ class Scripted:
         self.prompt = list(ids)
         return self._engine.prefill(ids)
 
-    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False):
+    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False, may_shift=True):
         for made in range(max_tokens):
             token = self._ids.pop(0)
             self._engine.tokens.append(token)

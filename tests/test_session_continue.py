@@ -79,7 +79,7 @@ class Scripted:
         self.prompt = list(ids)
         return self._engine.prefill(ids)
 
-    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False):
+    def generate(self, sampler, max_tokens, stop_ids, ignore_eos=False, may_shift=True):
         from effllm.runtime.engine import Step
 
         count = min(max_tokens, len(self._ids))
