@@ -49,11 +49,11 @@ class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
     `blocks`: weights that can be streamed, in order of use; empty where none can. `same`: as of `reside`, which blocks are the same bytes.
-    `always`: what stays in memory when they are. `experts`:
-    those of a mixture, where they can be read one by one; `always` is then all the rest. `units`: of each layer, neurons that are read
-    when they are active; they are in neither. `card_workspace`: working memory on a GPU (None: as much as on the host). `kv_layers`: the
-    cache's bytes per token of each layer, rounded up, where they differ; `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`:
-    tokens before its first page; `kv_page`: bytes of a page, 0 for those of its tokens; `texts`: how many share all of it."""
+    `always`: what stays in memory when they are. `experts`: those of a mixture, where they can be read one by one; `always` is then all
+    the rest. `units`: of each layer, neurons that are read when they are active; they are in neither. `card_workspace`: working memory on
+    a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, rounded up, where they differ;
+    `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`: tokens before its first page; `kv_page`: bytes of a page, 0 for those of
+    its tokens; `texts`: how many share all of it."""
 
     baseline: int
     workspace: int
