@@ -85,7 +85,7 @@ def sense_of(part: str) -> Sense:
 def read_given(path: Path, part: str, frames: int | None = None) -> Given:
     """Raises UsageError."""
     if part == "audio":
-        from ..runtime.sounds.sound_file import read_sound
+        from ..runtime.audio.sound_file import read_sound
 
         return Given(path.name, part, read_sound(path))
     if part == "video":

@@ -11,9 +11,9 @@ from hearing_models import EXTRACTOR, as_wav, sound
 from transformers import WhisperForConditionalGeneration
 from whisper_models import written_whisper
 
+from effllm.runtime.audio.sound_file import read_sound
 from effllm.runtime.config import read_config
 from effllm.runtime.images.senses import RATE
-from effllm.runtime.sounds.sound_file import read_sound
 from effllm.runtime.text import Tokenizer
 
 HEARD = sound(0.8, seed=3)

@@ -17,12 +17,12 @@ from sight_models import PICTURES as SHOWN
 from test_hearing_gguf import written_usual_gemma4
 from transformers import WhisperFeatureExtractor
 
+from effllm.runtime.audio import HEARING
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.hearing_export import TYPES
 from effllm.runtime.images import Work, sight_of
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import PICTURES, SOUNDS
-from effllm.runtime.sounds import HEARING
 
 FAMILIES: dict[str, Callable[[Path], object]] = {
     **{family: lambda folder, family=family: written_hearing(family, folder) for family in ("qwen2_audio", "audioflamingo3", "voxtral")},

@@ -23,6 +23,7 @@ from test_projector_whole import rows_of_llamacpp
 from transformers import WhisperFeatureExtractor
 
 from effllm import EffllmError
+from effllm.runtime.audio import HEARING
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf import hearing_config, hearing_names
 from effllm.runtime.images import PLACE, Work, sight_of
@@ -30,7 +31,6 @@ from effllm.runtime.images.album import Album, album_of, demand_sight
 from effllm.runtime.images.senses import PICTURES as SEEN
 from effllm.runtime.images.senses import SOUNDS
 from effllm.runtime.images.video_file import Frame
-from effllm.runtime.sounds import HEARING
 
 
 def written_usual_gemma4(folder: Path) -> None:

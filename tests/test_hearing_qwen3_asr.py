@@ -23,6 +23,10 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_
 
 from effllm import UsageError
 from effllm.cli.server.transcribing import TranscriptShape
+from effllm.runtime.audio.pieces import Piece
+from effllm.runtime.audio.qwen3_asr import LANGUAGES, Qwen3Asr
+from effllm.runtime.audio.transcript import Transcript
+from effllm.runtime.audio.transcription import Said, conversation
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
@@ -31,10 +35,6 @@ from effllm.runtime.images import PLACE, Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.sounds.pieces import Piece
-from effllm.runtime.sounds.qwen3_asr import LANGUAGES, Qwen3Asr
-from effllm.runtime.sounds.transcript import Transcript
-from effllm.runtime.sounds.transcription import Said, conversation
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 

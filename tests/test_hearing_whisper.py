@@ -14,6 +14,7 @@ from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, writte
 from effllm import EffllmError, UsageError
 from effllm.quant.kv import codec
 from effllm.runtime.answers.replies import Replies, Wish
+from effllm.runtime.audio.transcription import conversation
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done
@@ -24,7 +25,6 @@ from effllm.runtime.kv.picture_keys import picture_keys_nbytes
 from effllm.runtime.planning import fitted
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.sounds.transcription import conversation
 from effllm.runtime.text import Tokenizer
 
 # As published, of large v3.

@@ -16,12 +16,12 @@ from whisper_models import written_whisper
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
+from effllm.runtime.audio.pieces import FRAME, PAUSE, pieces
+from effllm.runtime.audio.tower_hearing import Hearing
+from effllm.runtime.audio.transcript import cues
+from effllm.runtime.audio.transcription import conversation
+from effllm.runtime.audio.voxtral import Voxtral
 from effllm.runtime.images.senses import RATE
-from effllm.runtime.sounds.pieces import FRAME, PAUSE, pieces
-from effllm.runtime.sounds.tower_hearing import Hearing
-from effllm.runtime.sounds.transcript import cues
-from effllm.runtime.sounds.transcription import conversation
-from effllm.runtime.sounds.voxtral import Voxtral
 
 PATH, BOUNDARY = "/v1/audio/transcriptions", "a38b1f6dd4ab4bf5b3c2b4b7b7c1d4a2"
 WAV = as_wav(sound(0.7))

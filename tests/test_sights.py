@@ -6,15 +6,15 @@ from importlib import import_module
 import pytest
 
 from effllm import UsageError
-from effllm.runtime import images, sounds
+from effllm.runtime import audio, images
+from effllm.runtime.audio import DESCRIBED, HEARING
 from effllm.runtime.families import COMPOSITE, FAMILIES
 from effllm.runtime.images import SIGHTS, sights_of
-from effllm.runtime.sounds import DESCRIBED, HEARING
 
 
 def test_every_family_that_sees_is_one_whose_text_part_runs():
     assert set(SIGHTS) | set(HEARING) <= {*COMPOSITE, *FAMILIES} and set(DESCRIBED) <= set(SIGHTS) & set(HEARING)
-    for package, names in ((images, SIGHTS), (sounds, HEARING)):
+    for package, names in ((images, SIGHTS), (audio, HEARING)):
         for name in names.values():
             assert callable(import_module(f".{name}", package.__name__).sight)
 

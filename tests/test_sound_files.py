@@ -13,12 +13,12 @@ from transformers import WhisperFeatureExtractor
 from video_files import as_sound, as_video
 
 from effllm import UsageError
+from effllm.runtime.audio import resampling, sound_file
+from effllm.runtime.audio.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
+from effllm.runtime.audio.resampling import resampled
+from effllm.runtime.audio.sound_file import LEAST_SAMPLES, decode_sound, read_sound
+from effllm.runtime.audio.wav import PIECE, read_wav
 from effllm.runtime.images.senses import RATE
-from effllm.runtime.sounds import resampling, sound_file
-from effllm.runtime.sounds.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
-from effllm.runtime.sounds.resampling import resampled
-from effllm.runtime.sounds.sound_file import LEAST_SAMPLES, decode_sound, read_sound
-from effllm.runtime.sounds.wav import PIECE, read_wav
 
 
 def wav(body: bytes, kind: int, bits: int, channels: int = 1, rate: int = RATE, before: bytes = b"", extended: bool = False) -> bytes:

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from ... import EffllmError
+from ...runtime.audio.sound_file import MOST_SECONDS
 from ...runtime.images.picture_file import MOST_POINTS
 from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
-from ...runtime.sounds.sound_file import MOST_SECONDS
 from .gemini_fields import attached
 from .parts import of_chat, of_messages, of_responses
 from .problems import AGAIN, BUSY, Problem, problem_of

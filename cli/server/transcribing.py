@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import UsageError
+from ...runtime.audio.transcript import Transcript, Writing, cues
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.senses import RATE
-from ...runtime.sounds.transcript import Transcript, Writing, cues
 from .fields import Asked, ChatAsked
 from .form_data import form_of
 from .pictures import MOST_WAITING

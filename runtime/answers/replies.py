@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from ... import ContextOverflow, EffllmError, UsageError
 from ...offload.notes import Fallback, refuse_fallbacks
+from ..audio.sound_file import decode_sound
 from ..engine import Engine
 from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Turn
 from ..images.album import sighted
@@ -25,7 +26,6 @@ from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
 from ..sampling.token_chances import Chances, chances
-from ..sounds.sound_file import decode_sound
 from ..templates.prompting import Prompts
 from ..text import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of

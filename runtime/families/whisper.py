@@ -13,7 +13,7 @@ from . import TensorRule
 from .llama import attention
 from .opt import feed_forward
 
-# Of the encoder, which `runtime/sounds/whisper.py` reads, of training, and of how an answer begins, which generation_config.json says too.
+# Of the encoder, which `runtime/audio/whisper.py` reads, of training, and of how an answer begins, which generation_config.json says too.
 KEYS_HARMLESS = frozenset({
     "activation_dropout", "apply_spec_augment", "classifier_proj_size", "decoder_layerdrop", "dropout",
     "encoder_attention_heads", "encoder_ffn_dim", "encoder_layerdrop", "encoder_layers", "forced_decoder_ids", "head_dim", "hidden_act",

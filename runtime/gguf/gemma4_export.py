@@ -11,6 +11,9 @@ from ... import UsageError
 from ...offload.checkpoint import TensorStore
 from ...offload.gguf import Value
 from ...offload.header import TensorInfo
+from ..audio.causal_conformer import USUAL
+from ..audio.gemma4 import Gemma4 as Ears
+from ..audio.log_magnitudes import GEMMA_4, LogMagnitudes
 from ..config_reader import Keys
 from ..images.gemma4 import THETA
 from ..images.gemma4 import Gemma4 as Eyes
@@ -18,9 +21,6 @@ from ..images.senses import PICTURES, SOUNDS, Sense
 from ..images.tower_parts import silu
 from ..images.tower_weights import HEARING_PARTS, is_of_tower, own_name
 from ..images.vision_transformer import layer_count
-from ..sounds.causal_conformer import USUAL
-from ..sounds.gemma4 import Gemma4 as Ears
-from ..sounds.log_magnitudes import GEMMA_4, LogMagnitudes
 from .hearing_export import AWAY, file_name
 from .hearing_names import EARS
 from .projector_names import CLIP, PROJECTORS

@@ -9,15 +9,15 @@ from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf import Value
 from ...offload.header import AGAIN, TensorInfo
+from ..audio.log_mel import LogMel
+from ..audio.qwen2_5_omni import waves
+from ..audio.qwen3_asr import SHORTEST, Qwen3Asr
+from ..audio.tower_hearing import TowerHearing
+from ..audio.voxtral import Voxtral
+from ..audio.whisper_encoder import EPS
 from ..images.senses import SOUNDS, Sense
 from ..images.tower_parts import gelu
 from ..images.tower_weights import is_of_tower, own_name
-from ..sounds.log_mel import LogMel
-from ..sounds.qwen2_5_omni import waves
-from ..sounds.qwen3_asr import SHORTEST, Qwen3Asr
-from ..sounds.tower_hearing import TowerHearing
-from ..sounds.voxtral import Voxtral
-from ..sounds.whisper_encoder import EPS
 from .hearing_config import HALVED, HOP
 from .hearing_names import EARS, PLACES
 from .projector_names import CLIP, KINDS, LIMITS, Projector

@@ -1,4 +1,4 @@
-"""What files of the part of a model that hears (mmproj) call tensors, by type of projector: as `projector_names.py`, of `sounds/`.
+"""What files of the part of a model that hears (mmproj) call tensors, by type of projector: as `projector_names.py`, of `audio/`.
 
 Such a file may hold what sees as well, whose tensors have other beginnings.
 """

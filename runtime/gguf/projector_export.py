@@ -18,6 +18,7 @@ from ...offload.gguf import Value
 from ...offload.gguf_writer import NewFile, gguf_head, padded
 from ...offload.header import AGAIN, TensorInfo, is_gguf
 from ...offload.size import format_size
+from ..audio.tower_hearing import Hearing
 from ..config import ModelConfig, read_config
 from ..events import Progress
 from ..images import kind_of, sights_of
@@ -33,7 +34,6 @@ from ..images.senses import PICTURES, SOUNDS, Sense
 from ..images.tower_sight import TowerSight
 from ..images.tower_weights import is_of_tower, own_name, tower_store
 from ..images.vision_transformer import layer_count, wanted_layers
-from ..sounds.tower_hearing import Hearing
 from . import gemma4_export, hearing_export
 from .export import Exported, check_name, check_target
 from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector

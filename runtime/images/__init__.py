@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
+from ..audio import HEARING, SECTIONS, hears
 from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.small_file import JSON_NBYTES, read_whole
-from ..sounds import HEARING, SECTIONS, hears
 from .senses import PICTURES, SOUNDS, Sense
 
 if TYPE_CHECKING:
@@ -157,7 +157,7 @@ def sight_of(folder: Path, config: ModelConfig, sense: Sense) -> Sight:
 
 def made_of(kind: str, source: TowerSource, config: ModelConfig, sense: Sense = PICTURES) -> Sight:
     """The sight of a model type of SIGHTS, or of HEARING."""
-    name = f"..sounds.{HEARING[kind]}" if sense is SOUNDS else f".{SIGHTS[kind]}"
+    name = f"..audio.{HEARING[kind]}" if sense is SOUNDS else f".{SIGHTS[kind]}"
     return import_module(name, __name__).sight(source, config)
 
 

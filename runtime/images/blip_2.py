@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from ..audio.q_former import QFormerSizes, load_q_former
 from ..config_reader import Keys
-from ..sounds.q_former import QFormerSizes, load_q_former
 from . import PLACE
 from .preprocessor import resized
 from .tower_layers import Shape, Stored, load_blocks

@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
+from ..audio.q_former import QFormer, QFormerSizes, load_q_former
 from ..config_reader import ConfigError, Keys
-from ..sounds.q_former import QFormer, QFormerSizes, load_q_former
 from . import PLACE
 from .llava_next import LlavaNext
 from .tower_parts import Crew, Matrix, Norm, product

@@ -14,9 +14,9 @@ from pathlib import Path
 from ...offload.checkpoint import READ_NBYTES, TensorStore
 from ...offload.header import TensorInfo
 from ...offload.writer import FolderWriter
+from ..audio import HEARING
 from ..events import Progress
 from ..files.written import TOWER
-from ..sounds import HEARING
 from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
 from .tower_weights import is_of_tower, tower_store
 

@@ -8,8 +8,8 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Protocol
 
+from ..audio.log_mel import read_extractor
 from ..config_reader import Keys, read_model
-from ..sounds.log_mel import read_extractor
 from .preprocessor import read_films, read_processor
 from .senses import Sense
 from .tower_weights import Weights, demand_tower, tower_store

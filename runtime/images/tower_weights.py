@@ -16,8 +16,8 @@ import numpy as np
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.header import AGAIN, TensorInfo
+from ..audio import HEARING
 from ..files.written import TOWER
-from ..sounds import HEARING
 from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
 from .senses import PICTURES, SOUNDS, Sense
 from .tower_parts import Crew, Curve, Matrix, Norm, two_layers, widened
