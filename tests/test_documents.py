@@ -85,7 +85,7 @@ def test_a_line_that_the_program_does_not_take_is_found() -> None:
 
 def models_listed() -> list[list[str]]:
     """The rows of the table of models: a family as people call it, what is published, `model_type`s, GGUF architectures, remarks."""
-    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Which run\n\n")[2].partition("\n\n")[0]
+    text = (ROOT / "docs" / "models.md").read_text(encoding="utf-8").partition("\n## Supported models\n\n")[2].partition("\n\n")[0]
     return [[cell.strip() for cell in line[1:-1].split("|")] for line in text.splitlines()[2:]]
 
 
@@ -124,7 +124,7 @@ def test_the_readme_names_models_of_the_table() -> None:
 
 def test_the_readme_counts_the_families_that_hear() -> None:
     count = re.search(r"sound beyond (\w+) families", README.read_text(encoding="utf-8"))[1]
-    table = (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8").partition("\n## Sound\n")[2].partition("| takes |")[2]
+    table = (ROOT / "docs" / "pictures.md").read_text(encoding="utf-8").partition("\n## Audio\n")[2].partition("| takes |")[2]
     rows = [line for line in table.partition("\n\n")[0].splitlines()[2:] if line.startswith("| ")]
     assert ("seven", "eight", "nine", "ten", "eleven", "twelve").index(count) + 7 == len(rows)
 

@@ -37,7 +37,7 @@ def test_a_server_of_several_models_has_every_path_that_a_model_answers() -> Non
 def test_every_path_of_openai_is_documented() -> None:
     text = "".join((DOCS / f"{name}.md").read_text(encoding="utf-8") for name in ("serve", "serve-apis"))
     said = {path.partition("/{")[0] for path, _ in of_one_model() if path.startswith("/v1/") and path != "/v1/health"}
-    assert len(said) > 10 and not {path for path in said if path not in text}, "the table \"What is served\" of docs/serve.md"
+    assert len(said) > 10 and not {path for path in said if path not in text}, "the table \"Endpoints\" of docs/serve.md"
 
 
 def test_every_setting_of_the_sampler_is_a_flag_and_a_field_of_requests() -> None:
