@@ -13,9 +13,9 @@ from statistics import median
 
 import numpy as np
 
-from effllm.runtime.answers.rounds import Rounds
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import Engine, open_prepared
+from effllm.runtime.generation.rounds import Rounds
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions

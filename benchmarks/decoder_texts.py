@@ -20,8 +20,8 @@ import numpy as np
 import torch
 from transformers import Qwen3Config, Qwen3Model
 
-from effllm.runtime.answers.embedding import LAST, vectors
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.generation.embedding import LAST, vectors
 from report import Figure, parser_of, publish
 
 VOCAB, NEAR = 151669, 0.99  # NEAR: how near vectors of random weights in 16 bits are by two ways of computing

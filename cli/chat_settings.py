@@ -89,7 +89,7 @@ def assign(chat: Conversation, name: str, value: str) -> None:
     elif name == STOP:
         session.stops = () if value == "off" else stops_in(value)
     elif name in FORMS:
-        from ..runtime.forms.constraint import form_of
+        from ..runtime.constraints.constraint import form_of
 
         session.hold_to(None if value == "off" else form_of(**{**dict.fromkeys(FORMS), name: value}))
     elif name == "markdown":

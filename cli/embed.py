@@ -20,9 +20,9 @@ from .screen import Screen
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..runtime.answers.encodings import Encodings
-    from ..runtime.answers.replies import Replies
     from ..runtime.catalog import ModelRef
+    from ..runtime.generation.encodings import Encodings
+    from ..runtime.generation.replies import Replies
 
 OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
 ARRAY, ELSEWHERE = ".npy", "give another place with -o"
@@ -55,8 +55,8 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
           rank: Rank = None, dimensions: Dimensions = None, out: Out = None, *, engine: EngineFlags, weights: WeightFlags,
           json: Json = False) -> None:
     """Turn texts into vectors with an embedding model, or rank them by how close they are to a query."""
-    from ..runtime.answers.embedding import in_numbers, shortened
     from ..runtime.events import Embedded
+    from ..runtime.generation.embedding import in_numbers, shortened
 
     screen = Screen(context.obj)
     if out is None:
@@ -105,14 +105,14 @@ def reading(context: typer.Context, found: ModelRef, engine: EngineFlags, weight
     from ..runtime.encoders import is_encoder
 
     if is_encoder(found.folder):
-        from ..runtime.answers.encodings import Encodings
+        from ..runtime.generation.encodings import Encodings
         from .serve_encoder import demand_meant, opened
 
         demand_meant(context, found, OWN)
         yield Encodings(opened(found, engine, screen))
         return
-    from ..runtime.answers.embedding import pooling_of
-    from ..runtime.answers.replies import Replies
+    from ..runtime.generation.embedding import pooling_of
+    from ..runtime.generation.replies import Replies
 
     pooling_of(found.folder)  # one that was not made for it is told before its weights are read
     options = engine.options()

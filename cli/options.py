@@ -18,8 +18,8 @@ from .. import UsageError
 from .flags import completing, flag, flags_of, token_count
 
 if TYPE_CHECKING:
+    from ..runtime.constraints.constraint import Form
     from ..runtime.engine import EngineOptions
-    from ..runtime.forms.constraint import Form
     from ..runtime.sampler import SamplerSettings
 
 COMPUTE, MEMORY, CACHE, ANSWER, TOOLS, OUTPUT, TEXT = "compute", "memory", "KV cache", "answer", "tools", "output", "text"
@@ -336,7 +336,7 @@ class AnswerFlags(Group):
         """What answers are held to; of --schema and --grammar what was typed holds. Raises UsageError."""
         if self.schema is None and self.grammar is None:
             return None
-        from ..runtime.forms.constraint import form_of
+        from ..runtime.constraints.constraint import form_of
 
         kept = {name: getattr(self, name) for name in ("schema", "grammar")}
         if None not in kept.values() and len(weaker := self.settled & kept.keys()) == 1:

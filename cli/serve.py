@@ -38,11 +38,11 @@ from .screen import Screen, cut
 if TYPE_CHECKING:
     from socket import socket
 
-    from ..runtime.answers.replies import Wish
     from ..runtime.catalog import ModelRef
+    from ..runtime.constraints.constraint import Form
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
-    from ..runtime.forms.constraint import Form
+    from ..runtime.generation.replies import Wish
     from ..runtime.prepare import EngineOptions
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.kept_prompts import KeptPrompts
@@ -176,8 +176,8 @@ class Sequences:
 def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: AnswerFlags, sampling: SamplingFlags, sequences: Sequences,
                 screen: Screen) -> None:
     """Until a signal ends it."""
-    from ..runtime.answers.replies import Replies
-    from ..runtime.answers.rounds import Rounds
+    from ..runtime.generation.replies import Replies
+    from ..runtime.generation.rounds import Rounds
     from .server.application import Service
     from .server.desk import Desk
     from .server.guard import Guard
@@ -206,7 +206,7 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
 
 def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool, screen: Screen) -> Wish:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
-    from ..runtime.answers.replies import Wish
+    from ..runtime.generation.replies import Wish
     from ..runtime.text import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
@@ -307,7 +307,7 @@ def is_origin(text: str) -> bool:
 
 def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
     """The engines of so many answers at once, whose caches go with `lasting`."""
-    from ..runtime.answers.side_by_side import side_by_side
+    from ..runtime.generation.side_by_side import side_by_side
 
     engines, said = side_by_side(engine, sequences)
     for other in engines[1:]:

@@ -28,7 +28,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     """Until a signal ends it."""
     overseer = screen.environment.overseer
     demand_meant(context, ref, None if overseer is None else frozenset(each.name for each in context.command.params))
-    from ..runtime.answers.encodings import Encodings
+    from ..runtime.generation.encodings import Encodings
     from .serve import say_ready, say_request
     from .server.desk import Desk
     from .server.encodings import EncodingService

@@ -135,9 +135,9 @@ def demand_usable(key: str, value: object, where: str) -> None:
     """Raise UsageError, beginning with `where` a value comes from, if whatever command takes it would refuse it for itself alone: for
     what it is, not for the model, the machine or the other flags."""
     from ..offload.size import parse_size
+    from ..runtime.constraints.constraint import grammar_form, schema_form
     from ..runtime.conversion.on_load import demand_format
     from ..runtime.engine import EngineOptions
-    from ..runtime.forms.constraint import grammar_form, schema_form
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.session_name import check_name
     from ..runtime.tokens.stream_filters import StopStrings

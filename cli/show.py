@@ -17,7 +17,6 @@ from .screen import Screen
 if TYPE_CHECKING:
     from collections.abc import Mapping
 
-    from ..runtime.calls.style import CallStyle
     from ..runtime.catalog import ModelRef
     from ..runtime.config import ModelConfig
     from ..runtime.images import Sight
@@ -26,6 +25,7 @@ if TYPE_CHECKING:
     from ..runtime.stores.container import Container
     from ..runtime.text import Tokenizer
     from ..runtime.tokens.infill import Marks
+    from ..runtime.tool_calls.style import CallStyle
 
 UNLIMITED = "1000T"  # the headers are checked by planning a run; this command asks whether they are sound, not whether the run fits
 
@@ -106,13 +106,13 @@ def _template(name: str, ref: ModelRef, screen: Screen, json: bool) -> None:
 
 def _facts(name: str, ref: ModelRef) -> Facts:
     """Raises what a run of the model would raise for its headers."""
-    from ..runtime.calls.calling import Calling
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions, prepare
     from ..runtime.images.album import album_of
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors, parameters
     from ..runtime.tokens.infill import marks_of
+    from ..runtime.tool_calls.calling import Calling
 
     prepared = prepare(ref.folder, EngineOptions(device="cpu", ctx=1, ram=UNLIMITED))
     config, container = read_config(ref.folder), prepared.container

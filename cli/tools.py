@@ -43,10 +43,10 @@ def offered(flags: ToolFlags, ref: ModelRef, engine: RunFlags, screen: Screen) -
     if flags.mcp is None:
         yield None
         return
-    from ..runtime.calls.calling import Calling
     from ..runtime.mcp.configuration import read_configuration
     from ..runtime.mcp.rounds import MOST_ROUNDS
     from ..runtime.mcp.toolbox import Toolbox
+    from ..runtime.tool_calls.calling import Calling
 
     entries = read_configuration(named_path(flags.mcp), screen.environment.variables)
     tokenizer = tokenizer_of(ref, engine.options())

@@ -36,11 +36,11 @@ def register(app: typer.Typer) -> None:
 def transcribe(context: typer.Context, model: Model, file: File, language: Language = None, hint: Hint = None, translate: Translate = False,
                *, engine: EngineFlags, mmproj: Mmproj = None, weights: WeightFlags, format: Format = "text", json: Json = False) -> None:
     """Write down what is said in a sound."""
-    from ..runtime.answers.replies import Replies, Wish
     from ..runtime.audio.sound_file import read_sound
     from ..runtime.audio.transcript import Writing, cues
     from ..runtime.config import read_config
     from ..runtime.events import Done, TextDelta
+    from ..runtime.generation.replies import Replies, Wish
     from ..runtime.images.album import demand_sight
     from ..runtime.images.senses import RATE, SOUNDS
     from ..runtime.sampler import SamplerSettings

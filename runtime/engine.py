@@ -47,7 +47,7 @@ from .speculate import speculation
 from .widths import dims
 
 if TYPE_CHECKING:
-    from .answers.side_by_side import SharedPasses
+    from .generation.side_by_side import SharedPasses
     from .sampling.token_chances import Chances
 
 

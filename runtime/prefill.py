@@ -16,9 +16,9 @@ from .events import Notice, Progress
 from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
 
 if TYPE_CHECKING:
-    from .answers.side_by_side import SharedPasses
     from .cache import KVCache
     from .config import ModelConfig
+    from .generation.side_by_side import SharedPasses
     from .model import Model
     from .prepare import EngineOptions, Prepared
     from .speculate import Speculation

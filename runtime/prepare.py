@@ -22,9 +22,9 @@ from ..offload.placement import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
 from .adapters.adapted import NOTHING, Adapted, adapted
-from .answers import parallel
 from .cache import CacheShape
 from .config import ModelConfig, read_config
+from .generation import parallel
 from .images.album import senses_nbytes
 from .images.senses import Sense
 from .kv import kv_disk

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 
 from .. import EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
-from .answers.answering import Answer, Reasoning
 from .engine import Engine
 from .events import Call, Done, Event, Notice, Stats
+from .generation.answering import Answer, Reasoning
 from .images.album import sighted
 from .images.senses import PICTURES, Sense, sense_of
 from .sampler import Sampler, SamplerSettings
@@ -31,12 +31,12 @@ from .text import NOTHING_TO_LIMIT, Tokenizer
 if TYPE_CHECKING:
     import numpy as np
 
-    from .calls.calling import Tools
-    from .calls.filter import CallFilter
-    from .calls.turns import ToolTurns
-    from .forms.constraint import Form, Vocabulary
+    from .constraints.constraint import Form, Vocabulary
     from .images.album import Picture
     from .images.video_file import Frame
+    from .tool_calls.calling import Tools
+    from .tool_calls.filter import CallFilter
+    from .tool_calls.turns import ToolTurns
 
 SUMMARISE = "Summarise our conversation so far in a few sentences, keeping names, numbers and decisions."
 SUMMARY_TOKENS = 2048  # that a summary may have, its reasoning included, where answers have fewer
@@ -312,7 +312,7 @@ class Session:
     @cached_property
     def _turns(self) -> ToolTurns:
         """What is known of calls of tools, in a conversation that has any."""
-        from .calls.turns import ToolTurns
+        from .tool_calls.turns import ToolTurns
 
         return ToolTurns(self.tokenizer)
 

@@ -11,8 +11,8 @@ from saves import restore
 from test_speculation import Guesser, Ticks
 from transformers import PreTrainedModel
 
-from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
+from effllm.runtime.generation.side_by_side import Want, side_by_side
 from effllm.runtime.last_layers import KEPT, narrows
 from effllm.runtime.sessions.saved_cache import identity, save_cache
 from effllm.runtime.sessions.saved_format import SavedSession

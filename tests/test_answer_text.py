@@ -10,13 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.runtime.answers.answer_text import AnswerText
-from effllm.runtime.calls.filter import CallFilter
-from effllm.runtime.calls.formats import FORMATS
-from effllm.runtime.calls.reader import CallReader
 from effllm.runtime.events import Call
+from effllm.runtime.generation.answer_text import AnswerText
 from effllm.runtime.sampling.token_chances import Chances
 from effllm.runtime.tokens.reasoning import ChannelFilter, ThinkFilter
+from effllm.runtime.tool_calls.filter import CallFilter
+from effllm.runtime.tool_calls.formats import FORMATS
+from effllm.runtime.tool_calls.reader import CallReader
 
 BY_NAME = {each.name: each for each in FORMATS}
 WRAPPED = [("<answer>", "</answer>")]

@@ -14,9 +14,9 @@ from pulls import Person
 from safetensors.numpy import load_file
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.embedding import MEAN, dense_of, pooling_of, vector
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.generation.embedding import MEAN, dense_of, pooling_of, vector
 
 LENGTHS = (1, 2, 9, 10, 40, 300, 512)
 

@@ -9,16 +9,16 @@ from tokenizers import AddedToken
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.calls.calling import NO_TOOLS, UNHELD, Calling, tools_of
-from effllm.runtime.calls.style import ARGUMENTS, NAME, TOOL
+from effllm.runtime.constraints.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call, Done, Notice, TextDelta
-from effllm.runtime.forms.constraint import grammar_form, schema_form
+from effllm.runtime.generation.replies import Replies, Wish
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tool_calls.calling import NO_TOOLS, UNHELD, Calling, tools_of
+from effllm.runtime.tool_calls.style import ARGUMENTS, NAME, TOOL
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 WISH = Wish(SamplerSettings(temperature=0), max_tokens=160)

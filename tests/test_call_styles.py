@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 
 from effllm import UsageError
-from effllm.runtime.calls import style
-from effllm.runtime.calls.messages import functions, parameters_of, prepared
-from effllm.runtime.calls.reader import CallReader
-from effllm.runtime.calls.style import find_style
 from effllm.runtime.events import Call
 from effllm.runtime.templates.template import ChatTemplate
+from effllm.runtime.tool_calls import style
+from effllm.runtime.tool_calls.messages import functions, parameters_of, prepared
+from effllm.runtime.tool_calls.reader import CallReader
+from effllm.runtime.tool_calls.style import find_style
 
 # Our own templates, each with the way of published ones to tell of tools and to write a call.
 TURN = "{% for m in messages %}<|im_start|>{{ m.role }}\n"

@@ -9,10 +9,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from effllm.runtime.calls.formats import FORMATS, Format
-from effllm.runtime.calls.reader import CallReader
-from effllm.runtime.calls.schema import closed
 from effllm.runtime.events import Call
+from effllm.runtime.tool_calls.formats import FORMATS, Format
+from effllm.runtime.tool_calls.reader import CallReader
+from effllm.runtime.tool_calls.schema import closed
 
 TYPES = {"text": "string", "count": "integer", "share": "number", "on": "boolean", "things": "array", "more": "object"}
 TOOLS = {name: {"type": "object", "properties": {key: {"type": kind} for key, kind in TYPES.items()}} for name in ("look_up", "say.it")}

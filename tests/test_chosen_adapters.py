@@ -20,9 +20,9 @@ import effllm
 from effllm import UsageError
 from effllm.kernels.cpu import lora
 from effllm.runtime.adapters.merge import merge
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine
+from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.side_by_side import Want, side_by_side
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.kept_prompts import KeptPrompts
 from effllm.runtime.sessions.saved import SavedSessions

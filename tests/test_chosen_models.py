@@ -30,9 +30,9 @@ from streamed_models import streaming
 from transformers import PreTrainedModel
 
 from effllm import UsageError
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.planning import fitted, forecast
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache

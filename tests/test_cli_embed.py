@@ -14,9 +14,9 @@ from effllm import DiskFull
 from effllm.cli.app import main
 from effllm.cli.embed import write_array
 from effllm.cli.environment import Environment
-from effllm.runtime.answers.text_prompts import prompts_of
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
+from effllm.runtime.generation.text_prompts import prompts_of
 from effllm.runtime.text import Tokenizer
 
 PROMPTS = "config_sentence_transformers.json"

@@ -12,7 +12,6 @@ from patch_sight import __file__ as PROGRAM
 from patch_sight import patch_sights_of
 from pictured_models import TEMPLATE, as_png, folder, picture
 
-from effllm.runtime.calls.calling import tools_of
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call
 from effllm.runtime.images import album as albums
@@ -25,6 +24,7 @@ from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tool_calls.calling import tools_of
 
 __all__ = ["folder"]  # a fixture
 

@@ -17,9 +17,9 @@ from test_speculation import Ticks
 import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
+from effllm.runtime.constraints.constraint import grammar_form, lark_form, schema_form
 from effllm.runtime.engine import Engine, Step, open_engine
 from effllm.runtime.events import Notice, TextDelta
-from effllm.runtime.forms.constraint import grammar_form, lark_form, schema_form
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings

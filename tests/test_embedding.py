@@ -14,10 +14,10 @@ from hub_server import running
 from pulls import Person, sharded
 
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.runtime.answers.embedding import LAST, MEAN, pooling_of, unit, vector
-from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.generation.embedding import LAST, MEAN, pooling_of, unit, vector
+from effllm.runtime.generation.replies import Replies
 from effllm.runtime.text import Tokenizer
 
 TEXTS = ("Once upon a time there was a fox.", "The king saw the fox and the fox saw the king. " * 40)

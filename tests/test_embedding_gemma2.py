@@ -15,11 +15,11 @@ from safetensors.numpy import load_file
 from transformers import EmbeddingGemma2Config, EmbeddingGemma2TextConfig
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.embedding import MEAN, behind_the_mean, pooling_of, vector, vectors
-from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
+from effllm.runtime.generation.embedding import MEAN, behind_the_mean, pooling_of, vector, vectors
+from effllm.runtime.generation.replies import Replies
 from effllm.runtime.kv.both_ways import LONGEST, as_one_pass
 from effllm.runtime.kv.texts_cache import takes_texts
 from effllm.runtime.text import Tokenizer

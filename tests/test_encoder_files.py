@@ -10,10 +10,10 @@ from nomic_experts import nomic_moe
 from test_encoders import KINDS, TEXTS, never, opened, returned, rows_of
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.encoder import headers
+from effllm.runtime.generation.encodings import Encodings
 from effllm.runtime.library.local_model import local_model
 
 LONG = ["the fox is king, ? . who rules [SEP] of Beasts", "foxs foxx boat zzz \u00e4rger", "A b\tc\n\nD"]

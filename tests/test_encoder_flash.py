@@ -16,10 +16,10 @@ from test_encoders import TEXTS, never, opened, returned, rows_of
 from transformers import JinaEmbeddingsV3Model
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.shape import read_encoder_config
+from effllm.runtime.generation.encodings import Encodings
 from effllm.runtime.library.local_model import local_model
 
 # What the published config states beside the sizes.

@@ -13,12 +13,12 @@ from test_encoders import TEXTS, never, opened, returned, rows_of
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
-from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config_reader import read_json
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.jina_bert import slopes_of
 from effllm.runtime.encoders.shape import family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
+from effllm.runtime.generation.encodings import Encodings
 
 CODE = pytest.mark.parametrize("of_code", [False, True], ids=["text", "code"])
 

@@ -16,7 +16,6 @@ from safetensors.torch import save_file
 
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
-from effllm.runtime.answers.encodings import Encodings
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError, read_json
 from effllm.runtime.encoders import ENCODERS, is_encoder, reads_alone
@@ -24,6 +23,7 @@ from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encode
 from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.events import Embedded, Progress, Ranked
+from effllm.runtime.generation.encodings import Encodings
 from effllm.runtime.images.tower_parts import CURVES
 
 Result = TypeVar("Result")

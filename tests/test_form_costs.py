@@ -8,14 +8,21 @@ import pytest
 from test_constraint import engine, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.forms.as_read import as_read
-from effllm.runtime.forms.constraint import (
+from effllm.runtime.constraints.as_read import as_read
+from effllm.runtime.constraints.constraint import (
     form_of_grammar,
     grammar_form,
     schema_form,
 )
-from effllm.runtime.forms.multiples import MOST_LISTED, listed
-from effllm.runtime.forms.schema_cost import MOST_NODES, MOST_PATTERNS, most_patterns, most_remainders, too_much_of_schema, without_slow
+from effllm.runtime.constraints.multiples import MOST_LISTED, listed
+from effllm.runtime.constraints.schema_cost import (
+    MOST_NODES,
+    MOST_PATTERNS,
+    most_patterns,
+    most_remainders,
+    too_much_of_schema,
+    without_slow,
+)
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

@@ -8,9 +8,9 @@ import pytest
 from test_constraint import FOX, PERSON, engine, narrowed, tokenizer
 
 from effllm import EffllmError, UsageError
-from effllm.runtime.forms.as_read import as_read
-from effllm.runtime.forms.bounds import FURTHEST, within_reach
-from effllm.runtime.forms.constraint import (
+from effllm.runtime.constraints.as_read import as_read
+from effllm.runtime.constraints.bounds import FURTHEST, within_reach
+from effllm.runtime.constraints.constraint import (
     form_of,
     form_of_choices,
     form_of_grammar,

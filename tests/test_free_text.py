@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from effllm import UsageError
 from effllm.cli.server.custom_tools import function_of, input_of, regex_grammar
 from effllm.cli.server.problems import Problem
-from effllm.runtime.calls.free_text import FREE, arguments, before, within_json
+from effllm.runtime.tool_calls.free_text import FREE, arguments, before, within_json
 
 LIST = """// what a person would write down
 start: title item+ end?

@@ -7,8 +7,8 @@ import pytest
 from test_call_replies import ASKED, CHANNELS, FABLE, HERMES, marked
 
 from effllm import UsageError
-from effllm.runtime.calls.calling import FREE_UNHELD, Calling, tools_of
 from effllm.runtime.config import read_config
+from effllm.runtime.tool_calls.calling import FREE_UNHELD, Calling, tools_of
 
 GIVEN = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 FREE = {"type": "function", "function": {"name": "patch", "parameters": GIVEN, "strict": True, "grammar": r"""start: LINE+

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from test_constraint import engine, narrowed, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.forms.constraint import Vocabulary, grammar_form
-from effllm.runtime.forms.gbnf import GbnfError, to_lark
+from effllm.runtime.constraints.constraint import Vocabulary, grammar_form
+from effllm.runtime.constraints.gbnf import GbnfError, to_lark
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

@@ -6,9 +6,9 @@ import pytest
 from test_constraint import engine, tokenizer
 
 from effllm import UsageError
-from effllm.runtime.forms.constraint import form_of_grammar, in_own_words
-from effllm.runtime.forms.gbnf import GbnfError, place, to_lark
-from effllm.runtime.forms.gbnf_counts import Count
+from effllm.runtime.constraints.constraint import form_of_grammar, in_own_words
+from effllm.runtime.constraints.gbnf import GbnfError, place, to_lark
+from effllm.runtime.constraints.gbnf_counts import Count
 
 __all__ = ["engine", "tokenizer"]  # fixtures
 

@@ -13,11 +13,11 @@ from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, writte
 
 from effllm import EffllmError, UsageError
 from effllm.quant.kv import codec
-from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.audio.transcription import conversation
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done
+from effllm.runtime.generation.replies import Replies, Wish
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE, SOUNDS

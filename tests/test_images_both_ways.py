@@ -8,8 +8,8 @@ from family_sizes import Case
 from pictured_models import picture, written_with_words
 
 from effllm import UsageError
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import open_engine
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import PICTURED, Album
 from effllm.runtime.images.senses import PICTURES

@@ -7,11 +7,11 @@ import numpy as np
 import pytest
 from pictured_models import CASE, TorchSight, picture, written_with_words
 
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.answers.rounds import Rounds
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress, TextDelta
+from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.rounds import Rounds
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import Album
 from effllm.runtime.images.marks import mark

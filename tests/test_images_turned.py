@@ -11,10 +11,10 @@ from pictured_models import IMAGE_ID, picture, written_with_words
 from sight_models import turned_in_pairs
 
 from effllm import UsageError
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
+from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import Album
 from effllm.runtime.images.senses import PICTURES
@@ -183,7 +183,7 @@ def _steps(engine, wish):
 
 
 def _want(engine):
-    from effllm.runtime.answers.side_by_side import Want
+    from effllm.runtime.generation.side_by_side import Want
 
     return Want(engine, int(engine._logits.argmax()))
 

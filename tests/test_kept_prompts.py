@@ -6,9 +6,9 @@ import pytest
 
 import effllm
 from effllm import UsageError
-from effllm.runtime.answers.replies import Replies, Wish
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
+from effllm.runtime.generation.replies import Replies, Wish
 from effllm.runtime.images.turning import PICTURED
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings

@@ -19,10 +19,10 @@ from transformers import AutoModel, Qwen3Config, Qwen3Model
 
 from effllm import ContextOverflow, UsageError
 from effllm.offload.checkpoint import CheckpointError
-from effllm.runtime.answers.listwise import ENDS_DOCUMENT, ENDS_QUERY, Listwise, listwise_of
-from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.generation.listwise import ENDS_DOCUMENT, ENDS_QUERY, Listwise, listwise_of
+from effllm.runtime.generation.replies import Replies
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library.local_model import local_model
 from effllm.runtime.text import Tokenizer

@@ -25,8 +25,8 @@ from effllm import EffllmError, UsageError
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
-from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.generation.side_by_side import Want, side_by_side
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import PictureGone

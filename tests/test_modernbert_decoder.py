@@ -63,8 +63,8 @@ def test_calibration_sees_what_the_head_reads(made) -> None:
 
 
 def test_vectors_are_what_lies_before_that_matrix(made) -> None:
-    from effllm.runtime.answers.embedding import MEAN, vectors
     from effllm.runtime.engine import open_engine
+    from effllm.runtime.generation.embedding import MEAN, vectors
     from effllm.runtime.prepare import EngineOptions
 
     model, folder = made

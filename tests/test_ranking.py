@@ -12,10 +12,10 @@ from pulls import Person, sharded
 from rankers import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.runtime.answers.ranking import Ranking, ranking_of
-from effllm.runtime.answers.replies import Replies
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
+from effllm.runtime.generation.ranking import Ranking, ranking_of
+from effllm.runtime.generation.replies import Replies
 from effllm.runtime.text import Tokenizer
 
 QUERY, DOCUMENTS = "Who is king?", ("The fox was made king of all beasts.", "The sea was calm. " * 30, "A boat {query} {document}.")

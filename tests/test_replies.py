@@ -9,17 +9,17 @@ import pytest
 
 import effllm
 from effllm import ContextOverflow, EffllmError, UsageError
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.calls.calling import tools_of
+from effllm.runtime.constraints.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, Progress, PromptRead, TextDelta
-from effllm.runtime.forms.constraint import grammar_form, schema_form
+from effllm.runtime.generation.replies import Replies, Wish
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
 from effllm.runtime.templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE
 from effllm.runtime.templates.template import ChatTemplate
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tool_calls.calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."

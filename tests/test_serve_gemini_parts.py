@@ -21,8 +21,8 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.several import Ended
 from effllm.cli.server.streams import EventStream, Listener, ListStream, Record
 from effllm.cli.server.wishes import reasoning_of
-from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, PromptRead, TextDelta
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 

@@ -13,10 +13,10 @@ from test_side_by_side import FOX, opened, rounds_of, wish, written
 
 import effllm
 from effllm.cli.server.logprobs import TokenColumns
-from effllm.runtime.answers.replies import Replies
-from effllm.runtime.answers.side_by_side import side_by_side
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, Progress, TextDelta
+from effllm.runtime.generation.replies import Replies
+from effllm.runtime.generation.side_by_side import side_by_side
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.token_chances import LEAST, Chances, Trail, chances

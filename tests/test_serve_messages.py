@@ -14,8 +14,8 @@ from effllm.cli.server.messages_shape import MessageShape
 from effllm.cli.server.own_tools import KNOWN
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.wishes import reasoning_of
-from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, PromptRead, TextDelta
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": WEATHER["function"]["parameters"]}

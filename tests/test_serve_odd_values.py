@@ -16,11 +16,11 @@ from effllm.cli.server.responses_fields import ResponsesAsked
 from effllm.cli.server.responses_fields import chat_of as response_of
 from effllm.cli.server.tools import tools_asked
 from effllm.cli.server.wishes import Defaults
-from effllm.runtime.answers.replies import Wish
-from effllm.runtime.calls.calling import Calling
 from effllm.runtime.config import read_config
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tool_calls.calling import Calling
 
 ODD = [[], {}, [1], {"a": 1}, 3, 0.5, True]
 USER = {"role": "user", "content": "Is it raining?"}

@@ -25,8 +25,8 @@ from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse, stamp
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
-from effllm.runtime.answers.replies import Wish
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings

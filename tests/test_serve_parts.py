@@ -31,9 +31,9 @@ from effllm.cli.server.problems import Problem, problem_of, without_paths
 from effllm.cli.server.shapes import ChatShape
 from effllm.cli.server.streams import EventStream, Listener, Record, whole
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
-from effllm.runtime.answers.replies import Wish
+from effllm.runtime.constraints.constraint import form_of_schema
 from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
-from effllm.runtime.forms.constraint import form_of_schema
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, read_tokens=2, reasoning_tokens=0,

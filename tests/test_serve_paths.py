@@ -13,7 +13,7 @@ from effllm.cli.server.application import Service
 from effllm.cli.server.fields import Asked
 from effllm.cli.server.front import Front
 from effllm.cli.server.wishes import SAMPLING, Defaults
-from effllm.runtime.answers.replies import Wish
+from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
 
 DOCS = Path(effllm.__path__[0]) / "docs"

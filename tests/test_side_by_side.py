@@ -11,20 +11,20 @@ from test_speculation import Ticks
 
 import effllm
 from effllm import EffllmError, UsageError
-from effllm.runtime.answers.parallel import drafts_nbytes
-from effllm.runtime.answers.replies import Replies, Wish
-from effllm.runtime.answers.rounds import Rounds
-from effllm.runtime.answers.side_by_side import MOST, side_by_side
-from effllm.runtime.calls.calling import tools_of
+from effllm.runtime.constraints.constraint import grammar_form
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
-from effllm.runtime.forms.constraint import grammar_form
+from effllm.runtime.generation.parallel import drafts_nbytes
+from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.rounds import Rounds
+from effllm.runtime.generation.side_by_side import MOST, side_by_side
 from effllm.runtime.planning.process_memory import baseline
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.drafts import RecycledTokens, SuffixMatch
 from effllm.runtime.text import Tokenizer
+from effllm.runtime.tool_calls.calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 FOX = "The fox asked the king for bread and the king gave him none. "

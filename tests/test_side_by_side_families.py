@@ -9,8 +9,8 @@ from family_sizes import OF_ALL_KINDS
 from saved_models import saved
 from streamed_models import paging, random_model, streaming
 
-from effllm.runtime.answers.side_by_side import Want, side_by_side
 from effllm.runtime.engine import Engine, open_engine
+from effllm.runtime.generation.side_by_side import Want, side_by_side
 from effllm.runtime.prepare import EngineOptions
 
 # One case of each family.

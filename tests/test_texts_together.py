@@ -11,10 +11,10 @@ from gguf_samples import fable_gguf
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.runtime.answers.embedding import LAST, MEAN, vector, vectors
-from effllm.runtime.answers.ranking import Ranking, scores
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
+from effllm.runtime.generation.embedding import LAST, MEAN, vector, vectors
+from effllm.runtime.generation.ranking import Ranking, scores
 from effllm.runtime.kv.texts_cache import RAW, TextsCache, bounds_of, passes_of, takes_texts
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.passes import FEW

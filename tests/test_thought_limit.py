@@ -27,9 +27,9 @@ from effllm.cli.server.responses_fields import chat_of as chat_of_response
 from effllm.cli.server.thinking import BUDGETS, thinking_of
 from effllm.cli.server.wishes import UNREASONED, unreasoned
 from effllm.runtime.config import read_config
+from effllm.runtime.constraints.constraint import schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
-from effllm.runtime.forms.constraint import schema_form
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sampling.thought_limit import ThoughtLimit

@@ -12,10 +12,10 @@ from test_call_styles import CALLED, TEMPLATES
 
 from effllm import ContextOverflow, EffllmError
 from effllm.cli.transcript import as_json, as_markdown
-from effllm.runtime.answers.replies import Replies
+from effllm.runtime.constraints.constraint import schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
-from effllm.runtime.forms.constraint import schema_form
+from effllm.runtime.generation.replies import Replies
 from effllm.runtime.mcp import stdio
 from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.rounds import GIVEN_UP, REFUSED, STOPPED, Question, Running, Told, Writing, rounds

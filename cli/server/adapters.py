@@ -20,7 +20,7 @@ from .problems import LEAVE_ONE, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from ...runtime.answers.replies import Replies
+    from ...runtime.generation.replies import Replies
 
 PATH, LORA = "/lora-adapters", "lora"
 

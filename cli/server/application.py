@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import EffllmError
-from ...runtime.answers.replies import Replies, Wish
+from ...runtime.generation.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, papers, responses_fields
 from . import pictures as pictures_sent
@@ -56,10 +56,10 @@ from .wishes import Defaults, reasoning_of, unreasoned, wish_of
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.calls.calling import Tools
     from ...runtime.events import Event
     from ...runtime.images.album import Picture
     from ...runtime.sessions.slot_files import SlotFiles
+    from ...runtime.tool_calls.calling import Tools
 
 SYSTEM = ("system", "developer")
 COUNT_OF_OPENAI = {"object": "response.input_tokens"}

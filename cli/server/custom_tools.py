@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from ... import EffllmError
-from ...runtime.calls.cursor import Wrong, parsed
-from ...runtime.calls.free_text import FREE, within_json
-from ...runtime.forms.constraint import lark_form
+from ...runtime.constraints.constraint import lark_form
+from ...runtime.tool_calls.cursor import Wrong, parsed
+from ...runtime.tool_calls.free_text import FREE, within_json
 from .problems import Problem, problem_of
 
 CUSTOM = "custom"

@@ -14,8 +14,8 @@ import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from ...runtime.answers.rounds import Rounds
 from ...runtime.events import Done, Event
+from ...runtime.generation.rounds import Rounds
 from .problems import AGAIN, BUSY, Problem, closing
 
 Start = Callable[[Callable[[], bool]], Iterator[Event]]

@@ -14,8 +14,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.answers.embedding import in_numbers, shortened
 from ...runtime.events import Embedded
+from ...runtime.generation.embedding import in_numbers, shortened
 from .bodies import read
 from .desk import Desk
 from .fields import NOT_HERE, Body, Kind
@@ -31,8 +31,8 @@ from .streams import GONE, Listener, json_response, made
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.answers.encodings import Encodings
-    from ...runtime.answers.replies import Replies
+    from ...runtime.generation.encodings import Encodings
+    from ...runtime.generation.replies import Replies
     from .adapters import Adapters
 
 MOST = 2048  # texts of a request, as at OpenAI

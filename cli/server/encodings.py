@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.answers.encodings import Encodings
+from ...runtime.generation.encodings import Encodings
 from .compaction import COMPACT
 from .gemini_models import COUNTED as GEMINI_COUNTED
 from .gemini_models import GENERATED

@@ -8,8 +8,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from ... import EffllmError
-from ...runtime.calls.schema import closed
-from ...runtime.forms.constraint import ANY_OBJECT, Form, form_of_choices, form_of_grammar, form_of_regex, form_of_schema
+from ...runtime.constraints.constraint import ANY_OBJECT, Form, form_of_choices, form_of_grammar, form_of_regex, form_of_schema
+from ...runtime.tool_calls.schema import closed
 from .fields import Asked
 from .problems import LEAVE_ONE, Problem, problem_of
 

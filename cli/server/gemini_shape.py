@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.sampling.token_chances import Chances
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
+from ...runtime.tool_calls.cursor import parsed
 from .logprobs import spelled
 from .problems import Problem
 from .several import Ended, together

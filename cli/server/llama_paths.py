@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.answers.replies import Wish
+from ...runtime.generation.replies import Wish
 from ...runtime.images.marks import unmarked
 from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read

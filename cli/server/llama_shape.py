@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from ...runtime.answers.replies import Wish
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.generation.replies import Wish
 from ...runtime.text import Tokenizer
 from .llama_fields import most_tokens
 from .logprobs import TokenList

@@ -21,7 +21,7 @@ from .problems import UNSUPPORTED, Problem
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
-    from ...runtime.answers.slot import Slot
+    from ...runtime.generation.slot import Slot
     from .application import Service
 
 NO_FOLDER = f"what slots hold is not saved by this server: start it with {FLAG} DIR"

@@ -7,8 +7,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
+from ...runtime.tool_calls.cursor import parsed
 from .messages_fields import CountAsked
 from .problems import Problem
 from .shapes import Shape

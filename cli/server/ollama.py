@@ -23,8 +23,8 @@ from .problems import OLLAMA, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from ...runtime.answers.encodings import Encodings
-    from ...runtime.answers.replies import Replies
+    from ...runtime.generation.encodings import Encodings
+    from ...runtime.generation.replies import Replies
     from .wishes import Defaults
 
 # Of Ollama, the one whose API this is: programs ask for 0.6.4 and later (calls of tools, reasoning apart), or for 0.14.2, the first with

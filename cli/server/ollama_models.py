@@ -18,10 +18,10 @@ from .ollama_shape import stamp
 from .wishes import SAMPLING
 
 if TYPE_CHECKING:
-    from ...runtime.answers.replies import Replies, Wish
     from ...runtime.config import ModelConfig
     from ...runtime.encoders.shape import EncoderConfig
     from ...runtime.engine import Engine
+    from ...runtime.generation.replies import Replies, Wish
     from ...runtime.text import Tokenizer
     from .wishes import Defaults
 
@@ -219,9 +219,9 @@ def capabilities(files: Files) -> list[str]:
     if isinstance(files.config, EncoderConfig):
         return ["rerank" if files.config.ranks else "embedding"]
     folder, tokenizer = files.folder, files.tokenizer
-    from ...runtime.answers.embedding import pooling_of
-    from ...runtime.calls.calling import Calling
+    from ...runtime.generation.embedding import pooling_of
     from ...runtime.tokens.infill import marks_of
+    from ...runtime.tool_calls.calling import Calling
 
     try:
         pooling_of(folder)

@@ -6,9 +6,9 @@ import time
 from datetime import UTC, datetime
 from typing import Any, Protocol
 
-from ...runtime.calls.cursor import parsed
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.text import Tokenizer
+from ...runtime.tool_calls.cursor import parsed
 from .logprobs import TokenList
 from .problems import Problem
 from .shapes import Shape

@@ -29,8 +29,8 @@ from .reranking import Reranking
 from .streams import GONE, LEFT, json_response, problem_response
 
 if TYPE_CHECKING:
-    from ...runtime.answers.encodings import Encodings
-    from ...runtime.answers.replies import Replies
+    from ...runtime.generation.encodings import Encodings
+    from ...runtime.generation.replies import Replies
 
 SERVED = ("/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1beta/models, /api/chat, /api/generate, "
           "/completion and /infill")

@@ -25,7 +25,7 @@ from .turns import TOOL
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.answers.replies import Replies
+    from ...runtime.generation.replies import Replies
     from ...runtime.images.album import Picture
     from .fields import ChatAsked
     from .gemini_fields import GenerateAsked

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...runtime.calls.free_text import FREE
+from ...runtime.tool_calls.free_text import FREE
 from .custom_tools import function_of
 from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem

@@ -6,8 +6,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from ...runtime.answers.replies import Wish
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
+from ...runtime.generation.replies import Wish
 from .desk import Start
 from .problems import Problem
 from .shapes import Completion, Shape, timings, usage

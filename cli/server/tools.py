@@ -6,10 +6,10 @@ import re
 from typing import Any
 
 from ... import UsageError
-from ...runtime.calls.calling import AUTO, REQUIRED, Tools, tools_of
-from ...runtime.calls.free_text import FREE
-from ...runtime.calls.messages import new_id
 from ...runtime.events import Call
+from ...runtime.tool_calls.calling import AUTO, REQUIRED, Tools, tools_of
+from ...runtime.tool_calls.free_text import FREE
+from ...runtime.tool_calls.messages import new_id
 from .custom_tools import CUSTOM, in_chat, input_of
 from .fields import ChatAsked
 from .problems import Problem, problem_of

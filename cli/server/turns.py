@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from ...runtime.calls.cursor import Wrong, parsed
+from ...runtime.tool_calls.cursor import Wrong, parsed
 from .problems import Problem
 
 SYSTEM, USER, ASSISTANT, TOOL = "system", "user", "assistant", "tool"

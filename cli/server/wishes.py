@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ... import UsageError
-from ...runtime.answers.replies import Wish
+from ...runtime.generation.replies import Wish
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.text import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings

@@ -16,7 +16,7 @@ from .transcription import Said, conversation
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..answers.replies import Replies, Wish
+    from ..generation.replies import Replies, Wish
 
 SHORTEST_S, WIDE = 10.0, ("F", "W")
 

@@ -224,7 +224,7 @@ def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress |
 def _demand_finite(values: np.ndarray | float) -> None:
     """Raises EffllmError."""
     if not np.isfinite(values).all():
-        from ..answers.embedding import not_finite
+        from ..generation.embedding import not_finite
 
         raise not_finite()
 

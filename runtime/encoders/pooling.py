@@ -12,9 +12,9 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.header import is_gguf
-from ..answers.dense import Dense, dense_of_folder
 from ..config_reader import ConfigError, read_json, show
 from ..files.small_file import JSON_NBYTES, read_whole
+from ..generation.dense import Dense, dense_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 
 WAYS: Mapping[str, Callable[[np.ndarray], np.ndarray]] = {

@@ -1,1 +1,1 @@
-"""Tools of other programs by the Model Context Protocol: who offers them, how they are asked, the rounds of an answer that calls some."""
+"""Model Context Protocol: clients for tool servers, and the agent loop in which a model calls their tools."""

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ... import UsageError
-from ..calls.calling import Tools, tools_of
-from ..calls.messages import NAME
 from ..events import Notice, Progress
+from ..tool_calls.calling import Tools, tools_of
+from ..tool_calls.messages import NAME
 from .client import MOST_TOOLS, Client, ServerFailed
 from .configuration import ServerEntry
 from .results import Returned, cleaned

@@ -1,1 +1,1 @@
-"""Rulers: speed, perplexity and divergence, recall, and models of random weights to measure with."""
+"""Measurements: speed (bench), perplexity and KL divergence, recall, and synthetic models to measure with."""

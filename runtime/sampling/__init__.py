@@ -1,1 +1,1 @@
-"""Around the sampler (`sampler.py`): filters with a memory, a model's own settings, chances of tokens."""
+"""Around the sampler (`sampler.py`): samplers with state, generation_config.json, log-probabilities of tokens."""

@@ -27,8 +27,8 @@ from .session_store import SessionStore
 
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
-    from ..answers.slot import Slot
     from ..engine import Engine
+    from ..generation.slot import Slot
     from ..prepare import EngineOptions
 
 FLAG = "--slot-save-path"

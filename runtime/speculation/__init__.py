@@ -1,1 +1,1 @@
-"""What `speculate.py` verifies: drafts from the text, by a small model, by a layer of the model's own."""
+"""Where drafts come from that `speculate.py` verifies: the text itself, a draft model, or heads trained for the model."""

@@ -23,10 +23,10 @@ from .answer_text import AnswerText
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..calls.filter import CallFilter
-    from ..forms.constraint import Vocabulary
+    from ..constraints.constraint import Vocabulary
     from ..sampling.sure import Sure
     from ..sampling.thought_limit import ThoughtLimit
+    from ..tool_calls.filter import CallFilter
 
 Reasoning = ThinkFilter | ChannelFilter
 

@@ -39,11 +39,11 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..adapters.choosing import Choice
-    from ..calls.calling import Tools
-    from ..calls.filter import CallFilter
-    from ..forms.constraint import Form, Vocabulary
+    from ..constraints.constraint import Form, Vocabulary
     from ..images.album import Album, Picture
     from ..sessions.kept_prompts import KeptPrompts
+    from ..tool_calls.calling import Tools
+    from ..tool_calls.filter import CallFilter
 
 COUNTED = 1 << 20  # letters of a text that is cut in any case, to say how many tokens it has
 SHRINKS = 4  # times that a text may become shorter before it is cut into tokens, generously

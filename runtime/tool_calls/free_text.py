@@ -22,7 +22,7 @@ from graphlib import CycleError, TopologicalSorter
 from typing import Any
 
 from ... import UsageError
-from ..forms.constraint import lark_form
+from ..constraints.constraint import lark_form
 
 FREE = "input"  # the argument
 SPECIAL = re.compile(r"[\\^$.|?*+()\[\]{}/]")  # letters that mean something in a pattern

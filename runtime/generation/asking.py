@@ -11,7 +11,7 @@ from ..templates.prompting import NO_SYSTEM_ROLE, NO_TEMPLATE, Prompts, whole_te
 from ..text import Tokenizer
 
 if TYPE_CHECKING:
-    from ..calls.calling import Calling, Tools
+    from ..tool_calls.calling import Calling, Tools
 
 Message = Mapping[str, Any]
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
@@ -40,7 +40,7 @@ class Asking:
 
     @cached_property
     def _calling(self) -> Calling:
-        from ..calls.calling import Calling
+        from ..tool_calls.calling import Calling
 
         return Calling(self.tokenizer)
 
@@ -50,7 +50,7 @@ class Asking:
         try:
             return self._asked(prompts, messages, think, tools, variables or {})
         except UsageError:
-            from ..calls.turns import pictures_apart, shown_by_tools
+            from ..tool_calls.turns import pictures_apart, shown_by_tools
 
             if not shown_by_tools(messages):
                 raise

@@ -9,9 +9,9 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..forms.as_read import as_read
-from ..forms.constraint import Form, lark_form
-from ..forms.schema_cost import without_slow
+from ..constraints.as_read import as_read
+from ..constraints.constraint import Form, lark_form
+from ..constraints.schema_cost import without_slow
 from ..templates.template import TemplateError
 from ..text import Tokenizer
 from .filter import CallFilter
@@ -24,7 +24,7 @@ from .schema import closed
 from .style import CallStyle, find_style
 
 if TYPE_CHECKING:
-    from ..answers.answering import Reasoning
+    from ..generation.answering import Reasoning
 
 AUTO, REQUIRED = "auto", "required"
 NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"

@@ -1,0 +1,1 @@
+"""Answering a request, from the prompt to the stream of events, alone or several at once; also embeddings and rankings."""
