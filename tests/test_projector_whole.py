@@ -145,7 +145,7 @@ CLASS = ("internvl", "llava_next")
 def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     peer = pytest.importorskip("llama_cpp")
     seeing_as_published(tmp_path / "folder", family, **OTHER.get(family, {}))
-    # of a size that nobody has to change: the two size otherwise, see docs/architecture/towers.md
+    # of a size that nobody has to change: the two size otherwise, see docs/architecture/multimodal.md
     as_large = "qwen" in family or family in ("exaone4_5", "mistral3")
     points = PICTURES["square"] if as_large else np.ascontiguousarray(PICTURES["square"][:32, :32])
     if family == "lighton_ocr":  # whose pictures are made as long as they may be
