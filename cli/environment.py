@@ -24,7 +24,7 @@ from .. import DiskFull, EffllmError, lacks_room
 
 if TYPE_CHECKING:
     from ..runtime.library.ollama import Stored
-    from .server.overseen import Overseer
+    from .server.worker import RouterLink
     from .settings import Setting
 
 
@@ -79,7 +79,7 @@ class Environment:
     has_stdout: bool = True  # the caller did not close it
     no_color: bool = False  # set by --no-color
     owes_json: bool = False  # --json was asked for, and no document has been written
-    overseer: Overseer | None = None  # the process that started this one to serve a model, where one did
+    router_link: RouterLink | None = None  # the process that started this one to serve a model, where one did
 
     @classmethod
     def of_process(cls) -> Environment:

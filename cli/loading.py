@@ -242,8 +242,8 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
         screen.note(remark)
     if sees:
         options = replace(options, sight=str(ref.whole), mmproj=ref.mmproj)
-    if screen.environment.overseer is not None:
-        options = screen.environment.overseer.agree(ref.folder, options)
+    if screen.environment.router_link is not None:
+        options = screen.environment.router_link.negotiate(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
     try:
         from ..runtime.images.album import album_of

@@ -103,8 +103,8 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
           json: Json = False, yes: Yes = False) -> int:
     """Serve a model by APIs like OpenAI's, Anthropic's, Google's, Ollama's and llama.cpp's; without MODEL, every model on this machine.
     --json prints an object once it listens."""
-    overseer = context.obj.overseer
-    screen = Screen(context.obj) if overseer is None else overseer.screen()
+    router_link = context.obj.router_link
+    screen = Screen(context.obj) if router_link is None else router_link.screen()
     judge_own(api_key, name, cors, queue)
     if len(models or ()) != 1:
         from .serve_many import Served, serve_many
@@ -138,13 +138,14 @@ def serve(context: typer.Context, models: Models = None, host: Host = "127.0.0.1
             from .serve_encoder import serve_encoder
 
             serve_encoder(context, ref, engine, Place(listening, rules_of(listening, host, api_key, cors, screen, False),
-                                                      name or own_name(ref.text), names_beside(name, overseer is not None, model, ref.text),
+                                                      name or own_name(ref.text),
+                                                      names_beside(name, router_link is not None, model, ref.text),
                                                       queue, quiet, json), screen)
             return 0
         with at_bits(seeing_with(ref, mmproj, screen), weights, screen, options) as ref:
-            shows_page = not no_webui and overseer is None
+            shows_page = not no_webui and router_link is None
             place = Place(listening, rules_of(listening, host, api_key, cors, screen, shows_page), name or own_name(ref.text),
-                          names_beside(name, overseer is not None, model, ref.text), queue, quiet, json, shows_page)
+                          names_beside(name, router_link is not None, model, ref.text), queue, quiet, json, shows_page)
             serve_model(ref, options, place, answer, sampling, Sequences(parallel, keeping, keep_prompts, slots_in), screen)
     return 0
 
@@ -178,8 +179,8 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     """Until a signal ends it."""
     from ..runtime.generation.replies import Replies
     from ..runtime.generation.rounds import Rounds
-    from .server.application import Service
-    from .server.desk import Desk
+    from .server.answer_queue import AnswerQueue
+    from .server.application import GenerationService
     from .server.guard import Guard
     from .server.listening import GRACE_S, leave_at_once, listen
     from .server.wishes import Defaults
@@ -189,17 +190,18 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
         wish = wish_of(answer, settings, form, opened.tokenizer.thinks, screen)
         engines = several(opened.engine, parallel, screen, lasting)
-        desk = Desk(place.queue, parallel, Rounds(opened.engine.shares))
+        answer_queue = AnswerQueue(place.queue, parallel, Rounds(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
-        service = Service(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), desk, place.name, screen.note_once, place.also,
-                          place.shows_page, defaults=Defaults(wish, answer.system),
-                          slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
+        service = GenerationService(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
+                                    screen.note_once, place.also,
+                                    place.shows_page, defaults=Defaults(wish, answer.system),
+                                    slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
         context = service.replies.n_ctx
         does = f"context {context} tokens" + (f" each, {parallel} answers at once" if parallel > 1 else "")
         ready = partial(say_ready, screen, place, does, context, opened.engine.placement.total_bytes, parallel)
-        listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, desk, ready,
+        listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
                screen.note_once)
-        if not desk.ended(GRACE_S):
+        if not answer_queue.join(GRACE_S):
             lasting.close()
             leave_at_once()
 
@@ -217,9 +219,9 @@ def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, t
     return Wish(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form, most_thought=most)
 
 
-def names_beside(name: str | None, is_overseen: bool, *typed: str) -> frozenset[str] | None:
+def names_beside(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
     """What the model is asked for by beside its name; None for whatever the server before it has found to mean it."""
-    return None if is_overseen else frozenset() if name else frozenset(typed)
+    return None if has_router else frozenset() if name else frozenset(typed)
 
 
 def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] | None, screen: Screen, shows_page: bool) -> Rules:
@@ -236,8 +238,8 @@ def rules_of(listening: socket, host: str, api_key: str | None, cors: list[str] 
 
 def say_ready(screen: Screen, place: Place, does: str, context: int, nbytes: int, parallel: int) -> None:
     """That one model is served now: to whoever oversees this process, else to a person."""
-    if (overseer := screen.environment.overseer) is not None:
-        overseer.listens(place.listening.getsockname()[1], context, nbytes, parallel)
+    if (router_link := screen.environment.router_link) is not None:
+        router_link.report_listening(place.listening.getsockname()[1], context, nbytes, parallel)
         return
     from .server.listening import url_of
 

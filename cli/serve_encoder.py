@@ -26,25 +26,25 @@ TAKEN = {"models", "host", "port", "api_key", "name", "cors", "queue", "no_webui
 
 def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place: Place, screen: Screen) -> None:
     """Until a signal ends it."""
-    overseer = screen.environment.overseer
-    demand_meant(context, ref, None if overseer is None else frozenset(each.name for each in context.command.params))
+    router_link = screen.environment.router_link
+    demand_meant(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
     from ..runtime.generation.encodings import Encodings
     from .serve import say_ready, say_request
-    from .server.desk import Desk
-    from .server.encodings import EncodingService
+    from .server.answer_queue import AnswerQueue
+    from .server.encoder_service import EncoderService
     from .server.guard import Guard
     from .server.listening import GRACE_S, leave_at_once, listen
 
     encoder = opened(ref, engine, screen)
-    desk = Desk(place.queue)
-    service = EncodingService(Encodings(encoder), desk, place.name, screen.note_once, place.also, False)
+    answer_queue = AnswerQueue(place.queue)
+    service = EncoderService(Encodings(encoder), answer_queue, place.name, screen.note_once, place.also, False)
 
     does = "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
     ready = partial(say_ready, screen, place, f"which {does} of texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,
                     encoder.plan.total_bytes, 1)
-    listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, desk, ready,
+    listen(Guard(service.application(), place.rules, partial(say_request, screen, place.quiet)), place.listening, answer_queue, ready,
            screen.note_once)
-    if not desk.ended(GRACE_S):
+    if not answer_queue.join(GRACE_S):
         leave_at_once()
 
 
@@ -68,11 +68,11 @@ def opened(ref: ModelRef, engine: EngineFlags, screen: Screen) -> Encoder:
     """The model with its weights in place. Whoever oversees this process says when they are loaded."""
     from ..runtime.encoders.encoder import Encoder, open_encoder, plan_encoder, tokenizer_of
 
-    options, overseer = options_of(engine), screen.environment.overseer
+    options, router_link = options_of(engine), screen.environment.router_link
     plan = plan_encoder(ref.folder, options)
     tokenizer = tokenizer_of(ref.folder, plan.config)
     for remark in (*plan.notices, *tokenizer.remarks):
         screen.note(remark)
-    if overseer is not None:
-        plan = plan_encoder(ref.folder, overseer.agreed(options, lambda asked: plan_encoder(ref.folder, asked).total_bytes))
+    if router_link is not None:
+        plan = plan_encoder(ref.folder, router_link.negotiate_memory(options, lambda asked: plan_encoder(ref.folder, asked).total_bytes))
     return last(follow(open_encoder(plan, tokenizer), screen, Encoder))

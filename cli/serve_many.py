@@ -69,12 +69,12 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
     slot_folder(slot_save_path, engine.options(overflow=answer.overflow, parallel=served.parallel), screen)  # before a model is loaded
     wanted_bits("MODEL", None, weights)
     from ..offload.size import parse_size
-    from .server.child import Starter
-    from .server.front import Front
     from .server.guard import Guard
     from .server.listening import bound, listen, url_of
-    from .server.residents import Limits, Residents
-    from .server.shelf import Shelf
+    from .server.model_pool import ModelPool, PoolLimits
+    from .server.model_registry import ModelRegistry
+    from .server.router import Router
+    from .server.worker_process import WorkerLauncher
 
     variables = screen.environment.variables
     only = joined([find_any(model, screen) for model in served.models], screen) or None
@@ -85,12 +85,13 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
         def progress(name: str, event: Progress) -> None:
             screen.progress(replace(event, phase=f"{name}: {event.phase}"))
 
-        starter = Starter(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, progress,
-                          lambda name, text: screen.note(f"{name}: {text}"), silence_s)
-        limits = Limits(None if engine.ram is None else parse_size(engine.ram), served.max_models, keep_s, served.parallel + served.queue)
-        residents = Residents(starter, limits, screen.note)
-        shelf = Shelf(variables, only)
-        names = [each.name for each in shelf.models()]
+        starter = WorkerLauncher(["--host=127.0.0.1", "--port=0", *flags], {**inherited, "EFFLLM_API_KEY": key}, progress,
+                                 lambda name, text: screen.note(f"{name}: {text}"), silence_s)
+        limits = PoolLimits(None if engine.ram is None else parse_size(engine.ram), served.max_models, keep_s,
+                            served.parallel + served.queue)
+        pool = ModelPool(starter, limits, screen.note)
+        registry = ModelRegistry(variables, only)
+        names = [each.name for each in registry.models()]
 
         def ready() -> None:
             url = url_of(listening)
@@ -101,9 +102,9 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
                 screen.json({"url": url, "models": names})
             begin_log(screen)
 
-        front = Front(shelf, residents, key, engine.ctx, served.shows_page)
-        listen(Guard(front.application(), rules, partial(say_request, screen, served.quiet)), listening, residents, ready,
-               screen.note_once, residents.closed, GRACE_S)
+        router = Router(registry, pool, key, engine.ctx, served.shows_page)
+        listen(Guard(router.application(), rules, partial(say_request, screen, served.quiet)), listening, pool, ready,
+               screen.note_once, pool.closed, GRACE_S)
     return 0
 
 
@@ -122,7 +123,7 @@ def joined(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
 
 def judged(served: Served) -> tuple[float, float]:
     """Seconds of --keep-alive and of --load-timeout. Raises UsageError for these and --max-models."""
-    from .server.lasting import NEVER
+    from .server.keep_alive import NEVER
 
     if served.max_models is not None and served.max_models < 1:
         raise UsageError(f"--max-models {served.max_models} is not a number of models", "1 or more; left out, as many as fit into memory")
@@ -132,10 +133,10 @@ def judged(served: Served) -> tuple[float, float]:
 
 def seconds(flag: str, said: str | None, otherwise: str, more: str) -> float:
     """The time of a flag. Raises UsageError."""
-    from .server.lasting import seconds_of
+    from .server.keep_alive import parse_keep_alive
 
     try:
-        return seconds_of(otherwise if said is None else said)
+        return parse_keep_alive(otherwise if said is None else said)
     except ValueError:
         raise UsageError(f"{flag} {cut(said or '', 20)} is not a time", f"as 90s, 5m or 1h; {more}") from None
 

@@ -216,12 +216,12 @@ def may_overwrite(chat: Conversation, called: str) -> bool:
     if not chat.screen.environment.can_ask:
         raise UsageError(f"{called} exists already, and there is no terminal to ask at", "choose another name")
     try:
-        agreed = chat.screen.ask(f"{called} is there already. Overwrite it?", bare=False)
+        negotiate_memory = chat.screen.ask(f"{called} is there already. Overwrite it?", bare=False)
     except KeyboardInterrupt:
-        agreed = False
-    if not agreed:
+        negotiate_memory = False
+    if not negotiate_memory:
         chat.screen.note(f"{called} stays as it is")
-    return agreed
+    return negotiate_memory
 
 
 COMMANDS = (

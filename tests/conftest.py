@@ -20,7 +20,7 @@ from hub_server import Hub, running
 from pulls import Person
 from served import MINUTE, Served, serving
 
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.conversion import damage_notes
@@ -165,11 +165,11 @@ def pools() -> Iterator[dict[int, ThreadPool]]:
 
 
 @pytest.fixture
-def desk() -> Iterator[Desk]:
-    desk = Desk(most_waiting=8)
-    yield desk
-    desk.close()
-    assert desk.ended(MINUTE)
+def answer_queue() -> Iterator[AnswerQueue]:
+    answer_queue = AnswerQueue(max_waiting=8)
+    yield answer_queue
+    answer_queue.close()
+    assert answer_queue.join(MINUTE)
 
 
 @pytest.fixture

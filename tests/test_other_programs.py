@@ -13,8 +13,8 @@ from pulls import FABLE, Person
 
 from effllm import EffllmError, ModelNotFound, UsageError, __version__
 from effllm.cli.ollama_words import WORDS, in_toml, settings_of, usable
+from effllm.cli.server.model_registry import ModelRegistry
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.shelf import Shelf
 from effllm.cli.settings import known
 from effllm.runtime.catalog import resolve
 from effllm.runtime.gguf.beside import projectors_beside
@@ -171,7 +171,7 @@ def test_a_value_is_read_back_as_it_was(value: object) -> None:
 def test_a_server_of_several_takes_ollamas_own_names(person: Person, tree: OllamaTree) -> None:
     tree.add("tiny:8b", SMALL)
     tree.add("fable", SMALL)
-    shelf = Shelf(person.env)
+    shelf = ModelRegistry(person.env)
     assert {each.name for each in shelf.models()} == {"fable", "ollama:tiny:8b", "ollama:fable"}
     for name in ("tiny:8b", "ollama:tiny:8b", "Tiny:8b"):
         assert shelf.find(name).folder == tree.blob(SMALL), name

@@ -13,7 +13,7 @@ import pytest
 from served import MINUTE, until
 
 from effllm.cli.server import listening
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.offload import hardware
 
 GET = b"GET /%s HTTP/%s\r\nHost: localhost\r\n\r\n"
@@ -60,7 +60,7 @@ class Slow:
 
 
 @pytest.fixture
-def listened(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Slow, Callable], None]], None]:
+def listened(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[Slow, Callable], None]], None]:
     """Runs a test's client, which is given the application and what opens a connection, beside a server in the main thread."""
     monkeypatch.setattr(listening, "THERE_S", 0.2)
     monkeypatch.setattr(listening, "OLD_S", 0.2)
@@ -81,7 +81,7 @@ def listened(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[
                     os.kill(os.getpid(), signal.SIGTERM)
 
             application, thread = Slow(), threading.Thread(target=asking)
-            listening.listen(application, bound, desk, thread.start, said.append)
+            listening.listen(application, bound, answer_queue, thread.start, said.append)
             thread.join(MINUTE)
         assert said == ["done"], said
 
@@ -171,7 +171,7 @@ def test_memory_that_is_free_between_things_in_use_is_given_back() -> None:
     assert held - hardware.rss() > 100 << 20 and len(last) == 30
 
 
-def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "LITTER_NBYTES", 1 << 20)
     seen: list[int] = []
 
@@ -199,7 +199,7 @@ def test_what_refused_requests_leave_behind_is_swept_by_its_bytes(desk: Desk, mo
 
         gc.disable()
         try:
-            listening.listen(application, bound, desk, lambda: threading.Thread(target=asking).start(), print)
+            listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=asking).start(), print)
         finally:
             gc.enable()
     assert len(seen) == 40 and max(seen) <= 8, seen

@@ -12,13 +12,13 @@ from test_serve_gemini import TOOLS, text_of
 from test_serve_parts import STATS, Client
 
 from effllm.cli.server import papers, pictures, streams
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.gemini_fields import CALLED, CountAsked, GenerateAsked, chat_of
 from effllm.cli.server.gemini_schema import schema_of
 from effllm.cli.server.gemini_shape import GeminiShape
+from effllm.cli.server.multiple_answers import AnswerEnded
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.several import Ended
 from effllm.cli.server.streams import EventStream, Listener, ListStream, Record
 from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.events import Call, PromptRead, TextDelta
@@ -103,7 +103,7 @@ def test_files_of_each_kind_find_who_reads_them() -> None:
 def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     """Whole and streamed are one, of two answers."""
     happened = [PromptRead(3, 1), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so"), Call("f", '{"a": 1}'),
-                TextDelta("end"), Ended(STATS), TextDelta("other")]
+                TextDelta("end"), AnswerEnded(STATS), TextDelta("other")]
     stats = SimpleNamespace(**{**vars(STATS), "reasoning_tokens": 1})
     streamed, whole = (GeminiShape("m", shows_thoughts=True) for _ in range(2))
     pieces = [piece for event in happened for piece in streamed.add(event)]
@@ -111,7 +111,7 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
         whole.add(event)
     with pytest.MonkeyPatch.context() as patched:
         made = SimpleNamespace(token_ids=(1, 2, 3, 4), reasoning_tokens=1)
-        patched.setattr("effllm.cli.server.gemini_shape.together", lambda ended: made)
+        patched.setattr("effllm.cli.server.gemini_shape.total_stats", lambda ended: made)
         final, (last,) = whole.whole(stats), streamed.last(stats)
     first, second = final["candidates"]
     parts = first["content"]["parts"]
@@ -141,7 +141,7 @@ def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypat
         raise Problem(503, "the server ends")
 
     async def scene() -> bytes:
-        desk, client = Desk(4), Client()
+        answer_queue, client = AnswerQueue(4), Client()
         sent = []
 
         async def send(message: dict) -> None:
@@ -149,9 +149,9 @@ def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypat
             if message.get("body"):
                 going.set()
 
-        listener = Listener(desk.ask(start), lambda text: None, Record())
+        listener = Listener(answer_queue.submit(start), lambda text: None, Record())
         await kind(listener, GeminiShape("m", in_list))({"type": "http", "path": "/v1beta/models/m"}, client.receive, send)
-        desk.close()
+        answer_queue.close()
         return b"".join(message.get("body", b"") for message in sent)
 
     body = asyncio.run(scene()).decode()

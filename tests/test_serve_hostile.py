@@ -20,12 +20,13 @@ from starlette.responses import Response
 from starlette.routing import Mount
 
 from effllm.cli.server import bodies, guard, listening
-from effllm.cli.server.desk import Desk
-from effllm.cli.server.one_model import on_problem
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.problems import Problem
+from effllm.cli.server.single_model import on_problem
 
 
-def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(answer_queue: AnswerQueue,
+                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "KEEP_S", 0.5)
     got: list[bytes] = []
 
@@ -56,7 +57,7 @@ def test_a_second_request_whose_bytes_drip_in_does_not_keep_a_connection(desk: D
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)
 
-        listening.listen(application, bound, desk, lambda: threading.Thread(target=dripping).start(), got.append)
+        listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=dripping).start(), got.append)
     assert len(got) == 2 and all(each.endswith(b"ok") for each in got)
 
 

@@ -16,7 +16,7 @@ from starlette.datastructures import Headers
 
 from effllm.cli.serve import judge_own
 from effllm.cli.server.guard import Rules
-from effllm.cli.server.passing import ADDRESS, passed_on
+from effllm.cli.server.proxy import ADDRESS, proxied
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 SLOWLY = ("-t", "1", "--spec", "off")
@@ -204,7 +204,7 @@ def test_what_the_server_in_front_has_judged_is_not_judged_again() -> None:
 
         async with await asyncio.start_server(answer, ADDRESS, 0) as server:
             port = server.sockets[0].getsockname()[1]
-            async with passed_on(port, "k", "GET", b"/props", sent, b"", 0) as answer:
+            async with proxied(port, "k", "GET", b"/props", sent, b"", 0) as answer:
                 assert answer.status == 204
         return came[0].lower()
 

@@ -18,17 +18,17 @@ from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.cli.serve import own_name
 from effllm.cli.serve_many import joined
-from effllm.cli.server import relaying
-from effllm.cli.server.child import Starter, in_words
-from effllm.cli.server.front import Front
+from effllm.cli.server import relay
 from effllm.cli.server.guard import RECORD
-from effllm.cli.server.lasting import NEVER, seconds_of
-from effllm.cli.server.lasting import in_words as time_in_words
+from effllm.cli.server.keep_alive import NEVER, parse_keep_alive
+from effllm.cli.server.keep_alive import format_duration as time_in_words
+from effllm.cli.server.model_pool import ModelPool, PoolLimits
+from effllm.cli.server.model_registry import ModelRegistry, called
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.relaying import problem_in
-from effllm.cli.server.residents import Limits, Residents
-from effllm.cli.server.shelf import Shelf, called
+from effllm.cli.server.relay import problem_in
+from effllm.cli.server.router import Router
 from effllm.cli.server.streams import Record
+from effllm.cli.server.worker_process import WorkerLauncher, in_words
 from effllm.offload import hardware
 from effllm.runtime.catalog import resolve
 from effllm.runtime.events import Progress
@@ -40,14 +40,14 @@ ASKED = {"/v1/chat/completions": {"messages": [{"role": "user", "content": "Hi"}
          "/v1/messages": {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 3}}
 
 
-def made(notes: list[str], **limits: object) -> Front:
+def made(notes: list[str], **limits: object) -> Router:
     """In this process, with children of it that ask for the key."""
-    starter = Starter(["--host=127.0.0.1", "--port=0"], {**os.environ, "EFFLLM_API_KEY": "key"}, lambda name, event: None,
-                      lambda name, text: notes.append(text))
-    return Front(Shelf(os.environ), Residents(starter, Limits(**limits), notes.append), "key")
+    starter = WorkerLauncher(["--host=127.0.0.1", "--port=0"], {**os.environ, "EFFLLM_API_KEY": "key"}, lambda name, event: None,
+                             lambda name, text: notes.append(text))
+    return Router(ModelRegistry(os.environ), ModelPool(starter, PoolLimits(**limits), notes.append), "key")
 
 
-async def asked(front: Front, path: str, method: str = "POST", **fields: object) -> tuple[int, str]:
+async def asked(router: Router, path: str, method: str = "POST", **fields: object) -> tuple[int, str]:
     """Status and body of what is answered to a request that stays until the end."""
     sent, body = [], json.dumps({"model": "fable", **ASKED.get(path, {}), **fields}).encode()
     coming = iter([{"type": "http.request", "body": body, "more_body": False}])
@@ -60,18 +60,18 @@ async def asked(front: Front, path: str, method: str = "POST", **fields: object)
 
     scope = {"type": "http", "http_version": "1.1", "method": method, "path": path, "raw_path": path.encode(), "query_string": b"",
              "headers": [(b"content-type", b"application/json")], RECORD: Record()}
-    await front.application()(scope, receive, send)
+    await router.application()(scope, receive, send)
     return sent[0]["status"], b"".join(each.get("body", b"") for each in sent).decode()
 
 
-def in_loop(front: Front, *paths: str, **fields: object) -> list[tuple[int, str]]:
+def in_loop(router: Router, *paths: str, **fields: object) -> list[tuple[int, str]]:
     async def together() -> list[tuple[int, str]]:
         try:
-            return await asyncio.gather(*(asked(front, path, **fields) for path in paths))
+            return await asyncio.gather(*(asked(router, path, **fields) for path in paths))
         finally:
             await asyncio.sleep(0.05)  # what happens behind the last answer does
-            front.residents.close()
-            await front.residents.closed()
+            router.pool.close()
+            await router.pool.closed()
 
     return asyncio.run(together())
 
@@ -85,10 +85,10 @@ def parts(text: str) -> tuple[list[str], list[dict]]:
 
 
 def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(relay, "KEEP_ALIVE_S", 0.05)
     notes: list[str] = []
-    front = made(notes, keep_s=0.0)
-    replies = in_loop(front, *ASKED, stream=True)
+    router = made(notes, keep_s=0.0)
+    replies = in_loop(router, *ASKED, stream=True)
     assert sum("fable is loaded" in each for each in notes) == 1 and len(replies) == 4
     assert sum("fable is ended: it has answered" in each for each in notes) == 1, "behind the last of them, and not before the first"
     for path, (status, text) in zip(ASKED, replies, strict=True):
@@ -99,16 +99,16 @@ def test_streams_are_told_of_the_load_that_all_of_them_wait_for(monkeypatch: pyt
 
 def test_a_load_that_fails_is_an_error_of_each_api(monkeypatch: pytest.MonkeyPatch) -> None:
     notes: list[str] = []
-    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
-    front = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
-    replies = sorted(in_loop(front, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
+    monkeypatch.setattr(relay, "KEEP_ALIVE_S", 60.0)  # a stream that has begun meanwhile has its status
+    router = made(notes, ram=hardware.rss() + 30 * MIB, waiting=2)
+    replies = sorted(in_loop(router, "/v1/chat/completions", "/v1/messages", "/v1/completions", stream=True))
     assert [status for status, _ in replies] == [400, 400, 503] and "which is the most here (--queue)" in replies[-1][1]
     for _, text in replies[:2]:
         said = json.loads(text)["error"]["message"]
         assert "fable cannot be loaded: " in said and " MiB" in said and "--ram" in said, "the numbers, and the next step"
-    assert len(notes) == 1 and notes[0].startswith("fable is not loaded: ") and not front.residents.loaded()
+    assert len(notes) == 1 and notes[0].startswith("fable is not loaded: ") and not router.pool.loaded()
 
-    monkeypatch.setattr(relaying, "KEEP_ALIVE_S", 0.05)
+    monkeypatch.setattr(relay, "KEEP_ALIVE_S", 0.05)
     chat, _, response, message = in_loop(made([], ram=hardware.rss() + 30 * MIB), *ASKED, stream=True)
     for (status, text), found in ((chat, lambda last: last["error"]), (response, lambda last: last["response"]["error"]),
                                   (message, lambda last: last["error"])):
@@ -127,12 +127,12 @@ def test_who_is_told_that_a_model_ended_does_not_meet_it_again(tmp_path: Path, m
     script.chmod(0o700)
     monkeypatch.setattr(sys, "executable", str(script))
     notes: list[str] = []
-    front = made(notes)
+    router = made(notes)
 
     async def told() -> list[object]:
-        status, text = await asked(front, "/v1/completions")
+        status, text = await asked(router, "/v1/completions")
         assert status == 500 and json.loads(text)["error"]["code"] == "model_ended"
-        return front.residents.loaded()
+        return router.pool.loaded()
 
     with listening:
         threading.Thread(target=lambda: listening.accept()[0].close(), daemon=True).start()
@@ -144,18 +144,18 @@ def test_a_model_whose_files_are_broken_or_gone_hides_no_other(tmp_path: Path) -
     shutil.copytree(FABLE, folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[: 1 << 16])
-    front = made([])
-    front.shelf = Shelf(os.environ, [resolve("fable", os.environ), resolve(str(folder), os.environ)])
+    router = made([])
+    router.registry = ModelRegistry(os.environ, [resolve("fable", os.environ), resolve(str(folder), os.environ)])
 
     def tags() -> list[str]:
-        ((status, text),) = in_loop(front, "/api/tags", method="GET")
+        ((status, text),) = in_loop(router, "/api/tags", method="GET")
         assert status == 200
         return [each["name"] for each in json.loads(text)["models"]]
 
     assert tags() == ["fable:latest", "broken:latest"]
     shutil.rmtree(folder)
     assert tags() == ["fable:latest", "broken:latest"]
-    ((status, text),) = in_loop(front, "/api/show", model="broken")
+    ((status, text),) = in_loop(router, "/api/show", model="broken")
     assert status == 500 and "there is no " in json.loads(text)["error"] and str(tmp_path) not in text
 
 
@@ -163,13 +163,13 @@ def test_a_model_whose_files_are_broken_or_gone_hides_no_other(tmp_path: Path) -
                                                ("-1", NEVER), (-1, NEVER), ("-1m", NEVER), ("1d", 86400), ("876000h", NEVER),
                                                (1e300, NEVER), ("9" * 400, NEVER), (1e-9, 0), ("36499d", 36499 * 86400)])
 def test_times(said: str | float, seconds: float) -> None:
-    assert seconds_of(said) == seconds
+    assert parse_keep_alive(said) == seconds
 
 
 @pytest.mark.parametrize("said", ["", "m", "soon", "5 m", "5x", "1..2s", "--1", "-", "nan", "1m2.", "٣s", NEVER])
 def test_what_is_no_time(said: str) -> None:
     with pytest.raises(ValueError):
-        seconds_of(said)
+        parse_keep_alive(said)
 
 
 def test_what_is_said_of_waiting() -> None:

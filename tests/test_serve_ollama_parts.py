@@ -17,7 +17,7 @@ from test_serve_parts import STATS, Client
 import effllm
 from effllm import EffllmError
 from effllm.cli.server import streams
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.fields import Body, parsed
 from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
 from effllm.cli.server.ollama_models import Listed, Running, digest_of, known_by, listed, running, tags
@@ -128,7 +128,7 @@ def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
 def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lines have no comments. Progress alone begins no stream: what is wrong with a request keeps its status for as long as it can."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.05)
-    go, desk = threading.Event(), Desk(most_waiting=8)
+    go, answer_queue = threading.Event(), AnswerQueue(max_waiting=8)
 
     def answer(left: Callable[[], bool]) -> Iterator[Event]:
         yield Progress("reading the prompt", 512, 2048, "tokens")
@@ -140,7 +140,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
         raise MemoryError
 
     async def heard(start: Callable, waits: int) -> Client:
-        client, listener = Client(), Listener(desk.ask(start), print, Record())
+        client, listener = Client(), Listener(answer_queue.submit(start), print, Record())
         stream = LineStream(listener, OllamaMessage("m"))({"type": "http", "path": "/api/chat"}, client.receive, client.send)
         task = asyncio.ensure_future(stream)
         while client.body.count("\n") < waits:
@@ -155,8 +155,8 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
     client = asyncio.run(heard(fails, 0))
     told = {"error": "memory ran out: send less, or serve it with a smaller context (-c)"}
     assert client.status == 500 and json.loads(client.body) == told
-    desk.close()
-    assert desk.ended(MINUTE)
+    answer_queue.close()
+    assert answer_queue.join(MINUTE)
 
 
 def test_a_digest_is_of_all_that_a_model_answers_by(tmp_path: Path) -> None:

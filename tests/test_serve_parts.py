@@ -22,8 +22,8 @@ from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.cli.serve import begin_log, own_name
 from effllm.cli.server import listening, streams
-from effllm.cli.server.application import Service
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
+from effllm.cli.server.application import GenerationService
 from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
 from effllm.cli.server.llama_paths import LlamaPaths
@@ -64,20 +64,21 @@ class Client:
         return b"".join(message.get("body", b"") for message in self.sent).decode()
 
 
-async def streamed(desk: Desk, start: Callable, client: Client, record: Record | None = None, notes: list | None = None) -> None:
-    listener = Listener(desk.ask(start), (notes if notes is not None else []).append, record or Record())
+async def streamed(answer_queue: AnswerQueue, start: Callable, client: Client, record: Record | None = None,
+                   notes: list | None = None) -> None:
+    listener = Listener(answer_queue.submit(start), (notes if notes is not None else []).append, record or Record())
     await EventStream(listener, ChatShape("m"))({"type": "http"}, client.receive, client.send)
 
 
-def held(desk: Desk) -> Callable[[], None]:
+def held(answer_queue: AnswerQueue) -> Callable[[], None]:
     """An answer that has the engine until it is let go."""
     begun, release = threading.Event(), threading.Event()
-    desk.ask(lambda left: iter([begun.set(), release.wait(), DONE][2:]))
+    answer_queue.submit(lambda left: iter([begun.set(), release.wait(), DONE][2:]))
     assert begun.wait(MINUTE), "else it might be left before it begins"
     return release.set
 
 
-def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_waits_hears_that_it_does(answer_queue: AnswerQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     """Comments, which are no events, before the first byte of an answer, and its status with them."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
@@ -90,8 +91,8 @@ def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatc
         yield DONE
 
     async def test() -> None:
-        client, let_go = Client(), held(desk)
-        task = asyncio.ensure_future(streamed(desk, answer, client))
+        client, let_go = Client(), held(answer_queue)
+        task = asyncio.ensure_future(streamed(answer_queue, answer, client))
         while ": 1 answer before this one\n\n" not in client.body:
             await asyncio.sleep(0.01)
         let_go()
@@ -108,7 +109,7 @@ def test_who_waits_hears_that_it_does(desk: Desk, monkeypatch: pytest.MonkeyPatc
     asyncio.run(test())
 
 
-def test_a_panic_of_a_library_ends_its_answer_alone(desk: Desk) -> None:
+def test_a_panic_of_a_library_ends_its_answer_alone(answer_queue: AnswerQueue) -> None:
     class Panic(BaseException):
         """As those of libraries in Rust are."""
 
@@ -118,16 +119,17 @@ def test_a_panic_of_a_library_ends_its_answer_alone(desk: Desk) -> None:
 
     async def test() -> None:
         client, record = Client(), Record()
-        await asyncio.wait_for(streamed(desk, answer, client, record), MINUTE)
+        await asyncio.wait_for(streamed(answer_queue, answer, client, record), MINUTE)
         assert "internal error" in client.body and record.problem == "Panic: index out of bounds"
         client = Client()
-        await asyncio.wait_for(streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), client), MINUTE)
+        await asyncio.wait_for(streamed(answer_queue, lambda left: iter([TextDelta("yes"), DONE]), client), MINUTE)
         assert "yes" in client.body
 
     asyncio.run(test())
 
 
-def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_line(answer_queue: AnswerQueue,
+                                                                                  monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listening, "KEEP_S", 1.0)
     notes, closed = [], []
 
@@ -153,7 +155,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
             finally:
                 os.kill(os.getpid(), signal.SIGTERM)  # or the server would go on for ever
 
-        listening.listen(application, bound, desk, lambda: threading.Thread(target=clients).start(), notes.append)
+        listening.listen(application, bound, answer_queue, lambda: threading.Thread(target=clients).start(), notes.append)
     assert closed[0] == b"" and not notes
     said = listening.trouble({"message": "no accept", "exception": OSError(24, "Too many open files")})
     assert said.startswith("connections wait: Too many open files")
@@ -168,7 +170,7 @@ def test_connections_of_which_no_request_comes_are_closed_and_too_many_are_a_lin
     (ContextOverflow("9 tokens, and the context holds 8", "shorten it"), 400,
      "9 tokens, and the context holds 8: shorten it (this model's maximum context length is 8 tokens)"),
     (UsageError("no"), 400, "no")])
-def test_a_failure_is_told_to_its_client_alone(desk: Desk, error: Exception, status: int, said: str) -> None:
+def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error: Exception, status: int, said: str) -> None:
     """Before the first byte as a status, behind it as an event; a person at the terminal reads all of it, and the next is answered."""
 
     def fails(after: list[Event]) -> Callable[[Callable], Iterator[Event]]:
@@ -180,22 +182,22 @@ def test_a_failure_is_told_to_its_client_alone(desk: Desk, error: Exception, sta
 
     async def test() -> None:
         early, late, fine, record = Client(), Client(), Client(), Record()
-        await streamed(desk, fails([Notice("hm")]), early, record)
+        await streamed(answer_queue, fails([Notice("hm")]), early, record)
         assert early.status == status and json.loads(early.body)["error"]["message"] == said
         assert bool(record.problem) == (status == 500) and bool(record.ending) == (status == 400)
-        await streamed(desk, fails([TextDelta("so")]), late)
+        await streamed(answer_queue, fails([TextDelta("so")]), late)
         *_, last, done = late.body.strip().split("\n\n")
         assert late.status == 200 and json.loads(last[6:])["error"]["message"] == said and done == "data: [DONE]"
-        await streamed(desk, lambda left: iter([TextDelta("yes"), DONE]), fine)
+        await streamed(answer_queue, lambda left: iter([TextDelta("yes"), DONE]), fine)
         assert "yes" in fine.body
         with pytest.raises(Problem) as caught:
-            await whole(Request({"type": "http"}, fine.receive), Listener(desk.ask(fails([])), print, Record()), ChatShape("m"))
+            await whole(Request({"type": "http"}, fine.receive), Listener(answer_queue.submit(fails([])), print, Record()), ChatShape("m"))
         assert caught.value.status == status and caught.value.words == said
 
     asyncio.run(test())
 
 
-def test_who_leaves_is_not_answered(desk: Desk) -> None:
+def test_who_leaves_is_not_answered(answer_queue: AnswerQueue) -> None:
     """Neither what runs nor what waits goes on, and those behind it move up."""
     began, ended = [], threading.Event()
 
@@ -212,42 +214,43 @@ def test_who_leaves_is_not_answered(desk: Desk) -> None:
 
     async def test() -> None:
         running, waiting, fine, record = Client(), Client(), Client(), Record()
-        tasks = [asyncio.ensure_future(streamed(desk, endless, running, record)), asyncio.ensure_future(streamed(desk, never, waiting))]
+        tasks = [asyncio.ensure_future(streamed(answer_queue, endless, running, record)),
+                 asyncio.ensure_future(streamed(answer_queue, never, waiting))]
         while "more" not in running.body:
             await asyncio.sleep(0.01)
-        last = asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), fine))
+        last = asyncio.ensure_future(streamed(answer_queue, lambda left: iter([DONE]), fine))
         await asyncio.sleep(0.01)
-        assert desk.waiting == 2
+        assert answer_queue.waiting == 2
         waiting.gone.set()
         await tasks[1]
-        assert desk.waiting == 1 and not ended.is_set()
+        assert answer_queue.waiting == 1 and not ended.is_set()
         running.gone.set()
         await asyncio.wait_for(asyncio.gather(*tasks, last), MINUTE)
         assert ended.wait(MINUTE) and began == ["endless"] and "[DONE]" in fine.body and record.ending == "the client left"
-        assert desk.waiting == 0 and desk.place(None) == 0
+        assert answer_queue.waiting == 0 and answer_queue.ahead_of(None) == 0
 
     asyncio.run(test())
 
 
-def test_a_server_that_ends_tells_everyone(desk: Desk) -> None:
+def test_a_server_that_ends_tells_everyone(answer_queue: AnswerQueue) -> None:
     async def test() -> None:
-        first, second, let_go = Client(), Client(), held(desk)
-        tasks = [asyncio.ensure_future(streamed(desk, lambda left: iter([DONE]), client)) for client in (first, second)]
+        first, second, let_go = Client(), Client(), held(answer_queue)
+        tasks = [asyncio.ensure_future(streamed(answer_queue, lambda left: iter([DONE]), client)) for client in (first, second)]
         await asyncio.sleep(0.01)
-        desk.close()
+        answer_queue.close()
         await asyncio.wait_for(asyncio.gather(*tasks), MINUTE)  # whatever the engine is at
         assert {first.status, second.status} == {503}
-        assert not desk.ended(0.05)
+        assert not answer_queue.join(0.05)
         let_go()
         with pytest.raises(Problem, match="the server ends"):
-            desk.ask(lambda left: iter([DONE]))
+            answer_queue.submit(lambda left: iter([DONE]))
 
     asyncio.run(test())
 
 
-def test_remarks_go_to_the_terminal(desk: Desk) -> None:
+def test_remarks_go_to_the_terminal(answer_queue: AnswerQueue) -> None:
     notes: list[str] = []
-    asyncio.run(streamed(desk, lambda left: iter([Notice("slow"), TextDelta("a"), Notice("slower"), DONE]), Client(), None, notes))
+    asyncio.run(streamed(answer_queue, lambda left: iter([Notice("slow"), TextDelta("a"), Notice("slower"), DONE]), Client(), None, notes))
     assert notes == ["slow", "slower"]
 
 
@@ -324,7 +327,7 @@ def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
     assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
 
 
-def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
+def test_tokens_are_told_beside_the_loop(answer_queue: AnswerQueue) -> None:
     seen = []
 
     class Words:
@@ -338,7 +341,8 @@ def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
             seen.append(threading.current_thread())
             return {"<0xF0>": 0, "\u2581b": 1}
 
-    service = Service(SimpleNamespace(tokenizer=Words()), desk, "m", seen.append, defaults=Defaults(Wish(SamplerSettings())))
+    service = GenerationService(SimpleNamespace(tokenizer=Words()), answer_queue, "m", seen.append,
+                                defaults=Defaults(Wish(SamplerSettings())))
 
     async def receive() -> dict:
         return {"type": "http.request", "body": b'{"content": "a b", "with_pieces": true}', "more_body": False}
@@ -348,15 +352,15 @@ def test_tokens_are_told_beside_the_loop(desk: Desk) -> None:
     assert len(seen) >= 2 and threading.main_thread() not in seen
 
 
-def test_a_port_that_another_server_took_meanwhile(desk: Desk) -> None:
+def test_a_port_that_another_server_took_meanwhile(answer_queue: AnswerQueue) -> None:
     """Both were bound to it before one listened."""
     with listening.bound("localhost", 0) as first, listening.bound("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
-            listening.listen(ChatShape("m"), second, desk, lambda: pytest.fail("it does not listen"), pytest.fail)
+            listening.listen(ChatShape("m"), second, answer_queue, lambda: pytest.fail("it does not listen"), pytest.fail)
 
 
-def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:
+def test_who_leaves_in_the_moment_of_an_event_is_gone(answer_queue: AnswerQueue) -> None:
     """An answer whose cancellation was lost to an event that came with it went on to its end."""
 
     def endless(left: Callable[[], bool]) -> Iterator[Event]:
@@ -369,7 +373,7 @@ def test_who_leaves_in_the_moment_of_an_event_is_gone(desk: Desk) -> None:
     async def test() -> None:
         for _ in range(500):
             client = Client()
-            task = asyncio.ensure_future(streamed(desk, endless, client))
+            task = asyncio.ensure_future(streamed(answer_queue, endless, client))
             while "more" not in client.body:
                 await asyncio.sleep(0)
             client.gone.set()

@@ -9,9 +9,9 @@ from starlette.routing import Route
 
 import effllm
 from effllm.cli.options import SamplingFlags
-from effllm.cli.server.application import Service
+from effllm.cli.server.application import GenerationService
 from effllm.cli.server.fields import Asked
-from effllm.cli.server.front import Front
+from effllm.cli.server.router import Router
 from effllm.cli.server.wishes import SAMPLING, Defaults
 from effllm.runtime.generation.replies import Wish
 from effllm.runtime.sampler import SamplerSettings
@@ -22,7 +22,7 @@ OF_ONE = {("/lora-adapters", "GET"), ("/lora-adapters", "POST"), ("/v1/responses
 
 def of_one_model() -> set[tuple[str, str]]:
     replies = SimpleNamespace(adapted=SimpleNamespace(names=(), scales=()), tokenizer=None, config=None, engine=None)
-    return paths(Service(replies, MagicMock(), "m", print, defaults=Defaults(Wish(SamplerSettings()))).routes())
+    return paths(GenerationService(replies, MagicMock(), "m", print, defaults=Defaults(Wish(SamplerSettings()))).routes())
 
 
 def paths(routes: list[Route]) -> set[tuple[str, str]]:
@@ -30,8 +30,8 @@ def paths(routes: list[Route]) -> set[tuple[str, str]]:
 
 
 def test_a_server_of_several_models_has_every_path_that_a_model_answers() -> None:
-    missing = of_one_model() - paths(Front(MagicMock(), MagicMock(), "key").application().routes)
-    assert missing == OF_ONE, "PASSED of cli/server/front.py has what is passed on to a model"
+    missing = of_one_model() - paths(Router(MagicMock(), MagicMock(), "key").application().routes)
+    assert missing == OF_ONE, "PASSED of cli/server/router.py has what is passed on to a model"
 
 
 def test_every_path_of_openai_is_documented() -> None:

@@ -12,7 +12,7 @@ from test_call_replies import WEATHER
 from test_serve_parts import Client
 
 from effllm.cli.server import streams
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.fields import parsed
 from effllm.cli.server.messages_fields import MessagesAsked
 from effllm.cli.server.messages_shape import MessageShape
@@ -230,7 +230,7 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
     """Before the first text: comments alone would not keep Codex."""
     monkeypatch.setattr(streams, "KEEP_ALIVE_S", 0.02)
     monkeypatch.setattr(streams, "PROGRESS_S", 0.0)
-    go, desk = threading.Event(), Desk(most_waiting=8)
+    go, answer_queue = threading.Event(), AnswerQueue(max_waiting=8)
 
     def answer(left: Callable[[], bool]) -> Iterator[Event]:
         yield Progress("reading the prompt", 512, 2048, "tokens")
@@ -238,7 +238,7 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
         yield from (PromptRead(3, 1), TextDelta("yes"), Done(STATS))
 
     async def heard(shape: Shape, waiting: str) -> list[dict]:
-        client, listener = Client(), Listener(desk.ask(answer), print, Record())
+        client, listener = Client(), Listener(answer_queue.submit(answer), print, Record())
         task = asyncio.ensure_future(EventStream(listener, shape)({"type": "http"}, client.receive, client.send))
         while client.body.count(waiting) < 3:
             await asyncio.sleep(0.01)
@@ -252,5 +252,5 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
     body = parsed(MessagesAsked, json.dumps({"messages": ASKED, "max_tokens": 9}).encode())
     events = asyncio.run(heard(MessageShape("m", body), ": reading the prompt: 512 of 2048 tokens\n\n"))
     assert events[0]["type"] == "message_start" and events[0]["message"]["usage"]["input_tokens"] == 2
-    desk.close()
-    assert desk.ended(MINUTE)
+    answer_queue.close()
+    assert answer_queue.join(MINUTE)

@@ -20,11 +20,11 @@ from ...runtime.generation.replies import Replies, Wish
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, papers, responses_fields
 from . import pictures as pictures_sent
+from .answer_queue import Start
 from .background import HELD, UNKEPT, Background, Following
 from .compaction import COMPACT, CompactionShape, behind_notes, filled, most_of, notes_room, shortened, staying, summing_up
 from .conversations import Conversations
 from .custom_tools import names_of
-from .desk import Start
 from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .followed import Events
 from .gemini_paths import GeminiPaths
@@ -36,17 +36,17 @@ from .lm_studio_chat import LmStudioChat
 from .messages_fields import CountAsked, MessagesAsked
 from .messages_shape import MessageShape
 from .metrics import Tally
+from .multiple_answers import MultipleAnswers, choice_count, in_sequence, with_seeds
 from .ollama import OllamaModels
 from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, waited_ns
 from .ollama_shape import OllamaMessage, OllamaResponse
-from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .pictures import Sent
 from .problems import LEAVE_IT, MESSAGES, OLLAMA, Problem, problem_of
 from .responses_fields import Names, ResponsesAsked
 from .responses_paths import ResponsesPaths
 from .responses_shape import CUT, DONE, ResponseShape
-from .several import Several, counted, in_turn, varied
 from .shapes import ChatShape, Completion, Shape, TextShape
+from .single_model import CHATS, COUNTED, TEXTS, SingleModelService
 from .streams import EventStream, LineStream, Listener, ListStream, Record, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
@@ -67,7 +67,7 @@ NO_INSERT = 'suffix is not supported: "{}" does not support insert, having no to
 
 
 @dataclass(frozen=True)
-class Wanted:
+class PreparedRequest:
     """What a request for an answer to messages comes to. `pictures` are held here, until it is answered."""
 
     messages: list[dict[str, Any]]
@@ -78,7 +78,7 @@ class Wanted:
 
 
 @dataclass
-class Service(OneModel):
+class GenerationService(SingleModelService):
     """A model that writes, and what its answers are by default. In `slot_files` programs save what sequences hold, None: nowhere."""
 
     replies: Replies
@@ -106,8 +106,8 @@ class Service(OneModel):
     async def chat(self, request: Request) -> Response:
         asked = await self.asked(request, ChatAsked)
         pictures = await self.pictures(pictures_sent.in_chat(asked), papers.in_chat(asked))
-        answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), counted(asked.n)
-        starts = [partial(self.reply, replace(answer, wish=wish)) for wish in varied(answer.wish, each)]
+        answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), choice_count(asked.n)
+        starts = [partial(self.reply, replace(answer, wish=wish)) for wish in with_seeds(answer.wish, each)]
         return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
@@ -130,12 +130,12 @@ class Service(OneModel):
                               None if asked.background else keep)
         if not asked.background:
             return await self.answer(request, asked, shape, start)
-        listener = Listener(self.desk.ask(start), self.note, Record(), self.tally.add)
+        listener = Listener(self.answer_queue.submit(start), self.note, Record(), self.tally.add)
         running = self._background.begin(shape, listener, keep, self.note)
         request.scope[RECORD].made, request.scope[RECORD].behind = f"{shape.id} goes on in the background", running.task
         return Following(running.events, shape.id, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
 
-    async def _in_room(self, asked: ResponsesAsked, own: Sequence[dict[str, Any]], answer: Wanted) -> Start:
+    async def _in_room(self, asked: ResponsesAsked, own: Sequence[dict[str, Any]], answer: PreparedRequest) -> Start:
         """What begins an answer to a request, behind what its conversation comes to where that is too long for what it asks for."""
         most, items = most_of(asked, self.replies.engine.n_ctx), asked.input if isinstance(asked.input, list) else own
         if most is None or await self.count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
@@ -148,7 +148,7 @@ class Service(OneModel):
 
         return behind_notes(partial(self.reply, notes), behind)
 
-    async def wanted_response(self, asked: ResponsesAsked) -> tuple[Wanted, Names]:
+    async def wanted_response(self, asked: ResponsesAsked) -> tuple[PreparedRequest, Names]:
         """What a request of Responses comes to, and what its program calls the tools."""
         pictures = await self.pictures(pictures_sent.in_responses(asked), papers.in_responses(asked))
         chat, messages, names = await asyncio.to_thread(responses_fields.chat_of, asked)  # which reads the grammars of tools
@@ -188,11 +188,11 @@ class Service(OneModel):
         pictures = await self.pictures(pictures_sent.in_messages(asked), papers.in_messages(asked))
         return await self._counted(await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures), {})
 
-    async def _counted(self, wanted: Wanted, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
+    async def _counted(self, wanted: PreparedRequest, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
         """How many tokens the prompt has, beside what else is `told`."""
         return json_response({**told, "input_tokens": await self.count(wanted)})
 
-    async def count(self, wanted: Wanted) -> int:
+    async def count(self, wanted: PreparedRequest) -> int:
         return await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
 
     async def ollama_chat(self, request: Request) -> Response:
@@ -219,10 +219,10 @@ class Service(OneModel):
     async def text(self, request: Request) -> Response:
         asked = await self.asked(request, TextAsked)
         prompts, wish = prompts_of(asked), await self._wish(asked)
-        each = counted(asked.n, len(prompts))
+        each = choice_count(asked.n, len(prompts))
         if not asked.suffix:
             await self.demand_room(prompts, wish)
-        starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in varied(wish, each)]
+        starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in with_seeds(wish, each)]
         return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
 
     async def demand_room(self, prompts: Sequence[str | list[int]], wish: Wish) -> None:
@@ -271,7 +271,7 @@ class Service(OneModel):
         return await self._taking.samples(data, where)
 
     async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
-                     pictures: tuple[Picture, ...] = ()) -> Wanted:
+                     pictures: tuple[Picture, ...] = ()) -> PreparedRequest:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
@@ -282,9 +282,9 @@ class Service(OneModel):
             raise problem.renamed(called or {}) from problem
         if remark := unreasoned(asked, self.replies.tokenizer):
             self.note(remark)
-        return Wanted(messages, wish, tools, variables, pictures)
+        return PreparedRequest(messages, wish, tools, variables, pictures)
 
-    def reply(self, wanted: Wanted, cancelled: Callable[[], bool]) -> Iterator[Event]:
+    def reply(self, wanted: PreparedRequest, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
 
     def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
@@ -297,11 +297,11 @@ class Service(OneModel):
     async def _answers(self, request: Request, asked: Asked, make: Callable[[], Completion], starts: Sequence[Start],
                        each: int) -> Response:
         """One answer of a shape, or several, `each` of them to one prompt."""
-        shape = make() if len(starts) == 1 else Several(make, len(starts), each)
-        return await self.answer(request, asked, shape, in_turn(starts))
+        shape = make() if len(starts) == 1 else MultipleAnswers(make, len(starts), each)
+        return await self.answer(request, asked, shape, in_sequence(starts))
 
     async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
         """The answer that `start` begins, whole or as a stream. Raises Problem."""
-        listener = Listener(self.desk.ask(start), self.note, request.scope[RECORD], self.tally.add)
+        listener = Listener(self.answer_queue.submit(start), self.note, request.scope[RECORD], self.tally.add)
         kind = LineStream if shape.by_line else ListStream if shape.in_list else EventStream
         return kind(listener, shape) if asked.stream else await whole(request, listener, shape)

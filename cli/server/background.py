@@ -13,9 +13,9 @@ from starlette.types import Receive, Scope, Send
 
 from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
 from .followed import Events, Pot, gone
+from .multiple_answers import AnswerEnded
 from .problems import Problem, problem_of
 from .responses_shape import GOES_ON, QUEUED, ResponseShape
-from .several import Ended
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
 
 HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
@@ -65,7 +65,7 @@ class Running:
                 if self._state == QUEUED:
                     self._state = GOES_ON
                     self._tell(shape.begun())
-                if isinstance(event, PromptRead | TextDelta | Call | Ended):
+                if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                     self._tell(shape.add(event))
             last, said = shape.last(event.stats), cost(event.stats)
         except Exception as error:  # whatever it is: nobody waits who could be told otherwise
@@ -76,7 +76,7 @@ class Running:
         self._end(last[-1]["response"])
 
     def _end(self, response: dict[str, Any]) -> None:
-        self._listener.job.leave()
+        self._listener.job.abandon()
         self._ended = response
         if self._pot is not None:
             self._pot.end(self.events)

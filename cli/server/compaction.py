@@ -12,14 +12,14 @@ from dataclasses import replace
 from typing import Any
 
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
-from .desk import Start
+from .answer_queue import Start
 from .fields import Reasoning
 from .kept_responses import named_items
+from .multiple_answers import AnswerEnded
 from .problems import FAILED, Problem
 from .responses_fields import COMPACTION, OUTPUTS, ResponsesAsked, begin_of, is_systems, kind_of
 from .responses_shape import new_id, usage
 from .sealing import sealed
-from .several import Ended
 from .shapes import Shape
 
 COMPACT = ("/v1/responses/compact", "/responses/compact")
@@ -114,13 +114,13 @@ def shortened(asked: ResponsesAsked, items: Sequence[dict[str, Any]], place: str
 def behind_notes(notes: Start, answer: Callable[[str], Start]) -> Start:
     """An answer to what a conversation comes to, which `notes` writes down first."""
 
-    def begin(cancelled: Callable[[], bool]) -> Iterator[Event | Ended]:
+    def begin(cancelled: Callable[[], bool]) -> Iterator[Event | AnswerEnded]:
         texts: list[str] = []
         for event in notes(cancelled):
             if isinstance(event, TextDelta):
                 texts += [event.text] if event.kind == "answer" else []
             elif isinstance(event, Done) and not cancelled():
-                yield Ended(replace(event.stats, text=written_down(texts)))
+                yield AnswerEnded(replace(event.stats, text=written_down(texts)))
             else:
                 yield event
         if not cancelled():

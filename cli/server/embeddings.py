@@ -15,9 +15,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Embedded
-from ...runtime.generation.embedding import in_numbers, shortened
+from .answer_queue import AnswerQueue
 from .bodies import read
-from .desk import Desk
 from .fields import NOT_HERE, Body, Kind
 from .gemini_fields import EmbedAsked, EmbedsAsked, text_of
 from .gemini_models import EMBEDDED
@@ -88,9 +87,9 @@ class Embeddings:
     """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
     of the `adapters` is none."""
 
-    def __init__(self, replies: Replies | Encodings, desk: Desk, name: str, note: Callable[[str], None],
+    def __init__(self, replies: Replies | Encodings, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
                  demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
-        self._replies, self._desk, self._name, self._note, self._demand = replies, desk, name, note, demand
+        self._replies, self._answer_queue, self._name, self._note, self._demand = replies, answer_queue, name, note, demand
         self._adapters = adapters
 
     def routes(self) -> list[Route]:
@@ -208,7 +207,7 @@ class Embeddings:
         """Raises Problem; an empty response where the client has gone."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
         asked = partial(self._replies.embed, texts, cut, choice=choice, prompt_name=prompt_name)
-        listener = Listener(self._desk.ask(asked), self._note, record)
+        listener = Listener(self._answer_queue.submit(asked), self._note, record)
         if (embedded := await made(request, listener, Embedded)) is None:
             return Response(status_code=GONE)
         record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"

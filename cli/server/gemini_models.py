@@ -16,7 +16,7 @@ from .problems import GOOGLE
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from .front import Front, State
+    from .router import ModelState, Router
 
 MODELS, MODEL = f"{GOOGLE}models", f"{GOOGLE}models/{{name:path}}"
 PATHS = tuple(f"{MODEL}:{method}" for method in METHODS)
@@ -58,21 +58,21 @@ class GeminiModels:
         return card(model.name, methods, files.context, "thinking" in can)
 
 
-class GeminiFront:
+class GeminiRouter:
     """The models of `front`, from their headers, which do not tell whether one reasons."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
     def routes(self) -> list[Route]:
         return [Route(MODELS, self.models, methods=["GET"]), Route(MODEL, self.model, methods=["GET"])]
 
     async def models(self, request: Request) -> Response:
-        return json_response({"models": [self._card(each) for each in await self._front.states()]})
+        return json_response({"models": [self._card(each) for each in await self._router.states()]})
 
     async def model(self, request: Request) -> Response:
-        return json_response(self._card(self._front.state(await self._front.meant(request.path_params["name"]))))
+        return json_response(self._card(self._router.state(await self._router.meant(request.path_params["name"]))))
 
-    def _card(self, state: State) -> dict[str, object]:
+    def _card(self, state: ModelState) -> dict[str, object]:
         facts = state.model.facts
         return card(state.model.name, WRITES if facts is None or facts.writes else EMBEDS, state.context, False)

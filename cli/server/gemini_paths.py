@@ -16,17 +16,17 @@ from .fields import ChatAsked
 from .gemini_fields import CALLED, CountAsked, GenerateAsked, chat_of
 from .gemini_models import COUNTED, GENERATED, in_list
 from .gemini_shape import GeminiShape
-from .several import counted, in_turn, varied
+from .multiple_answers import choice_count, in_sequence, with_seeds
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from .application import Service, Wanted
+    from .application import GenerationService, PreparedRequest
 
 
 class GeminiPaths:
     """Of one model, which `service` has."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
@@ -36,16 +36,16 @@ class GeminiPaths:
     async def generate(self, streams: bool, request: Request) -> Response:
         asked, service = await read(request, GenerateAsked), self._service
         chat, wanted = await self._wanted(request, asked, streams)
-        each, told_by = counted(chat.n, field=CALLED["n"]), None if wanted.wish.tells is None else service.replies.tokenizer
-        starts = [partial(service.reply, replace(wanted, wish=wish)) for wish in varied(wanted.wish, each)]
+        each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.wish.tells is None else service.replies.tokenizer
+        starts = [partial(service.reply, replace(wanted, wish=wish)) for wish in with_seeds(wanted.wish, each)]
         shape = GeminiShape(service.called(chat.model), in_list(request), asked.shows_thoughts, told_by)
-        return await service.answer(request, chat, shape, in_turn(starts))
+        return await service.answer(request, chat, shape, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:
         _, wanted = await self._wanted(request, (await read(request, CountAsked)).about)
         return json_response({"totalTokens": await self._service.count(wanted)})
 
-    async def _wanted(self, request: Request, asked: GenerateAsked, streams: bool = False) -> tuple[ChatAsked, Wanted]:
+    async def _wanted(self, request: Request, asked: GenerateAsked, streams: bool = False) -> tuple[ChatAsked, PreparedRequest]:
         """What a request comes to."""
         service = self._service
         service.demand_model(name := request.path_params["name"], "model")

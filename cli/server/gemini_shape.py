@@ -14,8 +14,8 @@ from ...runtime.text import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 from ...runtime.tool_calls.cursor import parsed
 from .logprobs import spelled
+from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem
-from .several import Ended, together
 from .shapes import Shape
 from .tools import CallList
 
@@ -49,11 +49,11 @@ class GeminiShape(Shape):
         self.id, self.ending = uuid.uuid4().hex, b"]" if in_list else b""
         self._candidates, self._ended = [Candidate(0)], list[Stats]()
 
-    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+    def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
         now = self._candidates[-1]
-        if isinstance(event, Ended):
+        if isinstance(event, AnswerEnded):
             self._ended.append(event.stats)
             self._candidates.append(Candidate(now.index + 1))
             return [self._piece(self._last(now, event.stats))]
@@ -120,7 +120,7 @@ def _ended(stats: Stats) -> dict[str, object]:
 
 def usage(ended: Sequence[Stats]) -> dict[str, object]:
     """A prompt is counted once, however many answers it has."""
-    prompt, all_of_them = ended[0], together(ended)
+    prompt, all_of_them = ended[0], total_stats(ended)
     made, thought = len(all_of_them.token_ids), all_of_them.reasoning_tokens
     cached = {"cachedContentTokenCount": prompt.cached_tokens} if prompt.cached_tokens else {}
     return {"promptTokenCount": prompt.prompt_tokens, **cached, "candidatesTokenCount": made - thought,

@@ -172,7 +172,7 @@ class Connection(H11Protocol):
             self.transport.abort()
 
 
-def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready: Callable[[], None], note: Callable[[str], None],
+def listen(application: ASGIApp, listening: socket.socket, answer_queue: Closing, ready: Callable[[], None], note: Callable[[str], None],
            closed: Callable[[], Awaitable[None]] | None = None, grace_s: float = GRACE_S) -> None:
     """Serve until a signal ends it; running answers are told, and have `grace_s` seconds to end. `ready` is called once requests are
     taken, `note` is told what goes wrong beside them; `closed` is what is to be waited for at the end."""
@@ -183,7 +183,7 @@ def listen(application: ASGIApp, listening: socket.socket, desk: Closing, ready:
 
     def stop() -> None:
         server.should_exit = True
-        desk.close()
+        answer_queue.close()
 
     async def serve() -> None:
         loop = asyncio.get_running_loop()

@@ -11,8 +11,8 @@ from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
 from .fields import NOT_HERE, Asked, Body
+from .multiple_answers import choice_count
 from .problems import Problem
-from .several import counted
 from .wishes import NO_LIMIT, Defaults, wish_of
 
 A_PROMPT = "{} is a text, token ids, a list of both, or a list of such prompts"
@@ -46,7 +46,7 @@ class CompletionAsked(Asked):
 
     def answers(self, prompts: int) -> int:
         """How many each of so many prompts is to have, by either name. Raises Problem."""
-        return counted(self.n, prompts) if self.n_cmpl is None else counted(self.n_cmpl, prompts, "n_cmpl")
+        return choice_count(self.n, prompts) if self.n_cmpl is None else choice_count(self.n_cmpl, prompts, "n_cmpl")
 
 
 class File(Body):

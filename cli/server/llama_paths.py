@@ -20,15 +20,15 @@ from .fields import ChatAsked, Detokenize, Tokenize, messages_of
 from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
 from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
 from .metrics import TEXT
+from .multiple_answers import in_sequence, with_seeds
 from .pictures import in_chat
 from .problems import BUSY, LEAVE_IT, UNSUPPORTED, Problem
-from .several import in_turn, varied
 from .shapes import FINGERPRINT
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from .application import Service
-    from .one_model import OneModel
+    from .application import GenerationService
+    from .single_model import SingleModelService
 
 NO_MARKS = "Infill is not supported by this model: {} has no tokens for filling in the middle"  # by which its clients know it
 CUT = "there is more around a place that is filled in than the context holds: what is nearest is read (-c for a larger one)"
@@ -40,7 +40,7 @@ NOT_CHANGED = "requests change nothing of this server but the scales of POST /lo
 class TokenPaths:
     """Texts to token ids and back, of one model of any kind, which `service` has."""
 
-    def __init__(self, service: OneModel) -> None:
+    def __init__(self, service: SingleModelService) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
@@ -66,7 +66,7 @@ class TokenPaths:
 class LlamaPaths(TokenPaths):
     """Of one model, which `service` has."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
@@ -115,7 +115,8 @@ class LlamaPaths(TokenPaths):
         template = "" if tokenizer.template is None else tokenizer.template.source
         special = tokenizer.special_tokens
         # No answer names a folder of this machine, so the path is the name.
-        return json_response({"default_generation_settings": usual, "total_slots": service.desk.parallel, "model_alias": service.name,
+        return json_response({"default_generation_settings": usual, "total_slots": service.answer_queue.parallel,
+                              "model_alias": service.name,
                               "model_path": service.name, "chat_template": template, "bos_token": special.get("bos_token", ""),
                               "eos_token": special.get("eos_token", ""),
                               "modalities": {"vision": service.replies.sees, "audio": service.replies.hears},
@@ -130,7 +131,7 @@ class LlamaPaths(TokenPaths):
                                "n_prompt_tokens": tokens} for number, (is_busy, tokens) in enumerate(slots)])
 
     async def metrics(self, request: Request) -> Response:
-        return Response(self._service.tally.said(self._service.desk), media_type=TEXT)
+        return Response(self._service.tally.said(self._service.answer_queue), media_type=TEXT)
 
     async def _wish(self, asked: CompletionAsked) -> Wish:
         wish = await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
@@ -141,7 +142,7 @@ class LlamaPaths(TokenPaths):
         """One answer, or a list: to each prompt, and to each as many as are asked for."""
         service, tokenizer = self._service, self._service.replies.tokenizer
         shapes, starts = [], []
-        wishes = varied(wish, asked.answers(len(prompts)))
+        wishes = with_seeds(wish, asked.answers(len(prompts)))
         for prompt in prompts:
             text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
             for own in wishes:
@@ -150,7 +151,7 @@ class LlamaPaths(TokenPaths):
                                     tokenizer if asked.n_probs else None, is_cut)
                 shapes.append(LlamaShape(service.called(asked.model), settings))
                 starts.append(partial(service.replies.complete, prompt, own, lasting=lasting))
-        return await service.answer(request, asked, shapes[0] if len(shapes) == 1 else LlamaAnswers(shapes), in_turn(starts))
+        return await service.answer(request, asked, shapes[0] if len(shapes) == 1 else LlamaAnswers(shapes), in_sequence(starts))
 
 
 async def refuse_change(request: Request) -> Response:

@@ -10,7 +10,7 @@ from ...runtime.generation.replies import Wish
 from ...runtime.text import Tokenizer
 from .llama_fields import most_tokens
 from .logprobs import TokenList
-from .several import Ended
+from .multiple_answers import AnswerEnded
 from .shapes import Shape, timings
 from .wishes import RANDOM, SAMPLING
 
@@ -88,8 +88,8 @@ class LlamaAnswers(Shape):
         for index, answer in enumerate(answers):
             answer.index = index
 
-    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
-        if not isinstance(event, Ended):
+    def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
+        if not isinstance(event, AnswerEnded):
             return self._answers[len(self._made)].add(event)
         answer = self._answers[len(self._made)]
         self._made.append(answer.whole(event.stats))

@@ -22,7 +22,7 @@ from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
     from ...runtime.generation.slot import Slot
-    from .application import Service
+    from .application import GenerationService
 
 NO_FOLDER = f"what slots hold is not saved by this server: start it with {FLAG} DIR"
 A_NAME = "filename is the name of a file: no /, no \\, no dot or dash at its beginning, 100 bytes at most"
@@ -54,7 +54,7 @@ ACTIONS = {"save": Action("saved", SlotFiles.save, "n_saved", "n_written", "save
 class LlamaSlots:
     """Of one model, which `service` has; `files` is None where nothing is saved."""
 
-    def __init__(self, service: Service, files: SlotFiles | None) -> None:
+    def __init__(self, service: GenerationService, files: SlotFiles | None) -> None:
         self._service, self._files = service, files
 
     def routes(self) -> list[Route]:
@@ -66,7 +66,7 @@ class LlamaSlots:
         asked = parsed(SlotAsked, body) if body.strip() else SlotAsked()
         if name := asked.model or request.query_params.get("model"):
             service.demand_model(name, "model")
-        number, last = request.path_params["id_slot"], service.desk.parallel - 1
+        number, last = request.path_params["id_slot"], service.answer_queue.parallel - 1
         if not number.isascii() or not number.isdecimal() or int(number) > last:
             there = f"0 to {last}" if last else "0 alone"
             raise Problem(400, f"there is no slot {number!r:.20}: {there} (--parallel)", param="id_slot")
@@ -87,7 +87,7 @@ class LlamaSlots:
 
     async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:
         service, record = self._service, request.scope[RECORD]
-        listener = Listener(service.desk.ask(partial(service.replies.at_slot, number, act)), service.note, record)
+        listener = Listener(service.answer_queue.submit(partial(service.replies.at_slot, number, act)), service.note, record)
         if (done := await made(request, listener, SlotDone)) is not None:
             record.made = f"{done.tokens} tokens {word}"
         return done

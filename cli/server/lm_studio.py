@@ -25,7 +25,7 @@ from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, UNSUPPORTED, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from .front import Front, State
+    from .router import ModelState, Router
 
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not-loaded"
 
@@ -178,31 +178,31 @@ class LmStudio(Models):
                     files.context)
 
 
-class LmStudioFront(Models):
+class LmStudioRouter(Models):
     """The models of `front`, from their headers; `listed` says what these tell."""
 
-    def __init__(self, front: Front, listed: Callable[[State], Listed]) -> None:
-        self._front, self._listed = front, listed
+    def __init__(self, router: Router, listed: Callable[[ModelState], Listed]) -> None:
+        self._router, self._listed = router, listed
 
     async def all(self) -> list[Held]:
-        states = await self._front.states()
+        states = await self._router.states()
         return await asyncio.to_thread(lambda: [self._held(each) for each in states])
 
     async def one(self, name: str) -> Held:
-        return await asyncio.to_thread(self._held, self._front.state(await self._front.meant(name)))
+        return await asyncio.to_thread(self._held, self._router.state(await self._router.meant(name)))
 
     async def loaded(self, name: str) -> Held:
-        model = await self._front.meant(name)
-        resident = await self._front.residents.take(model)
+        model = await self._router.meant(name)
+        loaded = await self._router.pool.take(model)
         try:
-            return await asyncio.to_thread(self._held, self._front.state(model))
+            return await asyncio.to_thread(self._held, self._router.state(model))
         finally:
-            self._front.residents.give_back(resident)
+            self._router.pool.give_back(loaded)
 
     async def end(self, name: str) -> str:
-        return (await self._front.let_go(name, "instance_id")).name
+        return (await self._router.let_go(name, "instance_id")).name
 
-    def _held(self, state: State) -> Held:
+    def _held(self, state: ModelState) -> Held:
         facts = state.model.facts
         now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # whose files are broken, or gone

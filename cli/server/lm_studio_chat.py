@@ -20,7 +20,7 @@ from .responses_shape import ResponseShape
 from .shapes import Shape
 
 if TYPE_CHECKING:
-    from .application import Service
+    from .application import GenerationService
 
 CHAT = f"{LM_STUDIO_1}chat"
 SAME = ("model", "stream", "temperature", "top_p", "top_k", "min_p", "repeat_penalty", "max_output_tokens", "store", "previous_response_id")
@@ -51,7 +51,7 @@ class LmStudioAsked(Body):
 class LmStudioChat:
     """Of one model, which `service` has; what was answered is `kept`."""
 
-    def __init__(self, service: Service, kept: KeptResponses) -> None:
+    def __init__(self, service: GenerationService, kept: KeptResponses) -> None:
         self._service, self._kept = service, kept
 
     def routes(self) -> list[Route]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ...runtime.events import Stats
-from .desk import Desk
+from .answer_queue import AnswerQueue
 
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -27,8 +27,8 @@ class Tally:
         self.drafted += drafts.get("drafted", 0)
         self.accepted += drafts.get("accepted", 0)
 
-    def said(self, desk: Desk) -> str:
-        """All of it, with what the desk is at."""
+    def said(self, answer_queue: AnswerQueue) -> str:
+        """All of it, with the state of the queue."""
         rows: Iterable[tuple[str, str, str, float]] = (
             ("prompt_tokens_total", "counter", "Tokens of prompts that were read.", self.read),
             ("prompt_seconds_total", "counter", "Seconds that prompts were read.", self.reading_s),
@@ -39,8 +39,8 @@ class Tally:
             ("spec_decode_num_accepted_tokens_total", "counter", "Drafted tokens that were right.", self.accepted),
             ("prompt_tokens_seconds", "gauge", "Tokens of prompts a second, over all.", rate(self.read, self.reading_s)),
             ("predicted_tokens_seconds", "gauge", "Tokens written a second, over all.", rate(self.made, self.writing_s)),
-            ("requests_processing", "gauge", "Answers that are written now.", desk.running),
-            ("requests_deferred", "gauge", "Answers that wait for their turn.", desk.waiting))
+            ("requests_processing", "gauge", "Answers that are written now.", answer_queue.running),
+            ("requests_deferred", "gauge", "Answers that wait for their turn.", answer_queue.waiting))
         return "".join(f"# HELP llamacpp:{name} {what}\n# TYPE llamacpp:{name} {kind}\nllamacpp:{name} {value:.15g}\n"
                        for name, kind, what, value in rows)
 

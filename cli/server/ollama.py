@@ -15,7 +15,7 @@ from starlette.routing import Route
 from ... import __version__, typed
 from .bodies import read
 from .gemini_models import GeminiModels
-from .lasting import FOREVER_S
+from .keep_alive import FOREVER_S
 from .lm_studio import LmStudio
 from .ollama_fields import Named, untagged
 from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags

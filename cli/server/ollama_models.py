@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import EffllmError
-from .lasting import FOREVER_S
+from .keep_alive import FOREVER_S
 from .ollama_fields import LATEST, LEVELS, SAME
 from .ollama_shape import stamp
 from .wishes import SAMPLING

@@ -21,7 +21,7 @@ from .problems import BY_PARTS, UNSUPPORTED, Problem, said
 from .streams import GONE, Listener, json_response, made
 
 if TYPE_CHECKING:
-    from .one_model import OneModel
+    from .single_model import SingleModelService
 
 PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
 A_LIST = "{} is a list of texts, of which none is empty"
@@ -45,7 +45,7 @@ class RerankAsked(Body):
 class Reranking:
     """Of one model, which `service` has."""
 
-    def __init__(self, service: OneModel) -> None:
+    def __init__(self, service: SingleModelService) -> None:
         self._service = service
 
     def routes(self) -> list[Route]:
@@ -66,7 +66,7 @@ class Reranking:
         if (count := getattr(asked, most)) is not None and count < 1:
             raise Problem(400, f"{most} is 1 or more, not {count}", param=most)
         start = partial(replies.rank, asked.query, documents, asked.instruction, choice=service.adapters.choice_of(asked.model))
-        ranked = await made(request, Listener(service.desk.ask(start), service.note, record), Ranked)
+        ranked = await made(request, Listener(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:
             return Response(status_code=GONE)
         record.made = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"

@@ -13,10 +13,10 @@ from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.text import Tokenizer
 from .custom_tools import input_of
 from .logprobs import TokenList
+from .multiple_answers import AnswerEnded
 from .problems import TOO_LONG, Problem
 from .responses_fields import COMPACTION, Names, ResponsesAsked
 from .sealing import sealed
-from .several import Ended
 from .shapes import Shape
 from .tools import CallList
 
@@ -75,10 +75,10 @@ class ResponseShape(Shape):
         """What is told when its turn has come."""
         return [self._event("response.in_progress", response=self.response(GOES_ON))]
 
-    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
+    def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
         if isinstance(event, PromptRead):
             return []
-        if isinstance(event, Ended):
+        if isinstance(event, AnswerEnded):
             return self._shortened(event.stats.text)
         if isinstance(event, Call):
             return [*self._close(), *self._called(event)]

@@ -20,9 +20,9 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ...runtime.events import Call, Done, Event, Notice, Progress, PromptRead, Stats, TextDelta
-from .desk import Job
+from .answer_queue import Job
+from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem, problem_of
-from .several import Ended, together
 from .shapes import Shape
 
 KEEP_ALIVE_S = 5.0  # without a byte
@@ -69,9 +69,9 @@ class Listener:
                 continue
             if isinstance(event, Progress):
                 self.at = f"{event.phase}: {event.done} of {event.total} {event.unit}"
-            if isinstance(event, Done | Ended):
+            if isinstance(event, Done | AnswerEnded):
                 self._ended.append(event.stats)
-                self._record.stats = together(self._ended)
+                self._record.stats = total_stats(self._ended)
                 if self._count is not None:
                     self._count(event.stats)
             return event
@@ -88,11 +88,11 @@ class Listener:
     def left(self) -> None:
         """The client has gone."""
         self._record.ending = LEFT
-        self.job.leave()
+        self.job.abandon()
 
     @property
     def comment(self) -> str:
-        before = self.job.before
+        before = self.job.ahead
         return self.at or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
 
 
@@ -101,14 +101,14 @@ async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
 
     async def collected() -> Response:
         while not isinstance(event := await listener.next(), Done):
-            if isinstance(event, PromptRead | TextDelta | Call | Ended):
+            if isinstance(event, PromptRead | TextDelta | Call | AnswerEnded):
                 shape.add(event)
         return json_response(shape.whole(event.stats))
 
     try:
         return await unless_gone(request.receive, collected(), listener.left) or Response(status_code=GONE)
     finally:
-        listener.job.leave()
+        listener.job.abandon()
 
 
 async def made(request: Request, listener: Listener, kind: type[Made]) -> Made | None:
@@ -122,7 +122,7 @@ async def made(request: Request, listener: Listener, kind: type[Made]) -> Made |
     try:
         return await unless_gone(request.receive, last(), listener.left)
     finally:
-        listener.job.leave()
+        listener.job.abandon()
 
 
 class EventStream(Response):
@@ -139,7 +139,7 @@ class EventStream(Response):
         try:
             await unless_gone(receive, self._written(), self._listener.left)
         finally:
-            self._listener.job.leave()
+            self._listener.job.abandon()
 
     async def _written(self) -> None:
         listener, shape = self._listener, self._shape
@@ -147,7 +147,7 @@ class EventStream(Response):
             while not isinstance(event := await listener.next(KEEP_ALIVE_S), Done):
                 if isinstance(event, PromptRead):
                     shape.add(event)
-                elif isinstance(event, TextDelta | Call | Ended):
+                elif isinstance(event, TextDelta | Call | AnswerEnded):
                     await self._begin()
                     await self._data(shape.add(event))
                 else:

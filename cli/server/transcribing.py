@@ -19,15 +19,15 @@ from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.senses import RATE
 from .fields import Asked, ChatAsked
 from .form_data import form_of
+from .multiple_answers import AnswerEnded, in_sequence, total_stats
 from .pictures import MOST_WAITING
 from .problems import AGAIN, BUSY, Problem, problem_of
-from .several import Ended, in_turn, together
 from .shapes import Shape
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .application import Service
+    from .application import GenerationService
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 SPOKEN = (TRANSCRIPTIONS, "/audio/transcriptions", TRANSLATIONS, "/audio/translations")
@@ -54,8 +54,8 @@ class TranscriptShape(Shape):
         self._task, self._written, self._seconds, self._format = task, written or Transcript(()), seconds, format
         self._costs: list[Stats] = []
 
-    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
-        if isinstance(event, Ended):
+    def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
+        if isinstance(event, AnswerEnded):
             return self._ended(event.stats)
         return _piece(self._written.add(event.text)) if isinstance(event, TextDelta) and event.kind == "answer" else []
 
@@ -65,13 +65,13 @@ class TranscriptShape(Shape):
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         held = self._ended(stats)
-        return [*held, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(together(self._costs))}]
+        return [*held, {"type": "transcript.text.done", "text": self._written.text, "usage": usage(total_stats(self._costs))}]
 
     def whole(self, stats: Stats) -> dict[str, object]:
         self._ended(stats)
         if self._format == VERBOSE:
             return {"task": self._task, **self._written.to_json(self._seconds)}
-        return {"text": self._written.text, "usage": usage(together(self._costs))}
+        return {"text": self._written.text, "usage": usage(total_stats(self._costs))}
 
     @property
     def plain(self) -> str:
@@ -86,7 +86,7 @@ def _piece(text: str) -> list[dict[str, object]]:
 class Transcribing:
     """Of the model of a `service`."""
 
-    def __init__(self, service: Service) -> None:
+    def __init__(self, service: GenerationService) -> None:
         self._service = service
         self._held: list[ref[np.ndarray]] = []  # samples of sounds, of which pieces are views
 
@@ -120,7 +120,7 @@ class Transcribing:
         parts = await asyncio.to_thread(writing.pieces, samples, asked.response_format in TIMED)
         shape = TranscriptShape("translate" if translates else "transcribe", writing.transcript(parts), seconds, asked.response_format)
         starts = [partial(writing.answer, piece, wanted.wish, before, wanted.variables) for piece in parts]
-        answer = await self._service.answer(request, asked, shape, in_turn(starts))
+        answer = await self._service.answer(request, asked, shape, in_sequence(starts))
         if asked.response_format in PLAIN and not asked.stream and answer.status_code == 200:
             return PlainTextResponse(shape.plain, media_type=PLAIN[asked.response_format])
         return answer

@@ -14,11 +14,11 @@ from pathlib import Path
 import psutil
 import pytest
 
-from effllm.cli.server.child import Starter
-from effllm.cli.server.lasting import NEVER
+from effllm.cli.server.keep_alive import NEVER
+from effllm.cli.server.model_pool import ModelPool, PoolLimits
+from effllm.cli.server.model_registry import RegisteredModel
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.residents import Limits, Residents
-from effllm.cli.server.shelf import Shelved
+from effllm.cli.server.worker_process import WorkerLauncher
 from effllm.runtime.events import Progress
 
 CHILD = """#!/bin/sh
@@ -48,23 +48,24 @@ def script(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def model(name: str) -> Shelved:
-    return Shelved(name, name, Path("/", name))
+def model(name: str) -> RegisteredModel:
+    return RegisteredModel(name, name, Path("/", name))
 
 
-def run(work: Callable[[Residents], Awaitable[None]], notes: list[str], silence_s: float = NEVER, **limits: object) -> None:
-    """`work` with residents, whose processes all end with it."""
+def run(work: Callable[[ModelPool], Awaitable[None]], notes: list[str], silence_s: float = NEVER, **limits: object) -> None:
+    """`work` with a pool, whose processes all end with it."""
     heard: list[Progress] = []
 
     async def whole() -> None:
-        starter = Starter([], dict(os.environ), lambda name, event: heard.append(event), lambda name, text: notes.append(text), silence_s)
-        residents = Residents(starter, Limits(**limits), notes.append)
+        starter = WorkerLauncher([], dict(os.environ), lambda name, event: heard.append(event), lambda name, text: notes.append(text),
+                                 silence_s)
+        pool = ModelPool(starter, PoolLimits(**limits), notes.append)
         try:
             async with asyncio.timeout(SOON_S):
-                await work(residents)
+                await work(pool)
         finally:
-            residents.close()
-            await residents.closed()
+            pool.close()
+            await pool.closed()
 
     asyncio.run(whole())
     assert not psutil.Process().children()
@@ -84,41 +85,41 @@ async def until(holds: Callable[[], object]) -> None:
 def test_a_load_that_hangs_is_given_up_and_the_next_one_begins() -> None:
     notes: list[str] = []
 
-    async def work(residents: Residents) -> None:
-        hung = asyncio.ensure_future(refused(residents.take(model("hung"))))
+    async def work(pool: ModelPool) -> None:
+        hung = asyncio.ensure_future(refused(pool.take(model("hung"))))
         await asyncio.sleep(0)
-        other = await residents.take(model("other"))
+        other = await pool.take(model("other"))
         problem = await hung
         assert problem.status == 500 and problem.code == "model_not_loaded" and not problem.headers
         assert "hung cannot be loaded: nothing came of it for 1 second (starting): " in problem.message
-        assert "--load-timeout" in problem.message and other.child.is_alive and residents.loaded() == [other]
+        assert "--load-timeout" in problem.message and other.child.is_alive and pool.loaded() == [other]
 
     run(work, notes, silence_s=1.0)
     assert [each.partition(":")[0] for each in notes] == ["hung is not loaded", "other is loaded"]
 
 
 def test_what_goes_on_may_take_longer() -> None:
-    async def work(residents: Residents) -> None:
+    async def work(pool: ModelPool) -> None:
         began = time.monotonic()
-        assert (await residents.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 3
+        assert (await pool.take(model("slow"))).child.at == "loading: 1 B of 9 B" and time.monotonic() - began > 3
 
     run(work, [], silence_s=3.0)
 
 
 def test_a_child_that_says_what_is_no_word_of_it_is_ended() -> None:
-    async def work(residents: Residents) -> None:
-        assert "babbling cannot be loaded: its process ended by " in (await refused(residents.take(model("babbling")))).message
+    async def work(pool: ModelPool) -> None:
+        assert "babbling cannot be loaded: its process ended by " in (await refused(pool.take(model("babbling")))).message
 
     run(work, [])
 
 
 def test_a_process_that_cannot_be_started_is_told(script: Path) -> None:
-    async def work(residents: Residents) -> None:
-        problem = await refused(residents.take(model("other")))
+    async def work(pool: ModelPool) -> None:
+        problem = await refused(pool.take(model("other")))
         assert (problem.status, problem.message) == \
             (500, "other cannot be loaded: no process can be started for it: Permission denied: the next request tries again")
         script.chmod(0o700)
-        assert (await residents.take(model("other"))).busy == 1
+        assert (await pool.take(model("other"))).busy == 1
 
     script.chmod(0o600)
     run(work, [])
@@ -128,15 +129,15 @@ def test_a_model_that_nobody_waits_for_keeps_none_from_answering() -> None:
     """Requests for one whose place another takes wait behind that, but not behind one that has no client left."""
     notes: list[str] = []
 
-    async def work(residents: Residents) -> None:
-        first = await residents.take(model("first"))
-        second = asyncio.ensure_future(residents.take(model("second")))
+    async def work(pool: ModelPool) -> None:
+        first = await pool.take(model("first"))
+        second = asyncio.ensure_future(pool.take(model("second")))
         await until(lambda: "second waits for answers of first, whose place it takes" in notes)
-        third = asyncio.ensure_future(residents.take(model("first")))
+        third = asyncio.ensure_future(pool.take(model("first")))
         await asyncio.sleep(0.05)
         assert not third.done()
         second.cancel()
-        assert await third is first and first.busy == 2 and residents.loaded() == [first] and not residents.waiting
+        assert await third is first and first.busy == 2 and pool.loaded() == [first] and not pool.waiting
 
     run(work, notes, most=1)
     assert notes[-1] == "second is not loaded: nobody waits for it any more"
@@ -146,17 +147,17 @@ def test_who_comes_later_does_not_go_first() -> None:
     """A model that answers is not ended, and the next request for it waits until the one before has had its place."""
     notes: list[str] = []
 
-    async def work(residents: Residents) -> None:
-        first = await residents.take(model("first"))
-        second = asyncio.ensure_future(residents.take(model("second")))
+    async def work(pool: ModelPool) -> None:
+        first = await pool.take(model("first"))
+        second = asyncio.ensure_future(pool.take(model("second")))
         await until(lambda: "second waits for answers of first, whose place it takes" in notes)
-        third = asyncio.ensure_future(residents.take(model("first")))
+        third = asyncio.ensure_future(pool.take(model("first")))
         await asyncio.sleep(0.02)
-        assert residents.waiting == 2 and not second.done() and not third.done() and first.child.is_alive
-        residents.give_back(first)
-        residents.give_back(await second)
+        assert pool.waiting == 2 and not second.done() and not third.done() and first.child.is_alive
+        pool.give_back(first)
+        pool.give_back(await second)
         again = await third
-        assert again is not first and residents.loaded() == [again] and not residents.waiting
+        assert again is not first and pool.loaded() == [again] and not pool.waiting
 
     run(work, notes, most=1)
     assert [each.partition(":")[0] for each in notes if " waits " not in each] == \
@@ -167,14 +168,14 @@ def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_
     """Every request of some programs says for how long: the one that was under way took back that another person had ended the model."""
     notes: list[str] = []
 
-    async def work(residents: Residents) -> None:
-        first = await residents.take(model("first"))
-        assert await residents.take(model("first")) is first and residents.let_go(model("first"))
-        residents.give_back(first, NEVER)
-        assert residents.loaded() == [first] and first.child.is_alive, "an answer runs"
-        residents.give_back(first, 300.0)
-        await until(lambda: not residents.loaded())
-        assert (await residents.take(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
+    async def work(pool: ModelPool) -> None:
+        first = await pool.take(model("first"))
+        assert await pool.take(model("first")) is first and pool.let_go(model("first"))
+        pool.give_back(first, NEVER)
+        assert pool.loaded() == [first] and first.child.is_alive, "an answer runs"
+        pool.give_back(first, 300.0)
+        await until(lambda: not pool.loaded())
+        assert (await pool.take(model("first"))).keep_s == NEVER, "whoever asks next has it as it was"
 
     run(work, notes)
     assert [each.partition(":")[0] for each in notes] == ["first is loaded", "first is ended", "first is loaded"]
@@ -183,9 +184,9 @@ def test_what_is_let_go_ends_behind_its_answers_however_long_these_wanted_it_to_
 def test_a_child_that_dies_while_it_waits_for_its_place_is_told_at_once() -> None:
     notes: list[str] = []
 
-    async def work(residents: Residents) -> None:
-        await residents.take(model("first"))
-        second = asyncio.ensure_future(refused(residents.take(model("second"))))
+    async def work(pool: ModelPool) -> None:
+        await pool.take(model("first"))
+        second = asyncio.ensure_future(refused(pool.take(model("second"))))
         await until(lambda: "second waits for answers of first, whose place it takes" in notes)
         for each in psutil.Process().children():
             if "--name=second" in each.cmdline():
@@ -199,24 +200,24 @@ def test_ends_and_requests_that_come_at_once() -> None:
     """Two models by turns in one place, kept for no moment: whoever takes one has a process that lives, until it is given back."""
     notes, chance = [], random.Random(7)
 
-    async def client(residents: Residents, number: int) -> None:
+    async def client(pool: ModelPool, number: int) -> None:
         await asyncio.sleep(chance.random() * 0.3)
-        taking = asyncio.ensure_future(residents.take(model("ab"[number % 2])))
+        taking = asyncio.ensure_future(pool.take(model("ab"[number % 2])))
         if number % 5 == 0:  # leaves before
             await asyncio.sleep(0.01)
             if taking.cancel():
                 with contextlib.suppress(asyncio.CancelledError):
                     await taking
                 return
-        resident = await taking
+        loaded = await taking
         for _ in range(3):
-            assert resident.child.is_alive and resident.model.name == "ab"[number % 2] and len(residents.loaded()) == 1
+            assert loaded.child.is_alive and loaded.model.name == "ab"[number % 2] and len(pool.loaded()) == 1
             await asyncio.sleep(chance.random() * 0.01)
-        residents.give_back(resident)
+        pool.give_back(loaded)
 
-    async def work(residents: Residents) -> None:
-        await asyncio.gather(*(client(residents, number) for number in range(60)))
-        await until(lambda: not residents.loaded() and not residents.waiting)
+    async def work(pool: ModelPool) -> None:
+        await asyncio.gather(*(client(pool, number) for number in range(60)))
+        await until(lambda: not pool.loaded() and not pool.waiting)
 
     run(work, notes, most=1, keep_s=0.0, waiting=100)
     count = sum(" is loaded" in each for each in notes)

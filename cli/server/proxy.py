@@ -12,39 +12,39 @@ import h11
 from .ollama_fields import WAITED
 
 ADDRESS = "127.0.0.1"
-PIECE = 1 << 16  # bytes read at once
+READ_NBYTES = 1 << 16  # bytes read at once
 # Of one connection, not of what is passed on; or each side's own.
-OWN = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
+HOP_BY_HOP = frozenset((b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade", b"date"))
 # What the server in front has judged, and what it says itself.
-JUDGED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"x-goog-api-key", b"content-length", b"expect",
-                    b"sec-fetch-site", b"sec-fetch-mode", WAITED.encode()))
+REPLACED = frozenset((b"host", b"origin", b"authorization", b"x-api-key", b"x-goog-api-key", b"content-length", b"expect",
+                      b"sec-fetch-site", b"sec-fetch-mode", WAITED.encode()))
 Headers = Iterable[tuple[bytes, bytes]]
 
 
-class Broken(Exception):
+class UpstreamLost(Exception):
     """The connection ended before the answer did, or could not be had."""
 
 
 @dataclass(frozen=True)
-class Answer:
+class UpstreamResponse:
     status: int
     headers: list[tuple[bytes, bytes]]
     pieces: AsyncIterator[bytes]
 
 
 @contextlib.asynccontextmanager
-async def passed_on(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes,
-                    waited_ns: int) -> AsyncIterator[Answer]:
+async def proxied(port: int, key: str, method: str, target: bytes, headers: Headers, body: bytes,
+                  waited_ns: int) -> AsyncIterator[UpstreamResponse]:
     """Ask, behind so long a wait, and what comes back, as long as it is looked at: whoever leaves it ends the answer. Raises Broken."""
     try:
         reader, writer = await asyncio.open_connection(ADDRESS, port)
     except OSError as error:
-        raise Broken from error
+        raise UpstreamLost from error
     connection = h11.Connection(h11.CLIENT)
     try:
         own = [(b"host", f"{ADDRESS}:{port}".encode()), (b"authorization", f"Bearer {key}".encode()), (b"connection", b"close"),
                (b"content-length", str(len(body)).encode()), (WAITED.encode(), str(waited_ns).encode())]
-        kept = [(name, value) for name, value in headers if name.lower() not in OWN | JUDGED]
+        kept = [(name, value) for name, value in headers if name.lower() not in HOP_BY_HOP | REPLACED]
         for event in (h11.Request(method=method, target=target, headers=own + kept), h11.Data(data=body), h11.EndOfMessage()):
             writer.write(connection.send(event))
         try:
@@ -53,8 +53,9 @@ async def passed_on(port: int, key: str, method: str, target: bytes, headers: He
             while isinstance(head, h11.InformationalResponse):
                 head = await _next(connection, reader)
         except OSError as error:
-            raise Broken from error
-        yield Answer(head.status_code, [(name, value) for name, value in head.headers if name not in OWN], _pieces(connection, reader))
+            raise UpstreamLost from error
+        yield UpstreamResponse(head.status_code, [(name, value) for name, value in head.headers if name not in HOP_BY_HOP],
+                               _pieces(connection, reader))
     finally:
         writer.transport.abort()
 
@@ -67,9 +68,9 @@ async def _pieces(connection: h11.Connection, reader: asyncio.StreamReader) -> A
 async def _next(connection: h11.Connection, reader: asyncio.StreamReader) -> h11.Event:
     try:
         while (event := connection.next_event()) is h11.NEED_DATA:
-            connection.receive_data(await reader.read(PIECE))
+            connection.receive_data(await reader.read(READ_NBYTES))
     except (h11.RemoteProtocolError, OSError) as error:
-        raise Broken from error
+        raise UpstreamLost from error
     if not isinstance(event, h11.Response | h11.InformationalResponse | h11.Data | h11.EndOfMessage):  # it hung up
-        raise Broken
+        raise UpstreamLost
     return event

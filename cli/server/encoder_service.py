@@ -17,8 +17,8 @@ from .gemini_models import GENERATED
 from .llama_paths import TokenPaths
 from .lm_studio_chat import CHAT as LM_CHAT
 from .ollama import OllamaEncoder
-from .one_model import CHATS, COUNTED, TEXTS, OneModel
 from .problems import MESSAGES, OLLAMA, UNSUPPORTED, Problem
+from .single_model import CHATS, COUNTED, TEXTS, SingleModelService
 
 WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-template",
            "/v1/responses", "/responses", *COUNTED, *COMPACT, MESSAGES, f"{MESSAGES}/count_tokens", f"{OLLAMA}chat", f"{OLLAMA}generate",
@@ -26,7 +26,7 @@ WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-tem
 
 
 @dataclass
-class EncodingService(OneModel):
+class EncoderService(SingleModelService):
     """An encoder. It has no page for browsers, which shows a chat."""
 
     replies: Encodings

@@ -18,8 +18,8 @@ from starlette.routing import Route
 from ... import EffllmError
 from . import page
 from .adapters import Adapters
+from .answer_queue import AnswerQueue
 from .bodies import read
-from .desk import Desk
 from .embeddings import Embeddings
 from .fields import UNNAMED, Kind
 from .guard import RECORD
@@ -43,12 +43,12 @@ COUNTED = ("/v1/responses/input_tokens", "/responses/input_tokens", "/v1/chat/co
 
 
 @dataclass
-class OneModel:
+class SingleModelService:
     """One model by its `name`. `also` are other names that it is asked for by, None: any; `note` is told what the engine remarks;
     `shows_page`: to browsers."""
 
     replies: Replies | Encodings
-    desk: Desk
+    answer_queue: AnswerQueue
     name: str
     note: Callable[[str], None]
     also: frozenset[str] | None = frozenset()
@@ -71,7 +71,7 @@ class OneModel:
         return [*page.routes(self.greeting, self.shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                 *(get(path, self.models) for path in ("/v1/models", "/models")),
                 *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-                *Embeddings(self.replies, self.desk, self.name, self.note, self.demand_model, self.adapters).routes(),
+                *Embeddings(self.replies, self.answer_queue, self.name, self.note, self.demand_model, self.adapters).routes(),
                 *Reranking(self).routes()]
 
     @property
@@ -80,9 +80,9 @@ class OneModel:
                 "look here for the words \"Ollama is running\"\n")
 
     async def health(self, request: Request) -> Response:
-        if self.desk.is_closed:
+        if self.answer_queue.is_closed:
             raise closing()
-        return json_response({"status": "ok", "waiting": self.desk.waiting})
+        return json_response({"status": "ok", "waiting": self.answer_queue.waiting})
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(), *map(self._card, self.adapters.models)]

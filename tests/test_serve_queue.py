@@ -10,12 +10,12 @@ import pytest
 from served import MINUTE
 from test_serve_parts import DONE
 
-from effllm.cli.server.desk import Desk
+from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.problems import Problem
 from effllm.runtime.events import Event, TextDelta, Turn
 
 
-def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:
+def test_who_reads_the_end_finds_the_place_free(answer_queue: AnswerQueue) -> None:
     """What the engine puts down behind its last event is put down when that is told: the next request may look."""
     put_down = threading.Event()
 
@@ -26,26 +26,26 @@ def test_who_reads_the_end_finds_the_place_free(desk: Desk) -> None:
         put_down.set()
 
     async def test() -> None:
-        job = desk.ask(answer)
+        job = answer_queue.submit(answer)
         assert [await job.next(MINUTE), await job.next(MINUTE)] == [TextDelta("yes"), DONE]
-        assert put_down.is_set() and job not in desk._jobs and desk.running == 0
+        assert put_down.is_set() and job not in answer_queue._jobs and answer_queue.running == 0
 
     asyncio.run(test())
 
 
-def test_a_client_that_does_not_read_keeps_no_place_in_the_line(desk: Desk) -> None:
+def test_a_client_that_does_not_read_keeps_no_place_in_the_line(answer_queue: AnswerQueue) -> None:
     async def test() -> None:
-        job = desk.ask(lambda left: iter([TextDelta("yes"), DONE]))
+        job = answer_queue.submit(lambda left: iter([TextDelta("yes"), DONE]))
         end = time.monotonic() + MINUTE
-        while job in desk._jobs and time.monotonic() < end:
+        while job in answer_queue._jobs and time.monotonic() < end:
             await asyncio.sleep(0.01)
-        assert not desk._jobs and [await job.next(MINUTE), await job.next(MINUTE)] == [TextDelta("yes"), DONE]
+        assert not answer_queue._jobs and [await job.next(MINUTE), await job.next(MINUTE)] == [TextDelta("yes"), DONE]
 
     asyncio.run(test())
 
 
 def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> None:
-    several, began = Desk(most_waiting=1, parallel=2), []
+    several, began = AnswerQueue(max_waiting=1, parallel=2), []
 
     def answer(name: str, ends: threading.Event, left: Callable[[], bool]) -> Iterator[Event]:
         began.append(name)
@@ -56,17 +56,17 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
 
     async def test() -> None:
         ends = [threading.Event() for _ in range(3)]
-        one, two, three = (several.ask(partial(answer, name, end)) for name, end in zip("abc", ends, strict=True))
-        assert [job.before for job in (one, two, three)] == [0, 0, 1] and several.waiting == 1
-        with pytest.raises(Problem, match="1 answers wait already"):
-            several.ask(partial(answer, "d", ends[0]))
+        one, two, three = (several.submit(partial(answer, name, end)) for name, end in zip("abc", ends, strict=True))
+        assert [job.ahead for job in (one, two, three)] == [0, 0, 1] and several.waiting == 1
+        with pytest.raises(Problem, match="the queue is full .1 waiting"):
+            several.submit(partial(answer, "d", ends[0]))
         for _ in range(3):  # side by side
             assert [await job.next(MINUTE) for job in (one, two)] == [TextDelta("a"), TextDelta("b")]
         assert began == ["a", "b"]
         ends[1].set()
-        assert await three.next(MINUTE) == TextDelta("c") and several.waiting == 0 and three.before == 0
-        one.leave()
-        three.leave()
+        assert await three.next(MINUTE) == TextDelta("c") and several.waiting == 0 and three.ahead == 0
+        one.abandon()
+        three.abandon()
         end = time.monotonic() + MINUTE
         while several._rounds and time.monotonic() < end:
             await asyncio.sleep(0.01)
@@ -76,4 +76,4 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
         asyncio.run(test())
     finally:
         several.close()
-    assert several.ended(MINUTE)
+    assert several.join(MINUTE)

@@ -27,7 +27,7 @@ STALE_S = 60.0  # after which headers are read again, though no name has come or
 
 
 @dataclass(frozen=True)
-class Shelved:
+class RegisteredModel:
     """A model that can be loaded. `name` is what answers call it, `typed` what a command line does; `folder` and `variant` (a format that
     it is quantized to as it is loaded) say whether two names mean one. `facts` is what its headers tell, where they were read."""
 
@@ -42,7 +42,7 @@ class Shelved:
         return os.path.abspath(self.folder), self.variant
 
 
-class Shelf:
+class ModelRegistry:
     """`only`: the models that it was given; None for all on this machine. Methods read the disk, for tens of milliseconds: none is for the
     thread of the loop."""
 
@@ -50,11 +50,11 @@ class Shelf:
         self._variables = variables
         self._only = None if only is None else [*only]
         self._lock = threading.Lock()
-        self._listed: list[Shelved] = []
+        self._listed: list[RegisteredModel] = []
         self._names: list[str] = []
         self._read = 0.0
 
-    def models(self) -> list[Shelved]:
+    def models(self) -> list[RegisteredModel]:
         """All of them, in the order of `effllm list`."""
         with self._lock:
             names = model_names(self._variables)
@@ -62,7 +62,7 @@ class Shelf:
                 self._listed, self._names, self._read = self._look(), names, time.monotonic()
             return self._listed
 
-    def find(self, name: str) -> Shelved:
+    def find(self, name: str) -> RegisteredModel:
         """The model that is called so. Raises Problem."""
         models = self.models()
         for each in models:
@@ -77,13 +77,13 @@ class Shelf:
             if (theirs := next((each for each in models if each.typed.lower() == called), None)) is not None:
                 return theirs
             raise self._missing(name, unknown if name.startswith(SPELLED) else said(error)) from error
-        found = Shelved(" ".join(name.split()), name, ref.folder, ref.variant)
+        found = RegisteredModel(" ".join(name.split()), name, ref.folder, ref.variant)
         known = next((each for each in models if each.key == found.key), None)
         if known is None and (self._only is not None or is_path or not self._is_named(ref)):
             raise self._missing(name, unknown)
         return known or found
 
-    def _look(self) -> list[Shelved]:
+    def _look(self) -> list[RegisteredModel]:
         here = local_models(self._variables)
         if self._only is None:
             return called([(each.name, each.folder, None, each) for each in here])
@@ -102,10 +102,10 @@ class Shelf:
                        f"there is no model {name!r:.100} here: this server has {some}", param="model", code="model_not_found")
 
 
-def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[Shelved]:
+def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) -> list[RegisteredModel]:
     """Models by (what is typed, folder, variant, facts): one that is typed as a path is called by the end of it that no other has, since
     no answer names a folder of this machine. One that is typed twice is one."""
-    made: dict[str, Shelved] = {}
+    made: dict[str, RegisteredModel] = {}
     for typed, folder, variant, facts in {each[:3]: each for each in models}.values():
         path = Path(typed).expanduser()
         ends = [typed]
@@ -113,5 +113,5 @@ def called(models: Iterable[tuple[str, Path, str | None, LocalModel | None]]) ->
             parts = Path(os.path.abspath(path)).parts[1:]  # of a link its own name, not that of where it leads
             ends = ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
         name = next((each for each in ends if each not in made), typed)
-        made.setdefault(name, Shelved(" ".join(name.split()), typed, folder, variant, facts))
+        made.setdefault(name, RegisteredModel(" ".join(name.split()), typed, folder, variant, facts))
     return [*made.values()]

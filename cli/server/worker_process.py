@@ -16,15 +16,15 @@ from typing import Any
 from ... import EffllmError
 from ...offload.size import format_size
 from ...runtime.events import Progress
-from .lasting import NEVER
-from .lasting import in_words as time_in_words
-from .overseen import FAILED, GO, LISTENING, PLANNED, PROGRESS, RAM
+from .keep_alive import NEVER
+from .keep_alive import format_duration as time_in_words
+from .worker import FAILED, GO, LISTENING, PLANNED, PROGRESS, RAM
 
 LONGEST_LINE = 1 << 20  # bytes
 END_S = 10.0  # in which a child that was asked to end does: answers that run have ended before, so it has nothing to do
 
 
-class ModelFailed(EffllmError):
+class ModelLoadError(EffllmError):
     """A model's process could not plan or load it. `exit_code` is the one that the command would have ended with."""
 
     def __init__(self, message: str, hint: str = "", exit_code: int = 1) -> None:
@@ -33,7 +33,7 @@ class ModelFailed(EffllmError):
 
 
 @dataclass(frozen=True)
-class Starter:
+class WorkerLauncher:
     """How children are started: by the words behind `serve`, with these variables. `progress` and `note` are told, by the model's name,
     what they do and what they say at the terminal. One that is to plan or to load and says nothing for `silence_s` seconds hangs."""
 
@@ -43,22 +43,22 @@ class Starter:
     note: Callable[[str, str], None]
     silence_s: float = NEVER
 
-    async def start(self, name: str, typed: str) -> Child:
-        """The process of the model that is `typed` on a command line, and called `name`. Raises ModelFailed."""
+    async def start(self, name: str, typed: str) -> WorkerProcess:
+        """The process of the model that is `typed` on a command line, and called `name`. Raises ModelLoadError."""
         try:
             process = await asyncio.create_subprocess_exec(
-                sys.executable, "-P", "-m", f"{__package__}.overseen", "serve", *self.flags, f"--name={name}", "--", typed,
+                sys.executable, "-P", "-m", f"{__package__}.worker", "serve", *self.flags, f"--name={name}", "--", typed,
                 stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LONGEST_LINE,
                 env=self.variables, start_new_session=True)  # else Ctrl-C would reach it before its parent has told the clients
         except OSError as error:
-            raise ModelFailed(f"no process can be started for it: {error.strerror}", "the next request tries again") from error
-        return Child(name, process, self)
+            raise ModelLoadError(f"no process can be started for it: {error.strerror}", "the next request tries again") from error
+        return WorkerProcess(name, process, self)
 
 
-class Child:
+class WorkerProcess:
     """`at` is what it is at, in words; `ended` is done when it has."""
 
-    def __init__(self, name: str, process: asyncio.subprocess.Process, starter: Starter) -> None:
+    def __init__(self, name: str, process: asyncio.subprocess.Process, starter: WorkerLauncher) -> None:
         self.name, self.at, self.port = name, "starting", 0
         self._process, self._starter = process, starter
         self._said: asyncio.Queue[dict[str, Any] | None] = asyncio.Queue()
@@ -74,12 +74,12 @@ class Child:
         return not self.ended.done() and self._process.returncode is None
 
     async def planned(self, ram: int) -> int:
-        """Bytes of memory that the model takes within `ram`. Raises ModelFailed."""
+        """Bytes of memory that the model takes within `ram`. Raises ModelLoadError."""
         self._tell({RAM: ram})
         return (await self._next(PLANNED))["nbytes"]
 
     async def loaded(self) -> dict[str, Any]:
-        """Load it, and say where it listens: `port`, `context`, `parallel`, `nbytes`. Raises ModelFailed."""
+        """Load it, and say where it listens: `port`, `context`, `parallel`, `nbytes`. Raises ModelLoadError."""
         self._tell({GO: True})
         said = await self._next(LISTENING)
         self.port = said["port"]
@@ -119,21 +119,21 @@ class Child:
         said = await self._unless_it_hangs()
         if said is None:
             await asyncio.wait((self.ended,))
-            raise ModelFailed(f"its process ended {self.how_it_ended()} before it was loaded", "the next request starts it again")
+            raise ModelLoadError(f"its process ended {self.how_it_ended()} before it was loaded", "the next request starts it again")
         if FAILED in said:
-            raise ModelFailed(**{"exit_code" if key == "code" else key: value for key, value in said[FAILED].items()})
+            raise ModelLoadError(**{"exit_code" if key == "code" else key: value for key, value in said[FAILED].items()})
         return said[kind]
 
     async def _unless_it_hangs(self) -> dict[str, Any] | None:
-        """What it says next; None where it ends. Raises ModelFailed, and ends it, where nothing is heard of it for too long."""
+        """What it says next; None where it ends. Raises ModelLoadError, and ends it, where nothing is heard of it for too long."""
         self._heard, silence_s = time.monotonic(), self._starter.silence_s
         while (left_s := self._heard + silence_s - time.monotonic()) > 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(None if left_s == NEVER else left_s):
                     return await self._said.get()
         self._kill()  # what hangs does not end in order
-        raise ModelFailed(f"nothing came of it for {time_in_words(silence_s)} ({self.at})",
-                          "the next request tries again; --load-timeout gives it longer")
+        raise ModelLoadError(f"nothing came of it for {time_in_words(silence_s)} ({self.at})",
+                             "the next request tries again; --load-timeout gives it longer")
 
     async def _live(self) -> None:
         """Follow it until it ends. Whatever goes wrong here, it does not outlive that, and nobody waits for what it would have said."""

@@ -30,27 +30,27 @@ from .form_data import parts_of
 from .gemini_models import GENERATED, in_list
 from .gemini_models import PATHS as GEMINI
 from .gemini_shape import GeminiShape
-from .lasting import seconds_of
+from .keep_alive import parse_keep_alive
 from .llama_paths import refuse_change
 from .llama_shape import LlamaShape
 from .lm_studio_chat import CHAT as LM_CHAT
 from .lm_studio_chat import LmStudioShape
 from .messages_fields import MessagesAsked
 from .messages_shape import MessageShape
+from .model_pool import LoadedModel, ModelPool
+from .model_registry import ModelRegistry, RegisteredModel
 from .ollama_fields import untagged
-from .ollama_front import OllamaFront
+from .ollama_router import OllamaRouter
 from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
-from .one_model import CHATS, COUNTED, TEXTS, on_left, on_path, on_problem
-from .passing import Broken, passed_on
 from .problems import LM_STUDIO, MESSAGES, OLLAMA, Problem, closing
-from .relaying import Glance, Relay, Search
+from .proxy import UpstreamLost, proxied
+from .relay import Relay, RelayIfLoaded, RelayToHolder
 from .reranking import PATHS as RERANKING
-from .residents import Resident, Residents
 from .responses_fields import ResponsesAsked
 from .responses_paths import CANCEL, CONVERSATIONS, END, TOLD_AGAIN
 from .responses_shape import ResponseShape
 from .shapes import ChatShape, Shape, TextShape
-from .shelf import Shelf, Shelved
+from .single_model import CHATS, COUNTED, TEXTS, on_left, on_path, on_problem
 from .streams import json_response
 from .transcribing import SPOKEN, TranscriptShape, fields_of
 
@@ -58,7 +58,7 @@ GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's un
             "under /api, whose programs look here for the words \"Ollama is running\"\n")
 
 
-class Named(Body):
+class RoutingFields(Body):
     """What is read here of a request that is passed on."""
 
     not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the model's server judges
@@ -76,7 +76,7 @@ def response_shape(name: str, body: bytes) -> Shape:
 
 
 @dataclass(frozen=True)
-class Passed:
+class ProxiedPaths:
     """Paths of requests that models answer. `shape`: of their streams, given the model's name and the body; None where they have no
     stream, which then begins when the model does. `streams`: without being asked to, as Ollama's do."""
 
@@ -85,26 +85,26 @@ class Passed:
     streams: bool = False
 
 
-PASSED = (Passed(CHATS, lambda name, body: ChatShape(name)),
-          Passed(TEXTS, lambda name, body: TextShape(name)),
-          Passed(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
-          Passed(("/v1/responses", "/responses"), response_shape),
-          Passed((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
-          Passed((LM_CHAT,), lambda name, body: LmStudioShape(name)),
-          Passed((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
-          Passed((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
-          Passed(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
-          Passed(RERANKING),
-          Passed((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
+PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatShape(name)),
+          ProxiedPaths(TEXTS, lambda name, body: TextShape(name)),
+          ProxiedPaths(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
+          ProxiedPaths(("/v1/responses", "/responses"), response_shape),
+          ProxiedPaths((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
+          ProxiedPaths((LM_CHAT,), lambda name, body: LmStudioShape(name)),
+          ProxiedPaths((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
+          ProxiedPaths((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
+          ProxiedPaths(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
+          ProxiedPaths(RERANKING),
+          ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
 TOLD = ("/props",)  # of a model by its name in the query, which is loaded for it
 GLANCED = ("/slots", "/metrics")  # nothing is loaded for these, and asking them is no use of a model: whoever watches asks for ever
 
 
 @dataclass(frozen=True)
-class State:
+class ModelState:
     """One model, as lists have it: None of what is not so. `since`, `until`: in seconds since 1970."""
 
-    model: Shelved
+    model: RegisteredModel
     context: int | None
     nbytes: int | None = None
     since: float | None = None
@@ -112,11 +112,12 @@ class State:
     is_loading: bool = False
 
 
-class Front:
+class Router:
     """`key` is what the servers of models ask for; `most_context` what a person lets each have; `shows_page`: to browsers."""
 
-    def __init__(self, shelf: Shelf, residents: Residents, key: str, most_context: int | None = None, shows_page: bool = True) -> None:
-        self.shelf, self.residents, self.key, self._most_context, self._shows_page = shelf, residents, key, most_context, shows_page
+    def __init__(self, registry: ModelRegistry, pool: ModelPool, key: str, most_context: int | None = None,
+                 shows_page: bool = True) -> None:
+        self.registry, self.pool, self.key, self._most_context, self._shows_page = registry, pool, key, most_context, shows_page
         self._created, self._holding = int(time.time()), set[asyncio.Task[None]]()
 
     def application(self) -> Starlette:
@@ -124,35 +125,35 @@ class Front:
         routes = [*page.routes(GREETING, self._shows_page), *(get(path, self.health) for path in ("/health", "/v1/health")),
                   *(get(path, self.models) for path in ("/v1/models", "/models")),
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
-                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PASSED for path in passed.paths),
+                  *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PROXIED for path in passed.paths),
                   *(Route(path, self.pass_gemini, methods=["POST"]) for path in GEMINI),
                   *(Route(path, self.pass_form, methods=["POST"]) for path in SPOKEN),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
                   *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*TOLD_AGAIN, CANCEL)),
-                  Route(CONVERSATIONS, self.begin, methods=["POST"]), *OllamaFront(self).routes(),
+                  Route(CONVERSATIONS, self.begin, methods=["POST"]), *OllamaRouter(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
                                                             ClientDisconnect: on_left, Exception: on_problem})
 
     async def health(self, request: Request) -> Response:
-        if self.residents.is_closed:
+        if self.pool.is_closed:
             raise closing()
-        return json_response({"status": "ok", "waiting": self.residents.waiting})
+        return json_response({"status": "ok", "waiting": self.pool.waiting})
 
-    async def states(self) -> list[State]:
+    async def states(self) -> list[ModelState]:
         """All models, loaded or not: what lists of any API are made of."""
-        models = await asyncio.to_thread(self.shelf.models)
+        models = await asyncio.to_thread(self.registry.models)
         here = {each.key for each in models}
-        others = [each.model for each in self.residents.loaded() if each.model.key not in here]  # by names that no list has
+        others = [each.model for each in self.pool.loaded() if each.model.key not in here]  # by names that no list has
         return [self.state(each) for each in (*models, *others)]
 
-    def state(self, model: Shelved) -> State:
-        resident = self.residents.find(model)
-        if resident is not None:
-            return State(model, resident.context, resident.nbytes, resident.since, resident.until)
+    def state(self, model: RegisteredModel) -> ModelState:
+        loaded = self.pool.find(model)
+        if loaded is not None:
+            return ModelState(model, loaded.context, loaded.nbytes, loaded.since, loaded.until)
         contexts = [each for each in (model.facts and model.facts.context, self._most_context) if each]
-        return State(model, min(contexts, default=None), is_loading=self.residents.is_loading(model))
+        return ModelState(model, min(contexts, default=None), is_loading=self.pool.is_loading(model))
 
     async def models(self, request: Request) -> Response:
         cards = [self._card(each) for each in await self.states()]
@@ -160,10 +161,10 @@ class Front:
         return json_response({"object": "list", "data": cards, "has_more": False, "first_id": first, "last_id": last})
 
     async def model(self, request: Request) -> Response:
-        found = await asyncio.to_thread(self.shelf.find, request.path_params["name"])
+        found = await asyncio.to_thread(self.registry.find, request.path_params["name"])
         return json_response(self._card(self.state(found)))
 
-    def _card(self, state: State) -> dict[str, object]:
+    def _card(self, state: ModelState) -> dict[str, object]:
         """A model as OpenAI's and Anthropic's lists have it, with llama-server's word for whether it is loaded, and
         whether it writes text."""
         made, name, facts = self._created, state.model.name, state.model.facts
@@ -175,28 +176,28 @@ class Front:
 
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""
-        asked = await read(request, Named)
-        resident = await self.residents.take(await self.meant(asked.model))
-        self.residents.give_back(resident, keep_of(asked))
+        asked = await read(request, RoutingFields)
+        loaded = await self.pool.take(await self.meant(asked.model))
+        self.pool.give_back(loaded, keep_of(asked))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
-        await self.let_go((await read(request, Named)).model, "model")
+        await self.let_go((await read(request, RoutingFields)).model, "model")
         return json_response({"success": True})
 
-    async def let_go(self, name: str | None, param: str) -> Shelved:
+    async def let_go(self, name: str | None, param: str) -> RegisteredModel:
         """End a model behind the answers that run. Raises Problem."""
         model = await self.meant(name)
-        if not self.residents.let_go(model):
+        if not self.pool.let_go(model):
             raise Problem(400, f"{model.name} is not loaded", param=param, hint="it takes no memory, so there is nothing to unload")
         return model
 
-    async def pass_on(self, passed: Passed, request: Request) -> Response:
+    async def pass_on(self, passed: ProxiedPaths, request: Request) -> Response:
         body = await body_of(request)
-        asked = await asyncio.to_thread(parsed, Named, body)
+        asked = await asyncio.to_thread(parsed, RoutingFields, body)
         model, keep_s = await self.meant(asked.model), keep_of(asked)
         if passed.streams and keep_s == 0 and not asked.messages and not asked.prompt:  # which is how `ollama stop` says it
-            self.residents.let_go(model)
+            self.pool.let_go(model)
             return json_response(passed.shape(asked.model or model.name, body).loaded(UNLOAD))
         streams = passed.streams if asked.stream is None else asked.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
@@ -219,54 +220,54 @@ class Front:
     async def act_on_slot(self, request: Request) -> Response:
         """Its body may be empty, and the model named in the query."""
         body = await body_of(request)
-        named = (await asyncio.to_thread(parsed, Named, body)).model if body.strip() else None
+        named = (await asyncio.to_thread(parsed, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def begin(self, request: Request) -> Response:
         """A conversation is with one model, whose server holds it."""
         body = await body_of(request)
-        named = (await asyncio.to_thread(parsed, Named, body)).model if body.strip() else None
+        named = (await asyncio.to_thread(parsed, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def search(self, request: Request) -> Response:
         """Of what is named without its model: the server that holds it tells it."""
-        return Search(self, await body_of(request))
+        return RelayToHolder(self, await body_of(request))
 
     async def glance(self, request: Request) -> Response:
-        return Glance(self, await self.meant(request.query_params.get("model")), None, b"", None)
+        return RelayIfLoaded(self, await self.meant(request.query_params.get("model")), None, b"", None)
 
-    def give_back(self, resident: Resident, keep_s: float | None, held: str | None) -> None:
+    def give_back(self, loaded: LoadedModel, keep_s: float | None, held: str | None) -> None:
         """A model, behind an answer. What goes on in the background, `held` by a name, is waited for."""
         if held is None:
-            self.residents.give_back(resident, keep_s)
+            self.pool.give_back(loaded, keep_s)
         else:
-            self._holding.add(task := asyncio.ensure_future(self._hold(resident, keep_s, held)))
+            self._holding.add(task := asyncio.ensure_future(self._hold(loaded, keep_s, held)))
             task.add_done_callback(self._holding.discard)
 
-    async def _hold(self, resident: Resident, keep_s: float | None, name: str) -> None:
+    async def _hold(self, loaded: LoadedModel, keep_s: float | None, name: str) -> None:
         try:
-            with contextlib.suppress(Broken):
-                async with passed_on(resident.child.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
+            with contextlib.suppress(UpstreamLost):
+                async with proxied(loaded.child.port, self.key, "GET", END.format(name=name).encode(), (), b"", 0) as answer:
                     await anext(answer.pieces, None)
         finally:
-            self.residents.give_back(resident, keep_s)
+            self.pool.give_back(loaded, keep_s)
 
-    async def meant(self, name: str | None) -> Shelved:
+    async def meant(self, name: str | None) -> RegisteredModel:
         """The model that a request is for. Raises Problem."""
         if (name := untagged(name or "")) and not UNNAMED.fullmatch(name):
-            return self.residents.named(name) or await asyncio.to_thread(self.shelf.find, name)
-        loaded = self.residents.loaded()
+            return self.pool.named(name) or await asyncio.to_thread(self.registry.find, name)
+        loaded = self.pool.loaded()
         if len(loaded) != 1:
             which = "none is loaded" if not loaded else f"{len(loaded)} are loaded"
             raise Problem(400, f"model is missing, and {which}: name one of those that /v1/models lists", param="model")
         return loaded[0].model
 
 
-def keep_of(asked: Named) -> float | None:
+def keep_of(asked: RoutingFields) -> float | None:
     """How long a request wants its model to stay. Raises Problem."""
     if asked.keep_alive is None:
         return None
     try:
-        return seconds_of(asked.keep_alive)
+        return parse_keep_alive(asked.keep_alive)
     except ValueError:
         raise Problem(400, "keep_alive is seconds, or a time as \"5m\"; negative is for ever", param="keep_alive") from None

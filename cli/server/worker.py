@@ -1,4 +1,4 @@
-"""One model's server as the child of a server of several (`python -m effllm.cli.server.overseen serve MODEL …`): the same command, which
+"""One model's server as the child of a server of several (`python -m effllm.cli.server.worker serve MODEL …`): the same command, which
 beside that says on stdout, a JSON object a line, how far it is, and is told on stdin how much memory it may plan with and when to load.
 
 Its stdin stays open as long as the parent lives. When that ends, however it does, the system closes the pipe, and the child ends too.
@@ -34,7 +34,7 @@ RAM, GO = "ram", "go"  # what the parent says
 PLANNED, PROGRESS, LISTENING, FAILED = "planned", "progress", "listening", "failed"  # what the child says
 
 
-class Overseer:
+class RouterLink:
     """The parent, as the child knows it."""
 
     def __init__(self, environment: Environment) -> None:
@@ -47,10 +47,10 @@ class Overseer:
 
     def screen(self) -> Screen:
         """Remarks go to stderr, which the parent reads; progress to the parent."""
-        return OverseenScreen(self._environment, lambda event: self.tell(PROGRESS, phase=event.phase, done=event.done, total=event.total,
-                                                                         unit=event.unit))
+        return WorkerScreen(self._environment, lambda event: self.tell(PROGRESS, phase=event.phase, done=event.done, total=event.total,
+                                                                       unit=event.unit))
 
-    def agree(self, folder: Path, options: EngineOptions) -> EngineOptions:
+    def negotiate(self, folder: Path, options: EngineOptions) -> EngineOptions:
         """The options to load with, once the parent has made room for what they take. Raises what planning does."""
         from ...runtime.prepare import prepare, refuse_beyond_machine
 
@@ -61,16 +61,16 @@ class Overseer:
                 each.store.close()
             return prepared.placement.total_bytes
 
-        return self.agreed(options, needed)
+        return self.negotiate_memory(options, needed)
 
-    def agreed(self, options: Options, needed: Callable[[Options], int]) -> Options:
+    def negotiate_memory(self, options: Options, needed: Callable[[Options], int]) -> Options:
         """`agree` for any kind of model: `needed` are the bytes that it takes. Raises what that does."""
         while RAM in (said := self._heard.get()):
             options = replace(options, ram=f"{max(1, said[RAM] >> 20)}Mi")
             self.tell(PLANNED, nbytes=needed(options))
         return options
 
-    def listens(self, port: int, context: int, nbytes: int, parallel: int) -> None:
+    def report_listening(self, port: int, context: int, nbytes: int, parallel: int) -> None:
         self.tell(LISTENING, port=port, context=context, parallel=parallel, nbytes=nbytes)
 
     def _listen(self, descriptor: int) -> None:
@@ -82,7 +82,7 @@ class Overseer:
         os.kill(os.getpid(), signal.SIGTERM)
 
 
-class OverseenScreen(Screen):
+class WorkerScreen(Screen):
     def __init__(self, environment: Environment, tell: Callable[[Progress], None]) -> None:
         super().__init__(environment)
         self._tell_progress, self._told = tell, 0.0
@@ -95,14 +95,14 @@ class OverseenScreen(Screen):
 
 def main() -> int:
     environment = Environment.of_process()
-    overseer = environment.overseer = Overseer(environment)
+    router_link = environment.router_link = RouterLink(environment)
 
     def served() -> int:
         try:
             return program(sys.argv[1:], environment)
         except Exception as error:
             message, hint, code = describe(error)
-            overseer.tell(FAILED, message=message, hint=hint, code=code)
+            router_link.tell(FAILED, message=message, hint=hint, code=code)
             if environment.debug:
                 raise
             return code

@@ -7,11 +7,11 @@ FOREVER_S = 100 * 365 * 86400  # what is to last some decades is shown as held f
 UNITS = {"s": 1.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 
 
-def seconds_of(said: str | float) -> float:
+def parse_keep_alive(said: str | float) -> float:
     """`90`, `90s`, `5m`, `1h30m` as seconds; whatever is negative, or a century, never ends. Raises ValueError."""
     text = f"{said:f}" if isinstance(said, float) else str(said).strip()
     if text.startswith("-"):
-        if seconds_of(text[1:]) == NEVER:  # a second sign
+        if parse_keep_alive(text[1:]) == NEVER:  # a second sign
             raise ValueError(text)
         return NEVER
     total, number = 0.0, ""
@@ -27,7 +27,7 @@ def seconds_of(said: str | float) -> float:
     return total if total < FOREVER_S else NEVER
 
 
-def in_words(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`5 minutes`, `90 seconds`."""
     for name, unit in (("hour", 3600), ("minute", 60)):
         if seconds >= unit and seconds % unit == 0:

@@ -10,48 +10,48 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from .gemini_models import GeminiFront
-from .lasting import FOREVER_S
-from .lm_studio import LmStudioFront
+from .gemini_models import GeminiRouter
+from .keep_alive import FOREVER_S
+from .lm_studio import LmStudioRouter
 from .ollama import common_routes, named, version
 from .ollama_models import Listed, Running, known_by, of_folder, running, shown, tags
 from .problems import OLLAMA
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from .front import Front, State
+    from .router import ModelState, Router
 
 
-class OllamaFront:
+class OllamaRouter:
     """The models of `front`."""
 
-    def __init__(self, front: Front) -> None:
-        self._front = front
+    def __init__(self, router: Router) -> None:
+        self._router = router
 
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand), *LmStudioFront(self._front, listed).routes(),
-                *GeminiFront(self._front).routes()]
+                *common_routes(self._demand), *LmStudioRouter(self._router, listed).routes(),
+                *GeminiRouter(self._router).routes()]
 
     async def tags(self, request: Request) -> Response:
-        states = await self._front.states()
+        states = await self._router.states()
         return json_response(await asyncio.to_thread(lambda: tags(listed(each) for each in states)))
 
     async def running(self, request: Request) -> Response:
-        states = [each for each in await self._front.states() if each.since is not None]
+        states = [each for each in await self._router.states() if each.since is not None]
         return json_response(await asyncio.to_thread(lambda: running(held(each) for each in states)))
 
     async def show(self, request: Request) -> Response:
         """Nothing is loaded for it: programs ask it of every model that there is."""
-        state = self._front.state(await self._front.meant(await named(request)))
+        state = self._router.state(await self._router.meant(await named(request)))
         return json_response(await asyncio.to_thread(lambda: shown(listed(state), of_folder(state.model.folder, state.context))))
 
     async def _demand(self, name: str) -> None:
-        await self._front.meant(name)
+        await self._router.meant(name)
 
 
-def listed(state: State) -> Listed:
+def listed(state: ModelState) -> Listed:
     """A model as lists have it, from its headers: one whose files are broken, or gone, says so when it is asked, and hides no other."""
     model, facts = state.model, state.model.facts
     family, params, bits, nbytes = (facts.family, facts.params, facts.bits, facts.size_bytes) if facts else ("", 0, 0.0, 0)
@@ -59,6 +59,6 @@ def listed(state: State) -> Listed:
                   *known_by(model.name, model.folder, model.variant or ""), model.folder.is_file())
 
 
-def held(state: State) -> Running:
+def held(state: ModelState) -> Running:
     """A model that is loaded. What of it is on a GPU is its own process's affair."""
     return Running(listed(state), state.nbytes or 0, 0, state.context or 0, state.until or time.time() + FOREVER_S)

@@ -14,24 +14,24 @@ from starlette.types import Receive, Scope, Send
 
 from .background import HELD
 from .guard import RECORD
-from .passing import Answer, Broken, passed_on
+from .model_pool import LoadedModel
+from .model_registry import RegisteredModel
 from .problems import FAILED, Problem
-from .residents import Resident
+from .proxy import UpstreamLost, UpstreamResponse, proxied
 from .shapes import Shape
-from .shelf import Shelved
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, unless_gone, written
 
 if TYPE_CHECKING:
-    from .front import Front
+    from .router import Router
 
-DEATH_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
+EXIT_GRACE_S = 1.0  # a process that dies is known to some milliseconds after its connections have ended
 
 
 class Relay(Response):
     """The answer of a model's server to a request, as it comes."""
 
-    def __init__(self, front: Front, model: Shelved, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
-        self._front, self._model, self._shape, self._body, self._keep_s = front, model, shape, body, keep_s
+    def __init__(self, router: Router, model: RegisteredModel, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
+        self._router, self._model, self._shape, self._body, self._keep_s = router, model, shape, body, keep_s
         self._kind = LINES if shape is not None and shape.by_line else EVENTS
         self._began = self._passing = False  # bytes were sent; they are the model's
         self._held: str | None = None  # what goes on behind the answer
@@ -60,22 +60,22 @@ class Relay(Response):
 
     async def _relayed(self) -> None:
         """Raises Problem."""
-        residents, began = self._front.residents, time.monotonic_ns()
-        taking = asyncio.ensure_future(residents.take(self._model))
+        pool, began = self._router.pool, time.monotonic_ns()
+        taking = asyncio.ensure_future(pool.take(self._model))
         try:
             while not (await asyncio.wait((taking,), timeout=KEEP_ALIVE_S))[0]:
-                await self._comment(residents.at(self._model))
+                await self._comment(pool.at(self._model))
             await self._from(await taking, began)
         finally:
             if not taking.cancel() and not taking.cancelled() and taking.exception() is None:
-                self._front.give_back(taking.result(), self._keep_s, self._held)
+                self._router.give_back(taking.result(), self._keep_s, self._held)
 
-    async def _from(self, resident: Resident, began: int) -> None:
+    async def _from(self, loaded: LoadedModel, began: int) -> None:
         scope, record = self._scope, self._scope[RECORD]
         target = scope["raw_path"] + query_of(scope)
         try:
-            async with passed_on(resident.child.port, self._front.key, scope["method"], target, scope["headers"], self._body,
-                                 time.monotonic_ns() - began) as answer:
+            async with proxied(loaded.child.port, self._router.key, scope["method"], target, scope["headers"], self._body,
+                               time.monotonic_ns() - began) as answer:
                 record.passed_on = True
                 self._held = next((value.decode("latin-1") for name, value in answer.headers if name == HELD.encode()), None)
                 if self._began:
@@ -87,12 +87,12 @@ class Relay(Response):
                 async for piece in answer.pieces:
                     await self._piece(piece)
                 await self._piece(b"", more=False)
-        except Broken as error:
-            await asyncio.wait((resident.child.ended,), timeout=DEATH_S)  # who asks again at once is not to meet it once more
-            raise Problem(500, f"{resident.model.name} ended before its answer did: the next request loads it again", FAILED,
+        except UpstreamLost as error:
+            await asyncio.wait((loaded.child.ended,), timeout=EXIT_GRACE_S)  # who asks again at once is not to meet it once more
+            raise Problem(500, f"{loaded.model.name} ended before its answer did: the next request loads it again", FAILED,
                           code="model_ended") from error
 
-    async def _demand_events(self, answer: Answer) -> None:
+    async def _demand_events(self, answer: UpstreamResponse) -> None:
         """A stream has begun: what is none is an error, which is its last event. Raises Problem."""
         if any(name == b"content-type" and value.decode("latin-1") == self._kind for name, value in answer.headers):
             return
@@ -113,21 +113,21 @@ class Relay(Response):
         await self._send({"type": "http.response.body", "body": body, "more_body": more})
 
 
-class Glance(Relay):
+class RelayIfLoaded(Relay):
     """What the server of a model that is loaded tells of itself."""
 
     async def _relayed(self) -> None:
-        resident = self._front.residents.find(self._model)
-        if resident is None:
+        loaded = self._router.pool.find(self._model)
+        if loaded is None:
             raise Problem(400, f"{self._model.name} is not loaded", param="model", hint="POST /models/load loads it, and so does a prompt")
-        await self._from(resident, time.monotonic_ns())
+        await self._from(loaded, time.monotonic_ns())
 
 
-class Search(Response):
+class RelayToHolder(Response):
     """What one of the servers that run has, by a name that says nothing of which it is."""
 
-    def __init__(self, front: Front, body: bytes) -> None:
-        self._front, self._body = front, body
+    def __init__(self, router: Router, body: bytes) -> None:
+        self._router, self._body = router, body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._scope, self._send, self._began = scope, send, False
@@ -135,10 +135,10 @@ class Search(Response):
 
     async def _answered(self) -> None:
         scope, lost = self._scope, None
-        for resident in self._front.residents.loaded():
-            with contextlib.suppress(Broken):  # it ends: what it held has gone
-                async with passed_on(resident.child.port, self._front.key, scope["method"], scope["raw_path"] + query_of(scope),
-                                     scope["headers"], self._body, 0) as answer:
+        for loaded in self._router.pool.loaded():
+            with contextlib.suppress(UpstreamLost):  # it ends: what it held has gone
+                async with proxied(loaded.child.port, self._router.key, scope["method"], scope["raw_path"] + query_of(scope),
+                                   scope["headers"], self._body, 0) as answer:
                     if answer.status != 404:
                         return await self._passed_on(answer)
                     lost = answer, [piece async for piece in answer.pieces]
@@ -149,14 +149,14 @@ class Search(Response):
         await self._begin(lost[0])
         await self._send({"type": "http.response.body", "body": b"".join(lost[1])})
 
-    async def _passed_on(self, answer: Answer) -> None:
+    async def _passed_on(self, answer: UpstreamResponse) -> None:
         """Piece by piece: it may be the events of what goes on."""
         await self._begin(answer)
         async for piece in answer.pieces:
             await self._send({"type": "http.response.body", "body": piece, "more_body": True})
         await self._send({"type": "http.response.body", "body": b""})
 
-    async def _begin(self, answer: Answer) -> None:
+    async def _begin(self, answer: UpstreamResponse) -> None:
         self._scope[RECORD].passed_on = self._began = True
         await self._send({"type": "http.response.start", "status": answer.status, "headers": answer.headers})
 

@@ -7,44 +7,43 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
-from ...runtime.generation.replies import Wish
-from .desk import Start
+from .answer_queue import Start
 from .problems import Problem
 from .shapes import Completion, Shape, timings, usage
 
-MOST = 128  # answers to a request
+MAX_ANSWERS = 128  # answers to a request
 
 
 @dataclass(frozen=True)
-class Ended:
+class AnswerEnded:
     """One of several answers has ended, and the next one follows."""
 
     stats: Stats
 
 
-def counted(n: int | None, prompts: int = 1, field: str = "n") -> int:
+def choice_count(n: int | None, prompts: int = 1, field: str = "n") -> int:
     """How many answers each prompt has. Raises Problem."""
     count = 1 if n is None else n
-    if count < 1 or count * prompts > MOST:
-        raise Problem(400, f"{field} is 1 or more, and {MOST} answers at most come to a request", param=field)
+    if count < 1 or count * prompts > MAX_ANSWERS:
+        raise Problem(400, f"{field} is 1 or more, and {MAX_ANSWERS} answers at most come to a request", param=field)
     return count
 
 
-def varied(wish: Wish, count: int) -> list[Wish]:
+def with_seeds(wish: Wish, count: int) -> list[Wish]:
     """The wishes of so many answers to one prompt: each has a seed of its own, where one is stated the numbers from it on."""
     seed = wish.settings.seed
     return [wish] * count if seed is None else [replace(wish, settings=replace(wish.settings, seed=seed + i)) for i in range(count)]
 
 
-def in_turn(starts: Sequence[Start]) -> Start:
+def in_sequence(starts: Sequence[Start]) -> Start:
     """Answers one after the other. A client that goes away ends all of them."""
     if len(starts) == 1:
         return starts[0]
 
-    def begin(cancelled: Callable[[], bool]) -> Iterator[Event | Ended]:
+    def begin(cancelled: Callable[[], bool]) -> Iterator[Event | AnswerEnded]:
         for start in starts[:-1]:
             for event in start(cancelled):
-                yield Ended(event.stats) if isinstance(event, Done) and not cancelled() else event
+                yield AnswerEnded(event.stats) if isinstance(event, Done) and not cancelled() else event
             if cancelled():
                 return
         yield from starts[-1](cancelled)
@@ -52,7 +51,7 @@ def in_turn(starts: Sequence[Start]) -> Start:
     return begin
 
 
-def together(stats: Sequence[Stats]) -> Stats:
+def total_stats(stats: Sequence[Stats]) -> Stats:
     """What several answers cost."""
     if len(stats) == 1:
         return stats[0]
@@ -62,7 +61,7 @@ def together(stats: Sequence[Stats]) -> Stats:
                    ttft_s=stats[0].ttft_s, **{name: total(name) for name in sums})
 
 
-class Several(Shape):
+class MultipleAnswers(Shape):
     """`count` answers of a shape that `make` makes, `each` of them to one prompt."""
 
     def __init__(self, make: Callable[[], Completion], count: int, each: int) -> None:
@@ -77,8 +76,8 @@ class Several(Shape):
     def first(self) -> list[dict[str, object]]:
         return self._now.first()
 
-    def add(self, event: PromptRead | TextDelta | Call | Ended) -> list[dict[str, object]]:
-        return self._now.add(event) if not isinstance(event, Ended) else [self._end(event.stats), *self._now.first()]
+    def add(self, event: PromptRead | TextDelta | Call | AnswerEnded) -> list[dict[str, object]]:
+        return self._now.add(event) if not isinstance(event, AnswerEnded) else [self._end(event.stats), *self._now.first()]
 
     def last(self, stats: Stats) -> list[dict[str, object]]:
         pieces, own = [self._end(stats)], self._answers[0]
@@ -88,7 +87,7 @@ class Several(Shape):
         self._ended.append(stats)
         objects = [answer.whole(own) for answer, own in zip(self._answers, self._ended, strict=True)]
         choices = [choice for each in objects for choice in each["choices"]]
-        return {**objects[0], "choices": choices, "usage": self._usage(), "timings": timings(together(self._ended))}
+        return {**objects[0], "choices": choices, "usage": self._usage(), "timings": timings(total_stats(self._ended))}
 
     def _end(self, stats: Stats) -> dict[str, object]:
         piece = self._now.end(stats)
@@ -97,5 +96,5 @@ class Several(Shape):
 
     def _usage(self) -> dict[str, object]:
         """A prompt is counted once, however many answers it has."""
-        prompts = together(self._ended[:: self._each])
-        return usage(replace(together(self._ended), prompt_tokens=prompts.prompt_tokens, cached_tokens=prompts.cached_tokens))
+        prompts = total_stats(self._ended[:: self._each])
+        return usage(replace(total_stats(self._ended), prompt_tokens=prompts.prompt_tokens, cached_tokens=prompts.cached_tokens))
