@@ -15,6 +15,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Embedded
+from ...runtime.generation.embedding import in_numbers, shortened
 from .answer_queue import AnswerQueue
 from .bodies import read
 from .fields import NOT_HERE, Body, Kind

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
+from ...runtime.generation.replies import Wish
 from .answer_queue import Start
 from .problems import Problem
 from .shapes import Completion, Shape, timings, usage
