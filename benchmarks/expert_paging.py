@@ -30,7 +30,7 @@ from statistics import median
 import numpy as np
 
 from effllm.kernels.compile import cache_root
-from effllm.offload.experts import POLICIES, belady, replay
+from effllm.offload.expert_cache import POLICIES, belady, replay
 from effllm.offload.hardware import peak_rss
 from effllm.offload.shards import Planned
 from effllm.offload.size import format_size

@@ -25,11 +25,11 @@ from contextlib import contextmanager
 from pathlib import Path
 from statistics import median
 
-from effllm.offload.direct import BLOCK, READ_NBYTES, THREADS, Read, Reader
+from effllm.offload.direct_io import BLOCK, READ_NBYTES, THREADS, Read, Reader
 from effllm.offload.hardware import peak_rss
 from effllm.offload.memory import anonymous
 from effllm.offload.size import format_size, parse_size
-from effllm.offload.streaming import FETCH_NBYTES
+from effllm.offload.streaming_pager import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice

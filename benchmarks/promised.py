@@ -4,7 +4,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 
-from effllm.offload import disk
+from effllm.offload import disk_probe
 from effllm.runtime.planning import forecast, roofs
 from effllm.runtime.prepare import Prepared
 
@@ -16,7 +16,7 @@ def promise(prepared: Prepared, file: Path | None = None) -> forecast.Forecast:
     known = roofs.known(wanted)
     if (lacking := roofs.missing(wanted, known)) is not None:
         *_, known = roofs.probe(lacking, known)
-    found = disk.probe(wanted.file)
+    found = disk_probe.probe(wanted.file)
     for what, rates in (("disk", [(read.nbytes, read.depth, round(read.rate / 1e6)) for read in found.reads]),
                         ("disk, the second time", (found.stretch, round(found.again / 1e6))),
                         ("attention", [known.machine.attention.get(kv) for kv in wanted.kv])):

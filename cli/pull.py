@@ -238,9 +238,9 @@ def show_plan(plan: PullPlan, screen: Screen) -> None:
 
 def to_come(plan: PullPlan) -> str:
     """The bytes that a download still takes, beside those of all files where some are here."""
-    from ..offload.size import format_size, several
+    from ..offload.size import format_size, plural
 
-    files = several(len(plan.files), "file")
+    files = plural(len(plan.files), "file")
     if plan.is_done and plan.wish.bits is not None:
         return "nothing: what it makes is here already"
     if not plan.held_bytes:

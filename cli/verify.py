@@ -30,7 +30,7 @@ def register(app: typer.Typer) -> None:
 
 def verify(context: typer.Context, model: Model, json: Json = False) -> None:
     """Check a model's files against their checksums."""
-    from ..offload.size import format_size, several
+    from ..offload.size import format_size, plural
     from ..runtime.library.verify import Verified
     from ..runtime.library.verify import verify as check
 
@@ -46,8 +46,8 @@ def verify(context: typer.Context, model: Model, json: Json = False) -> None:
         raise Damaged(f"{folder} is damaged: {', '.join(result.damaged[:NAMED])}{more} {verb} not what was written",
                       "install effllm again, with which it comes" if is_ours else "quantize or download it again")
     if not json:
-        beside = f" and {several(result.files, 'file')} beside them" if result.files else ""
-        tensors = several(result.count, result.kind.removesuffix("s"))
+        beside = f" and {plural(result.files, 'file')} beside them" if result.files else ""
+        tensors = plural(result.count, result.kind.removesuffix("s"))
         screen.line(f"{tensors}, {format_size(result.nbytes)}{beside}: all as they were written")
         if result.unknown:
             screen.note(f"not checked, because no checksums were recorded: {', '.join(result.unknown)}")

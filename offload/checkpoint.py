@@ -1,8 +1,8 @@
 """Hugging Face checkpoint folders as a table of tensors, read by byte range.
 
-Opening a folder reads headers only (`header.py` judges them); a weight byte is read when it is asked for. A folder is one
+Opening a folder reads headers only (`safetensors_header.py` judges them); a weight byte is read when it is asked for. A folder is one
 model.safetensors, or shards named by an index, or a lone safetensors file under another name; pickles are never opened here
-(`pickled.py` finds tensors in one without running it).
+(`torch_checkpoint.py` finds tensors in one without running it).
 Files stay open from header to last read: a folder that is replaced meanwhile cannot mix two checkpoints, at the price of one
 descriptor per shard.
 """
@@ -19,14 +19,25 @@ from types import TracebackType
 from typing import TYPE_CHECKING
 
 from .. import ModelNotFound
-from .header import AGAIN, MAX_HEADER, CheckpointError, TensorInfo, damaged, parse_json, pread_exactly, pread_into, read_header, shown
+from .safetensors_header import (
+    AGAIN,
+    MAX_HEADER,
+    CheckpointError,
+    TensorInfo,
+    damaged,
+    parse_json,
+    pread_exactly,
+    pread_into,
+    read_header,
+    shown,
+)
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from .arrival import Arrival
+    from .repack import Repack
 
-__all__ = ["CheckpointError", "OpenFile", "TensorInfo", "TensorStore", "open_regular"]
+__all__ = ["CheckpointError", "OpenFile", "TensorInfo", "TensorStore", "open_regular_file"]
 
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt")
@@ -75,7 +86,7 @@ class TensorStore:
         opened: dict[Path, OpenFile] = {}
         try:
             for path in paths:
-                opened[path] = open_regular(path)
+                opened[path] = open_regular_file(path)
                 for info in read_header(path, opened[path].fd, opened[path].stamp[0]):
                     if info.name in tensors:
                         damaged(path, f"holds tensor {shown(info.name)}, which {tensors[info.name].file.name} holds too")
@@ -125,7 +136,7 @@ class TensorStore:
         """Where in its file a tensor's bytes lie just as `read` gives them; None where they are made on the way in."""
         return info.offset
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """How tensors that have no place are made each time they are needed, piece by piece; None where they cannot be."""
         return None
 
@@ -210,7 +221,7 @@ def _lone_file(folder: Path, names: list[str]) -> str:
 
 def _read_index(path: Path) -> dict[str, str]:
     """The index's map from tensor name to shard file name, every shard a plain name inside the folder."""
-    file = open_regular(path)
+    file = open_regular_file(path)
     try:
         size = file.stamp[0]
         if size > MAX_HEADER:
@@ -230,7 +241,7 @@ def _read_index(path: Path) -> dict[str, str]:
     return weight_map
 
 
-def open_regular(path: Path) -> OpenFile:
+def open_regular_file(path: Path) -> OpenFile:
     """Open a regular file for reading; a pipe or device under a weight file's name must neither block nor be read for ever."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)

@@ -51,7 +51,7 @@ class Url:
         except (ValueError, KeyError):
             raise ConnectionFailed("the address is not one of http or https", again=False) from None
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
-        if not target.isascii() or not can_be_asked(parts.hostname) or any(ord(c) <= 32 or ord(c) == 127 for c in text):
+        if not target.isascii() or not is_resolvable(parts.hostname) or any(ord(c) <= 32 or ord(c) == 127 for c in text):
             raise ConnectionFailed("the address is malformed", again=False)
         return cls(parts.scheme, parts.hostname, port, target)
 
@@ -66,7 +66,7 @@ class Url:
         return host if self.port == {"http": 80, "https": 443}[self.scheme] else f"{host}:{self.port}"
 
 
-def can_be_asked(host: str | None) -> bool:
+def is_resolvable(host: str | None) -> bool:
     """Is it a name that a system can look up? Sockets answer another one with an error that is none of the network's."""
     try:
         return bool(host and host.encode("idna"))
@@ -98,7 +98,7 @@ def proxy_for(url: Url, env: Mapping[str, str]) -> Proxy | None:
         raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES) from None
     if parts.scheme != "http":
         raise ConnectionFailed(f"a proxy of kind {parts.scheme!r} is not supported, http is", again=False)
-    if not can_be_asked(parts.hostname):
+    if not is_resolvable(parts.hostname):
         raise ConnectionFailed("the address of the proxy is malformed", False, PROXIES)
     credential = None
     if parts.username is not None:
@@ -140,7 +140,7 @@ class Response:
             raw.length -= count
             return count
         except (OSError, http.client.HTTPException, ValueError) as error:
-            raise ConnectionFailed(described(error)) from error
+            raise ConnectionFailed(describe_error(error)) from error
 
     def read(self, limit: int) -> bytes:
         """The body up to `limit` bytes."""
@@ -193,7 +193,7 @@ class Network:
                 if not kept or isinstance(error, TimeoutError):
                     again = not isinstance(error, ssl.SSLCertVerificationError)
                     via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
-                    raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", again) from error
+                    raise ConnectionFailed(f"{url.authority}{via}: {describe_error(error)}", again) from error
             except BaseException:
                 self._release(url.origin, connection, reuse=False)
                 raise
@@ -236,7 +236,7 @@ class Network:
                     raise ConnectionFailed(wants, False, CREDENTIAL) from error
                 trusted = not isinstance(error, ssl.SSLCertVerificationError)
                 via = f" through the proxy {proxy.host}:{proxy.port}" if proxy else ""
-                raise ConnectionFailed(f"{url.authority}{via}: {described(error)}", trusted, "" if trusted else TRUST) from error
+                raise ConnectionFailed(f"{url.authority}{via}: {describe_error(error)}", trusted, "" if trusted else TRUST) from error
         return connection, used
 
     def _new(self, url: Url, proxy: Proxy | None) -> http.client.HTTPConnection:
@@ -261,7 +261,7 @@ class Network:
         connection.close()
 
 
-def described(error: Exception) -> str:
+def describe_error(error: Exception) -> str:
     """An error of the network in a few words."""
     if isinstance(error, socket.gaierror):
         return "the name is not known (no network?)"

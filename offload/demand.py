@@ -48,10 +48,10 @@ class Experts:
 class Demand:
     """What a model asks for, in bytes; the KV figures are sums over all layers.
 
-    `blocks`: weights that can be streamed, in order of use; empty where none can. `same`: as of `reside`, which blocks are the same bytes.
-    `always`: what stays in memory when they are. `experts`: those of a mixture, where they can be read one by one; `always` is then all
-    the rest. `units`: of each layer, neurons that are read when they are active; they are in neither. `card_workspace`: working memory on
-    a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, rounded up, where they differ;
+    `blocks`: weights that can be streamed, in order of use; empty where none can. `same`: as of `choose_pinned`, which blocks are the same
+    bytes. `always`: what stays in memory when they are. `experts`: those of a mixture, where they can be read one by one; `always` is then
+    all the rest. `units`: of each layer, neurons that are read when they are active; they are in neither. `card_workspace`: working memory
+    on a GPU (None: as much as on the host). `kv_layers`: the cache's bytes per token of each layer, rounded up, where they differ;
     `kv_fixed_layers`: `kv_fixed` by layer, likewise. `kv_sinks`: tokens before its first page; `kv_page`: bytes of a page, 0 for those of
     its tokens; `texts`: how many share all of it."""
 
@@ -129,6 +129,6 @@ def largest(is_good: Callable[[int], bool], most: int, quantum: int) -> int:
     return fits * quantum
 
 
-def in_words(demand: Demand, ctx: int) -> str:
+def describe_ctx(demand: Demand, ctx: int) -> str:
     """A context as a person is told it: its tokens, and of how many texts."""
     return f"{ctx} tokens" if demand.texts == 1 else f"{demand.texts} times {ctx} tokens"

@@ -1,6 +1,6 @@
 """Weights of a mixture: everything stays in memory except the experts, which share a pool of slots and are read from the disk on demand.
 
-One token's experts get slots for good, whose places a policy finds (`experts.py`). A chunk of a prompt visits most experts of a layer
+One token's experts get slots for good, whose places a policy finds (`expert_cache.py`). A chunk of a prompt visits most experts of a layer
 once: as many as are the layer's share of the pool stay, the rest goes through a few slots, so that each is read at most once for a chunk
 and what decoding has gathered is not lost. What is guessed to be needed next is read only while the disk has nothing else to do, and
 gives way: its reads are queued behind all that is waited for, and taken back where they have not begun.
@@ -14,15 +14,15 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .arrival import Desks, plan_desks
+from .async_reader import AsyncReader
 from .checkpoint import CheckpointError, TensorInfo, TensorStore
-from .direct import READ_NBYTES, Ticket
-from .experts import Policy, Slots
-from .foresight import Foresight
+from .direct_io import READ_NBYTES, Ticket
+from .expert_cache import ExpertSlots, Policy
+from .expert_prediction import ExpertPredictor
 from .memory import anonymous, discard
 from .placement import Residency
-from .queued_reader import QueuedReader
-from .streaming import Part, StreamingPager, reads_of, views
+from .repack import StagingBuffers, plan_staging
+from .streaming_pager import Part, StreamingPager, reads_of, views
 
 ONE_READ_NBYTES = 4 << 20  # an expert of up to so many bytes is one read, a larger one several side by side
 TRACE_TOKENS = 512  # the newest that a trace holds
@@ -30,7 +30,7 @@ AHEAD = 6  # guesses that may be on their way at a time
 
 
 @dataclass
-class Tally:
+class ExpertStats:
     """Experts that single tokens needed, found because they had been needed before, and had at once, since they were found or had come on
     a guess; what became of those that were read on a guess; `chunk_reads`: for prompts."""
 
@@ -51,7 +51,7 @@ class Tally:
                 "read_for_prompts": self.chunk_reads, "guessed": self.guessed, "guesses_used": self.useful, "guesses_wasted": self.wasted}
 
 @dataclass(frozen=True)
-class Brought:
+class VisitSlots:
     """Slots of the experts of a visit; `ready` are in memory, `coming` are to be waited for in this order."""
 
     slots: Mapping[int, int]
@@ -64,7 +64,7 @@ class ExpertPager(StreamingPager):
     layers. Guesses are made up to `farthest` layers ahead. The rest is as in `StreamingPager`, with no other parts."""
 
     stays = True
-    reads_with = QueuedReader
+    reads_with = AsyncReader
 
     def __init__(self, store: TensorStore, always: Mapping[Hashable, Sequence[TensorInfo]], parts: Sequence[Part], experts: int,
                  per_token: int, slots: int, policy: Policy, cancelled: Callable[[], bool] = lambda: False, direct: bool = True,
@@ -72,16 +72,16 @@ class ExpertPager(StreamingPager):
         super().__init__(store, always, (), Residency((), (), 0, 0, 0), cancelled, direct)
         self.experts, self.per_token, self.layers = experts, per_token, len(parts) // experts
         self.slot_nbytes = max(part.nbytes for part in parts)
-        self.pool, self.tally = Slots(slots, policy), Tally()
+        self.pool, self.tally = ExpertSlots(slots, policy), ExpertStats()
         self.memory = anonymous(slots * self.slot_nbytes)
-        self._desks = Desks(plan_desks(parts))
+        self._desks = StagingBuffers(plan_staging(parts))
         self.nbytes += self.memory.nbytes + self._desks.nbytes
         self._experts_of = tuple(parts)
         self._least = min(len(parts), 2 * per_token * self.layers)
         self._width, self._residents = min(2 * per_token, experts), [0] * self.layers  # slots of the passage; experts of each layer
         self._count(slots)
         self._tickets: dict[int, Ticket] = {}  # of keys on their way
-        self.foresight = Foresight(per_token, farthest)
+        self.foresight = ExpertPredictor(per_token, farthest)
         self._guessed: set[int] = set()  # keys that nobody has asked for yet
         self._on_guess: list[int] = []  # those of them that may still be on their way
         self._busy: frozenset[int] = frozenset()  # keys of the visit whose products may not have run
@@ -104,7 +104,7 @@ class ExpertPager(StreamingPager):
 
     # -- a visit ---------------------------------------------------------------------------------------------------------------
 
-    def visit(self, layer: int, needed: Sequence[int], tokens: np.ndarray | None = None) -> Brought:
+    def visit(self, layer: int, needed: Sequence[int], tokens: np.ndarray | None = None) -> VisitSlots:
         """Have a layer's experts `needed` read where they are not in memory. `tokens` [experts]: how many tokens of a chunk go to each;
         None: these are one token's. Everything of earlier visits may be given up."""
         base, one = layer * self.experts, tokens is None
@@ -143,7 +143,7 @@ class ExpertPager(StreamingPager):
             self.tally.ready += len(ready)
             for expert in missing:
                 slots[expert] = self._bring(base + expert, urgent=True)
-            return Brought(slots, ready, coming + missing)
+            return VisitSlots(slots, ready, coming + missing)
         while len(ready) + len(coming) > self._room:  # the passage needs slots too
             missing.append((ready or coming).pop())
             self._give_back(base + missing[-1])
@@ -154,7 +154,7 @@ class ExpertPager(StreamingPager):
             coming.append(expert)
             slots[expert] = self._bring(base + expert, urgent=True)
         self._pass_through(missing[stay:], slots)
-        return Brought(slots, ready, coming + missing[stay:])
+        return VisitSlots(slots, ready, coming + missing[stay:])
 
     def wait(self, expert: int) -> None:
         """Until an expert of the visit is there. The products of those before it must have run."""

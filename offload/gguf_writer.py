@@ -16,7 +16,7 @@ from types import TracebackType
 import numpy as np
 
 from .. import DiskFull, EffllmError, UsageError, lacks_room
-from .gguf import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Value
+from .gguf_header import ARRAY, BLOCKS, BOOL, MAGIC, SCALARS, STRING, TYPES, Value
 from .size import format_size
 
 VERSION, ALIGNMENT = 3, 32

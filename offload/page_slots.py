@@ -18,18 +18,18 @@ from functools import partial
 
 import numpy as np
 
+from .async_reads import AsyncReads, PendingRead
 from .checkpoint import CheckpointError
-from .direct import BLOCK, Read, Reader
-from .direct_queue import DirectQueue, Wanted
+from .direct_io import BLOCK, Read, Reader
+from .linux_aio import AioRead
 from .memory import anonymous
-from .read_queue import Asked
 
 PORTION = 3  # pages that a thread reads before it says so, at most
 FEW = 6  # pages that are waited for together; of more, half
 
 
 @dataclass(slots=True, kw_only=True)
-class _Page(Wanted):
+class _Page(PendingRead):
     """A page in a slot, and where it begins."""
 
     slot: int
@@ -43,7 +43,7 @@ class PageSlots:
     page as it was read, or None."""
 
     def __init__(self, nbytes: int, slots: int, reader: Reader, reads: Callable[[int, np.ndarray], list[Read]],
-                 place: Callable[[int], int], cancelled: Callable[[], bool], queue: DirectQueue | None = None,
+                 place: Callable[[int], int], cancelled: Callable[[], bool], queue: AsyncReads | None = None,
                  descriptor: int = -1, altered: Callable[[int, np.ndarray], CheckpointError | None] = lambda page, memory: None) -> None:
         self._nbytes, self._queue, self._place, self._descriptor, self._altered = nbytes, queue, place, descriptor, altered
         self._size = slot_nbytes(nbytes)
@@ -159,7 +159,7 @@ class PageSlots:
     def _page(self, number: int, slot: int) -> _Page:
         begin, offset = slot * self._size, self._place(number)
         skip = offset % BLOCK
-        asked = Asked(self._descriptor, self._at + begin, offset - skip, -(-(skip + self._nbytes) // BLOCK) * BLOCK)
+        asked = AioRead(self._descriptor, self._at + begin, offset - skip, -(-(skip + self._nbytes) // BLOCK) * BLOCK)
         reads = partial(self._reads, number, self._memory[begin : begin + self._size])
         return _Page(slot=slot, address=self._at + begin + skip, reads=reads, asked=asked, needed=skip + self._nbytes)
 

@@ -2,8 +2,8 @@
 
 A layer's pages lie one behind another in its extent of the file. A pass reads those that memory does not hold once, in order of layers, in
 runs of about 2 MiB (an eighth of a short extent); runs take turns in a ring of slots. What comes next is known from the pass before, so
-reading ahead goes on over the end of a pass, as with weights (`streaming.py`). A pass that reads other runs (a page more, a window that
-moved) keeps what fits.
+reading ahead goes on over the end of a pass, as with weights (`streaming_pager.py`). A pass that reads other runs (a page more, a window
+that moved) keeps what fits.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from itertools import takewhile
 import numpy as np
 
 from .. import EffllmError
+from .async_reads import AsyncReads
 from .checksum import word_sums
-from .direct import BLOCK, READ_NBYTES, THREADS, Read, Reader, Traffic
-from .direct_queue import DirectQueue
-from .header import CheckpointError
+from .direct_io import BLOCK, READ_NBYTES, THREADS, Read, Reader, ReadStats
+from .linux_aio import AioQueue
 from .memory import anonymous
 from .page_slots import PageSlots
-from .read_queue import ReadQueue
-from .spill import SpillFile
-from .turns import Turn, Turns
+from .read_ahead import Pending, ReadAhead
+from .safetensors_header import CheckpointError
+from .spill_file import SpillFile
 
 RING_NBYTES = 16 << 20  # at least two slots, else about this much
 RUN_NBYTES = 2 << 20
@@ -123,7 +123,7 @@ class PageStream:
         self._places: dict[Run, int] = {}
         self._layer_of = list(range(len(page_nbytes)))  # by reader
         self._runs: list[list[Run]] = [[] for _ in page_nbytes]
-        self._turns = Turns(self._reader, self._ask, cancelled)
+        self._turns = ReadAhead(self._reader, self._ask, cancelled)
 
     @property
     def nbytes(self) -> int:
@@ -131,7 +131,7 @@ class PageStream:
         return len(self._ring) + sum(self.page_nbytes)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ReadStats:
         return self._reader.traffic
 
     def announcements(self) -> list[str]:
@@ -207,7 +207,7 @@ class PageStream:
                 self._turns.leave(len(turns))
             at += len(turns)
 
-    def _enter(self, run: Run) -> Turn:
+    def _enter(self, run: Run) -> Pending:
         with _told():
             return self._turns.enter(self._places[run])
 
@@ -231,12 +231,12 @@ class PageStream:
                          lambda page: start + page * nbytes, self._cancelled, self._queue, self._reader.direct(self.spill.path) or -1,
                          lambda page, memory: self._altered(Run(layer, page, page + 1), memory[None]))
 
-    def _queue_for(self, slots: int) -> DirectQueue | None:
+    def _queue_for(self, slots: int) -> AsyncReads | None:
         """For pages that are waited for, where there are some and the system and the file system have such a queue."""
         if not slots or self._reader.direct(self.spill.path) is None:
             return None
         with suppress(OSError):
-            return DirectQueue(ReadQueue(QUEUED), self._reader)
+            return AsyncReads(AioQueue(QUEUED), self._reader)
         return None
 
     def _cut(self, reader: int, begin: int, end: int) -> Iterator[Run]:

@@ -45,7 +45,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class OnCard:
+class GpuBytes:
     """Bytes on a GPU: weights, with a `head` that the host has too, cache, working memory with `buffers` for copied layers."""
 
     weights_bytes: int = 0
@@ -82,7 +82,7 @@ class Placement:
     expert_slots: int | None = None
     kv_pages: int | None = None
     kv_disk_bytes: int = 0
-    card: OnCard = OnCard()
+    card: GpuBytes = GpuBytes()
     disk_layers: tuple[int, ...] = ()
     copied_from: int | None = None
     always_bytes: int = 0
@@ -116,7 +116,7 @@ class Placement:
         return self.residency.streamed_nbytes if self.residency else 0
 
 
-def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Sequence[int] = ()) -> Residency:
+def choose_pinned(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Sequence[int] = ()) -> Residency:
     """Pin as many bytes of `blocks` (bytes each, in order of use) as `budget` holds beside a ring of at most `ring` bytes, the
     streamed ones spread evenly through the order. Everything is pinned where everything fits. `same`: of each block the first that is
     the same bytes, where a pass uses some several times: they stay once, or are read each time.
@@ -124,8 +124,8 @@ def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Se
     Raises DoesNotFit where `budget` holds no ring, ValueError for a block of more than half of `ring`.
     """
     if same:
-        own = firsts(same)
-        once = reside([blocks[index] for index in own], budget, ring)
+        own = first_copies(same)
+        once = choose_pinned([blocks[index] for index in own], budget, ring)
         away = {own[index] for index in once.streamed}
         read = tuple(index for index, first in enumerate(same) if first in away)
         kept = tuple(index for index, first in enumerate(same) if first not in away)
@@ -154,11 +154,11 @@ def reside(blocks: Sequence[int], budget: int, ring: int = RING_NBYTES, same: Se
 
 
 def least_budget(blocks: Sequence[int], same: Sequence[int] = ()) -> int:
-    """The smallest budget that `reside` takes: the ring alone, or everything where that is less."""
-    return min(sum(blocks[index] for index in firsts(same)) if same else sum(blocks), 2 * max(blocks))
+    """The smallest budget that `choose_pinned` takes: the ring alone, or everything where that is less."""
+    return min(sum(blocks[index] for index in first_copies(same)) if same else sum(blocks), 2 * max(blocks))
 
 
-def firsts(same: Sequence[int]) -> list[int]:
+def first_copies(same: Sequence[int]) -> list[int]:
     """The blocks that no earlier one is the same as."""
     return [index for index, first in enumerate(same) if index == first]
 
@@ -232,7 +232,7 @@ def _spread(blocks: Sequence[int], wanted: int) -> list[int]:
     return taken
 
 
-def pieces(nbytes: int, most: int, multiple: int = 1) -> list[int]:
+def split_evenly(nbytes: int, most: int, multiple: int = 1) -> list[int]:
     """`nbytes` cut into the fewest nearly equal pieces of at most `most` bytes, all but the last multiples of `multiple` (a row)."""
     count = -(-nbytes // (most // multiple * multiple))
     if count < 2:

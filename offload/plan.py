@@ -10,12 +10,12 @@ Layers with a sliding window are planned as if they kept the whole context; the 
 from dataclasses import dataclass, replace
 
 from .. import DoesNotFit, MemoryTooSmall, UsageError
-from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, in_words, kv_nbytes, largest, with_slack
+from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, describe_ctx, kv_nbytes, largest, with_slack
 from .notes import Fallback
-from .placement import Budget, OnCard, Placement
+from .placement import Budget, GpuBytes, Placement
 from .plan_experts import paged
 from .plan_streamed import streamed
-from .size import SPARE, asked_mib, format_size
+from .size import SPARE, format_size, ram_argument
 
 
 @dataclass(frozen=True)
@@ -29,8 +29,8 @@ class Split:
     ram: int
     vram: int
 
-    def on_card(self, demand: Demand) -> OnCard:
-        return OnCard(self.weights[1], self.kv[1], card_workspace(demand)) if self.gpu_layers else OnCard()
+    def on_card(self, demand: Demand) -> GpuBytes:
+        return GpuBytes(self.weights[1], self.kv[1], card_workspace(demand)) if self.gpu_layers else GpuBytes()
 
 
 def plan(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None = None, device: str = "auto",
@@ -139,7 +139,7 @@ def does_not_fit(demand: Demand, budget: Budget, split: Split, ctx_max: int, qua
     needs, limit = ((split.ram, budget.ram), (split.vram, budget.vram))[side]
     weights, kv = split.weights[side], split.kv[side]
     message = (f"needs {format_size(needs)} of {where} (weights {format_size(weights)} + KV cache {format_size(kv)} for "
-               f"{in_words(demand, split.ctx)} + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
+               f"{describe_ctx(demand, split.ctx)} + overhead {format_size(needs - weights - kv)}), the budget is {format_size(limit)}")
     hint, shorter = _nearest(demand, budget, split, ctx_max, quantum)
     return DoesNotFit(message, hint) if side else MemoryTooSmall(message, hint, split.ram, shorter)
 
@@ -147,7 +147,7 @@ def does_not_fit(demand: Demand, budget: Budget, split: Split, ctx_max: int, qua
 def _nearest(demand: Demand, budget: Budget, split: Split, ctx_max: int, quantum: int) -> tuple[str, int]:
     """What to ask for instead: less context (and how much, else 0), else other layers on the card, else the memory it takes."""
     smaller = _largest_ctx(demand, replace(budget, ram=budget.ram - SPARE), split.gpu_layers, min(ctx_max, split.ctx), quantum)
-    ram, vram = f"--ram {asked_mib(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
+    ram, vram = f"--ram {ram_argument(split.ram)}", f"--vram {-(-split.vram // 2**20)}Mi"
     short = " and ".join([ram] * (split.ram > budget.ram) + [vram] * (split.vram > budget.vram))
     if smaller:
         return f"-c {smaller} fits; {split.ctx} tokens take {short}", smaller

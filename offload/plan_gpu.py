@@ -13,16 +13,16 @@ from dataclasses import dataclass, replace
 from .. import DoesNotFit, EffllmError, MemoryTooSmall
 from .demand import AUTO_CTX, RESIDENT_CTX, Demand, card_kv_nbytes, card_workspace, largest, with_slack
 from .notes import Fallback
-from .placement import Budget, OnCard, Placement
+from .placement import Budget, GpuBytes, Placement
 from .plan import Split, check_request, does_not_fit, plan, split_of
 from .plan_kv import PAGE, Spill, plan_tiers
-from .size import SPARE, asked_mib, format_size
+from .size import SPARE, format_size, ram_argument
 
 BUFFERS = 2  # of each side: one layer crosses while the other is used
 
 
 @dataclass(frozen=True)
-class Copied:
+class CopiedLayers:
     """Layers of the host that a pass of `tokens` or more copies to the card; `nbytes` of the largest as it is copied, and of what of all
     of them stays there."""
 
@@ -68,7 +68,7 @@ def copied_from(nbytes: int, products: int, border: int, rates: LinkRates) -> in
 
 
 def plan_split(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Callable[[], Copied | None] | None = None, beside: int = 0) -> Placement:
+               spill: Spill | None, copied: Callable[[], CopiedLayers | None] | None = None, beside: int = 0) -> Placement:
     """The plan for a model of which `host(n)` is what is left beside a card with its last n layers; `host(0)` is all of it. `copied` is
     asked only where layers lie on both sides and in memory. `beside`: bytes of the host's memory that a card takes once it has layers;
     where nobody asked for layers there and memory does not hold that too, the CPU alone runs.
@@ -140,7 +140,7 @@ def _reads_disk(placed: Placement) -> bool:
 
 
 def _with_card(host: Callable[[int], Demand], budget: Budget, ctx_max: int, ctx_wanted: int | None, device: str, gpu_layers: int | None,
-               spill: Spill | None, copied: Callable[[], Copied | None] | None, beside: int) -> Placement:
+               spill: Spill | None, copied: Callable[[], CopiedLayers | None] | None, beside: int) -> Placement:
     """The plan with what fits on the card."""
     whole = host(0)
     may_leave = bool(whole.blocks or whole.experts or spill is not None)
@@ -208,7 +208,7 @@ def _refused(host: Callable[[int], Demand], budget: Budget, ctx_max: int, split:
     try:
         placed(split.ctx, split.gpu_layers, replace(budget, vram=split.vram))
     except MemoryTooSmall as error:
-        return DoesNotFit(message, f"{wanted} and --ram {asked_mib(error.least)}")
+        return DoesNotFit(message, f"{wanted} and --ram {ram_argument(error.least)}")
     except DoesNotFit as error:
         return DoesNotFit(message, f"{wanted}, and then {error.hint}")
     return DoesNotFit(message, f"{wanted}, or a smaller model")
@@ -228,7 +228,7 @@ def _joined(made: Placement, whole: Demand, left: Demand, count: int, budget: Bu
             room: int) -> Placement:
     """The host's plan with `count` layers above it."""
     split = split_of(whole, count, made.ctx, PAGE)
-    card = OnCard(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
+    card = GpuBytes(split.weights[1], card_kv_nbytes(whole, count, made.ctx, PAGE), card_workspace(whole))
     notes = [f"{count} of {whole.layers} layers on the GPU, the rest on the CPU" if left.layers else "all layers on the GPU", *made.notes]
     if ctx_wanted is None and made.ctx == room < ctx_max:
         notes.append(Fallback(f"context {made.ctx} of the model's {ctx_max}: the most that the GPU's memory holds"))
@@ -250,7 +250,7 @@ def with_head(placed: Placement, head: HeadBytes) -> Placement:
 
 
 def _with_copies(placed: Placement, plain: Demand, budget: Budget, ctx_max: int, gpu_layers: int | None,
-                 ask: Callable[[], Copied | None] | None) -> Placement:
+                 ask: Callable[[], CopiedLayers | None] | None) -> Placement:
     """The plan with buffers for copied layers where both sides have room for them; layers that nobody asked for by number make room."""
     if ask is None or not 0 < placed.devices.count("cuda") < plain.layers or (copied := ask()) is None:
         return placed

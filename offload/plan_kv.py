@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 from .. import DoesNotFit, MemoryTooSmall
 from .demand import Demand, kv_pages, largest, page_nbytes, with_slack
 from .notes import Fallback
-from .placement import Budget, Placement, Residency, least_budget, reside
+from .placement import Budget, Placement, Residency, choose_pinned, least_budget
 from .plan import is_resident, plan
-from .size import SPARE, asked_mib, format_size
+from .size import SPARE, format_size, ram_argument
 
 PAGE = 128  # tokens
 
@@ -130,12 +130,12 @@ def _spilled(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
         if (whole := _whole(demand, budget, ctx_max, ctx_wanted)) is not None:
             return whole
         most = kept
-    ring = demand.always + reside(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes
+    ring = demand.always + choose_pinned(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes
     pages = min(most, ((budget.ram - ring) * 100 // 105 - least) // page)
     if with_slack(least) + ring > budget.ram:
         return _without(demand, budget, ctx_max, ctx_wanted, with_slack(least + kept * page) + ring, ("weights", *read), spill)
     fixed = with_slack(least + pages * page)
-    residency = reside(demand.blocks, budget.ram - fixed - demand.always, same=demand.same)
+    residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always, same=demand.same)
     return _placed(demand, budget, ctx_max, ctx_wanted, ctx, pages, spill, residency, fixed + demand.always + residency.nbytes)
 
 
@@ -180,7 +180,7 @@ def _without(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
         return alone
     even = f" even with {' and '.join(read)} read from the disk for every token" if read else ""
     raise _Short(f"needs {format_size(needed)} of memory{even}, the budget is {format_size(budget.ram)}",
-                 f"it takes --ram {asked_mib(needed)}, or a smaller model", needed)
+                 f"it takes --ram {ram_argument(needed)}, or a smaller model", needed)
 
 
 def _in_memory(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, spill: Spill) -> Placement | None:
@@ -212,7 +212,7 @@ def _placed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None
             return alone
         if ctx_wanted is not None or spill.disk < page:
             # A page more: what this program holds differs between two runs.
-            more = f"--disk {asked_mib((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
+            more = f"--disk {ram_argument((on_disk + 1) * page)}" if spill.capped else "--spill-dir DIR for another disk"
             raise _Short(f"{format_size(on_disk * page)} of the KV cache for {ctx} tokens would lie on the disk, {spill.where} "
                          f"{format_size(spill.disk)}", more)
         ctx, on_disk = fitting, kv_pages(demand, fitting, PAGE) - pages

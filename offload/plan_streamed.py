@@ -1,15 +1,15 @@
 """A plan for weights that do not all fit, all on the host: pinned as far as memory goes, the rest read from the disk on every pass."""
 
-from .demand import AUTO_CTX, Demand, in_words, kv_nbytes, largest, with_slack
+from .demand import AUTO_CTX, Demand, describe_ctx, kv_nbytes, largest, with_slack
 from .notes import Fallback
-from .placement import Budget, Placement, least_budget, reside, slots_for
+from .placement import Budget, Placement, choose_pinned, least_budget, slots_for
 from .size import SPARE, format_size, memory_too_small
 
 
 def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | None, quantum: int) -> Placement:
     """All on the host, weights pinned as far as memory goes: the context comes first, since every pass reads it too."""
     window = sum(own * layer.nbytes for own, layer in zip(slots_for(demand.units, 0), demand.units, strict=True))
-    least = reside(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes + demand.always + window
+    least = choose_pinned(demand.blocks, least_budget(demand.blocks, demand.same), same=demand.same).nbytes + demand.always + window
 
     def fits(ctx: int, spare: int = 0) -> bool:
         return with_slack(demand.baseline + demand.workspace + kv_nbytes(demand, ctx, quantum)) + least + spare <= budget.ram
@@ -20,13 +20,13 @@ def streamed(demand: Demand, budget: Budget, ctx_max: int, ctx_wanted: int | Non
     if not ctx or not fits(ctx):
         shorter, needs = largest(lambda ctx: fits(ctx, SPARE), min(ctx_max, ctx), quantum), fixed + least
         said = (f"needs {format_size(needs)} of memory even with weights read from the disk for every token (KV cache {format_size(cache)} "
-                f"for {in_words(demand, ctx or quantum)} + program and buffers {format_size(needs - cache)}), "
+                f"for {describe_ctx(demand, ctx or quantum)} + program and buffers {format_size(needs - cache)}), "
                 f"the budget is {format_size(budget.ram)}")
         raise memory_too_small(said, needs, ctx, shorter, "or a smaller model")
     # Whatever is used by every token goes first: a neuron is used by few.
     slots = slots_for(demand.units, budget.ram - fixed - demand.always - sum(demand.blocks))
     window = sum(own * layer.nbytes for own, layer in zip(slots, demand.units, strict=True))
-    residency = reside(demand.blocks, budget.ram - fixed - demand.always - window, same=demand.same)
+    residency = choose_pinned(demand.blocks, budget.ram - fixed - demand.always - window, same=demand.same)
     away = sum(demand.blocks[index] for index in residency.streamed if not demand.same or demand.same[index] == index)
     often = f" {round(residency.streamed_nbytes / away)} times" if away < residency.streamed_nbytes else ""
     notes = [Fallback(f"{format_size(away)} of weights do not fit in memory: every token reads them from the disk{often}"

@@ -93,7 +93,7 @@ class Rates:
 
 
 @dataclass(frozen=True)
-class Part:
+class WeightCost:
     """Weights of one kind that a token goes through: bytes read and products made. `last_only`: for a prompt, once (the head);
     `routed`: experts. `ends`: inputs and outputs of the matrices. `spared`: the share of products made for a prompt's last tokens alone."""
 
@@ -107,7 +107,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Paged:
+class PagedExpertCost:
     """Experts of which the share `kept` is in memory, and a token finds the share `hit_rate` of those that it visits. Which ones a layer
     needs is known only when its router has spoken. What guesses then hide of the disk's seconds is as much as handing reads over, and
     memory that is written while it is read, add to the processor's: one token takes both, one after the other. A prompt's pass, which
@@ -157,7 +157,7 @@ class Work:
     with attention have it for the last `kept` tokens of a prompt's pass.
     """
 
-    parts: tuple[Part, ...]
+    parts: tuple[WeightCost, ...]
     attention_width: int
     windows: tuple[int | None, ...]
     kv: str
@@ -166,7 +166,7 @@ class Work:
     load: int = 0
     chunk: int = 512
     mixture: bool = False
-    paged: Paged | None = None
+    paged: PagedExpertCost | None = None
     missed: float = 0.0
     read_bytes: int = 0
     neurons: int = 0
@@ -268,7 +268,7 @@ def window_gain(work: Work, rates: Rates) -> float | None:
     return ((work.neurons - work.window) / rates.disk) / (work.missed / small)
 
 
-def is_foreseen(tokens: int) -> bool:
+def is_predictable(tokens: int) -> bool:
     """Whether a person is told a prediction for a prompt of so many tokens: `prompt` is too fast for a few, but for one alone."""
     return tokens == 1 or tokens >= LEAST_PROMPT
 

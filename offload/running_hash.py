@@ -21,7 +21,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Protocol
 
-from .part_file import Digest, PartFile
+from .partial_file import Digest, PartialFile
 
 HASH_NBYTES = 4 << 20
 LARGE_NBYTES = 128 << 20  # what a process more is begun for: a tenth of a second
@@ -37,7 +37,7 @@ END_S = 60.0  # without a byte taken out of the pipe, and for what is still in i
 class RunningHash(Protocol):
     """Takes a file in order."""
 
-    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+    def take(self, part: PartialFile, at: int, nbytes: int) -> int:
         """Go on with up to `nbytes` from `at`, which are there; how many it took, none where the file is shorter. Raises OSError."""
 
     def is_right(self) -> bool: ...
@@ -55,7 +55,7 @@ class Read:
         self._digest, self._hash = digest, new_hash(digest, size)
         self._buffer = memoryview(bytearray(min(HASH_NBYTES, max(1, size))))
 
-    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+    def take(self, part: PartialFile, at: int, nbytes: int) -> int:
         count = part.readinto(at, self._buffer[: min(len(self._buffer), nbytes)])
         if self._hash is not None:
             self._hash.update(self._buffer[:count])
@@ -88,7 +88,7 @@ class Xet:
 
             fcntl.fcntl(self._pipe, F_SETPIPE_SZ, PIPE_NBYTES)
 
-    def take(self, part: PartFile, at: int, nbytes: int) -> int:
+    def take(self, part: PartialFile, at: int, nbytes: int) -> int:
         while True:
             if not self._room.poll(END_S * 1000):
                 raise TimeoutError("the process of the hash takes nothing")
@@ -128,7 +128,7 @@ class Xet:
         return True
 
 
-def begin_hash(part: PartFile, xet: Callable[[], str | None] | None) -> RunningHash:
+def begin_hash(part: PartialFile, xet: Callable[[], str | None] | None) -> RunningHash:
     """The hash that checks `part` soonest. `xet` is asked for what the server has named by now."""
     if xet is not None and part.size >= LARGE_NBYTES and can_xet() and sha256_is_slow() and (value := xet()) is not None:
         with contextlib.suppress(OSError):  # no process is to be had

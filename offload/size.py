@@ -39,18 +39,18 @@ def format_size(nbytes: int) -> str:
     return f"{value:.2f} {_UNITS[unit]}"
 
 
-def asked_mib(nbytes: int) -> str:
+def ram_argument(nbytes: int) -> str:
     """What to give `--ram` for a plan of so many bytes: "123Mi", with SPARE."""
     return f"{-(-(nbytes + SPARE) // 2**20)}Mi"
 
 
 def memory_too_small(message: str, least: int, ctx: int, shorter: int, otherwise: str) -> MemoryTooSmall:
     """The error for a plan of `ctx` tokens that takes `least` bytes, with `shorter` tokens, which fit, or `otherwise` as the next step."""
-    ram = f"--ram {asked_mib(least)}"
+    ram = f"--ram {ram_argument(least)}"
     hint = f"-c {shorter} fits; {ctx} tokens take {ram}" if shorter else f"it takes {ram}, {otherwise}"
     return MemoryTooSmall(message, hint, least, shorter)
 
 
-def several(count: int, noun: str) -> str:
+def plural(count: int, noun: str) -> str:
     """A number with its noun: `1 file`, `2 files`."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"

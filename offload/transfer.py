@@ -17,7 +17,7 @@ from .. import DownloadFailed, EffllmError
 from .backoff import Backoff
 from .connection import ConnectionFailed, Network
 from .running_hash import RunningHash, Xet, begin_hash
-from .transfer_parts import Complete, OpenRange, Received, StartOver, Trouble, TryAgain, Wanted
+from .transfer_types import Complete, Download, OpenRange, Received, RestartFile, Retrying, RetryLater
 
 CONNECTIONS = 8
 RANGE_NBYTES = 32 << 20
@@ -32,7 +32,7 @@ DAMAGES = 2  # complete files with a wrong hash before it is given up
 
 @dataclass
 class _State:
-    wanted: Wanted
+    wanted: Download
     generation: int = 0  # counts fresh starts: a range of an older one is void
     damages: int = 0
     is_doubted: bool = False  # its hash in Xet was not the one that was named: its own decides
@@ -49,8 +49,8 @@ class _Range:
     generation: int
 
 
-def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, connections: int = CONNECTIONS,
-             backoff: Backoff | None = None) -> Iterator[Received | Complete | Trouble]:
+def transfer(files: Sequence[Download], open_range: OpenRange, network: Network, connections: int = CONNECTIONS,
+             backoff: Backoff | None = None) -> Iterator[Received | Complete | Retrying]:
     """Complete every file; they are reported in order. Raises the first error that trying again cannot cure; what came is kept."""
     work = _Work(files, open_range, network, backoff or Backoff())
     threads = [threading.Thread(target=work.receive, name=f"effllm-receive-{n}", daemon=True) for n in range(min(connections, work.ranges))]
@@ -77,12 +77,12 @@ def transfer(files: Sequence[Wanted], open_range: OpenRange, network: Network, c
 class _Work:
     """What the threads share, under one condition."""
 
-    files: Sequence[Wanted]
+    files: Sequence[Download]
     open_range: OpenRange
     network: Network
     backoff: Backoff
     _queue: deque[_Range] = field(default_factory=deque)
-    _events: deque[Complete | Trouble] = field(default_factory=deque)
+    _events: deque[Complete | Retrying] = field(default_factory=deque)
     _failure: Exception | None = None
     _stopping: bool = False
     _running: RunningHash | None = None
@@ -113,7 +113,7 @@ class _Work:
 
     # -- the generator's side ----------------------------------------------------------------------------------------------------
 
-    def events(self) -> list[Complete | Trouble]:
+    def events(self) -> list[Complete | Retrying]:
         """What has happened since, after a short wait where nothing has."""
         with self._changed:
             if not self._events and self._failure is None:
@@ -158,10 +158,10 @@ class _Work:
             try:
                 self._stream(piece, buffer)
                 continue
-            except StartOver as error:
+            except RestartFile as error:
                 self._start_over(piece, error)
                 return
-            except TryAgain as error:
+            except RetryLater as error:
                 reason, asked = error.reason, error.after
             except ConnectionFailed as error:
                 if not error.again:
@@ -220,7 +220,7 @@ class _Work:
         with self._changed:
             self._changed.notify_all()
 
-    def _start_over(self, piece: _Range, error: StartOver) -> None:
+    def _start_over(self, piece: _Range, error: RestartFile) -> None:
         with self._changed:
             state = piece.state
             if self._stopping or piece.generation != state.generation:
@@ -228,7 +228,7 @@ class _Work:
             state.damages += not error.whole
             if state.damages > DAMAGES:
                 raise DownloadFailed(f"{state.wanted.name}: {error.reason}", "the hub or something on the way alters it; try again later")
-            self._events.append(Trouble(f"{state.wanted.name}: {error.reason}; fetching it from the beginning"))
+            self._events.append(Retrying(f"{state.wanted.name}: {error.reason}; fetching it from the beginning"))
             self._renew(state, error.whole)
 
     def _renew(self, state: _State, whole: bool) -> None:
@@ -252,7 +252,7 @@ class _Work:
                 self._quiet_until = max(self._quiet_until, until)
             if time.monotonic() - self._said.get(reason, -SILENCE_S) >= SILENCE_S:  # connections fail together, and once is enough
                 self._said[reason] = time.monotonic()
-                self._events.append(Trouble(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
+                self._events.append(Retrying(f"{name}: {reason}; trying again in {max(1, round(delay))} s"))
             while not self._stopping and (left := max(until, self._quiet_until) - time.monotonic()) > 0:
                 self._changed.wait(left)
 
@@ -313,7 +313,7 @@ class _Work:
                 part.restart()
                 raise DownloadFailed(f"{state.wanted.name}: its checksum is wrong, twice", "the hub or something on the way alters it; "
                                      "try another network, or later")
-            self._events.append(Trouble(f"{state.wanted.name}: its checksum is wrong; fetching it again"))
+            self._events.append(Retrying(f"{state.wanted.name}: its checksum is wrong; fetching it again"))
             self._renew(state, whole=False)
         return False
 

@@ -22,8 +22,8 @@ import numpy as np
 
 from .. import EffllmError
 from ..kernels.layout import PAGE, PageLayout
-from ..offload.direct import Interrupted
-from ..offload.pages import PagePool
+from ..offload.direct_io import Interrupted
+from ..offload.page_pool import PagePool
 from ..quant.kv import PackedCodec, RawCodec
 from .kv.cache_bytes import CacheBytes
 from .kv.cache_parts import Choosing, LayerPages, Step

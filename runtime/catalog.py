@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from .. import EffllmError, ModelNotFound, UsageError, ls, typed
-from ..offload.header import is_gguf
+from ..offload.safetensors_header import is_gguf
 from ..offload.size import format_size
 from . import hub
 from .config_reader import show, show_name

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from .. import UsageError
-from ..offload.header import is_gguf
+from ..offload.safetensors_header import is_gguf
 from .config_keys import KEYS_HARMLESS, READ_BY_SOME, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, of_class, read_model, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys

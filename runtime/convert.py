@@ -1,8 +1,8 @@
 """`convert`: a checkpoint in, a folder of low-bit weights out. It streams, can be killed at any point, and never leaves half a folder.
 
 Every tensor's format and place is known from headers (`convert_plan.py`); rows go through a method block by block (`convert_stream.py`)
-into a hidden folder beside the final one (`offload/writer.py`), which gets its name when `effllm.json` is in it. The same command after a
-kill goes on with the first unfinished tensor and ends with the same bytes.
+into a hidden folder beside the final one (`offload/folder_writer.py`), which gets its name when `effllm.json` is in it. The same command
+after a kill goes on with the first unfinished tensor and ends with the same bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from .. import DoesNotFit, EffllmError, UsageError, __version__, typed
 from ..kernels.threads import MOST_WORKERS, ThreadPool
 from ..offload import hardware
 from ..offload.checkpoint import CheckpointError
+from ..offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
 from ..offload.shards import INDEX, index_json
-from ..offload.size import format_size, several
-from ..offload.writer import FolderWriter, held_nbytes, tidied, was_named
+from ..offload.size import format_size, plural
 from ..quant import methods
 from ..quant.error import error_db
 from ..quant.recipe import Recipe, parse_rule, parse_target
@@ -218,7 +218,7 @@ def decided(plan: ConversionPlan, options: ConvertOptions) -> Iterator[Progress 
         item.close()
     chosen = plan.with_recipe(found.recipe)
     counts = Counter(str(job.spec) for job in chosen.jobs if not job.spec.is_raw)
-    shares = ", ".join(f"{several(count, 'tensor')} {spec}" for spec, count in sorted(counts.items()))
+    shares = ", ".join(f"{plural(count, 'tensor')} {spec}" for spec, count in sorted(counts.items()))
     yield Notice(f"{options.target:g} bits per weight: {shares}")
     yield chosen
 

@@ -20,7 +20,7 @@ import numpy as np
 from .. import EffllmError
 from ..kernels.layout import PAGE
 from ..kernels.threads import ThreadPool
-from ..offload.direct import Interrupted, Traffic
+from ..offload.direct_io import Interrupted, ReadStats
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
@@ -179,9 +179,9 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
         return self.model.pager.wait_s + self.cache.pool.traffic.wait_s
 
     @property
-    def disk_traffic(self) -> Traffic:
+    def disk_traffic(self) -> ReadStats:
         """Bytes and seconds of the disk so far."""
-        return Traffic(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
+        return ReadStats(nbytes=self.disk_nbytes, wait_s=self.disk_wait_s, busy_s=self.model.pager.busy_s + self.cache.pool.traffic.busy_s)
 
     def reset(self) -> None:
         """Forget the sequence."""

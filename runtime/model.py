@@ -16,7 +16,7 @@ from .. import DoesNotFit
 from ..kernels.layout import REPEATED
 from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
-from ..offload.pager import ResidentPager
+from ..offload.resident_pager import ResidentPager
 from . import families
 from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache

@@ -10,7 +10,7 @@ import numpy as np
 
 from .. import UsageError
 from ..kernels.layout import PAGE
-from ..offload.direct import Interrupted
+from ..offload.direct_io import Interrupted
 from ..quant.kv import codec
 from .events import Notice, Progress
 from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
 from ..offload.checkpoint import CheckpointError, TensorStore
-from ..offload.header import is_gguf, shown
+from ..offload.safetensors_header import is_gguf, shown
 from .config_reader import read_model
 from .families import BY_PREFIX
 from .hub import stated_licence

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import tokenizers
 
-from ..offload.header import is_gguf
+from ..offload.safetensors_header import is_gguf
 from .images import kind_of
 from .images.album import words
 from .templates.template import ChatTemplate, TemplateError, load_template

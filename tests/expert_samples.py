@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from effllm.offload import queued_reader
+from effllm.offload import async_reader
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.expert_pager import Brought, ExpertPager
-from effllm.offload.experts import policy
-from effllm.offload.streaming import Part, Range
+from effllm.offload.expert_cache import policy
+from effllm.offload.expert_pager import ExpertPager, VisitSlots
+from effllm.offload.streaming_pager import Part, Range
 
 PREADV = os.preadv
 LAYERS, EXPERTS, TOP = 3, 6, 2
@@ -49,7 +49,7 @@ def check(pager: ExpertPager, key: int, slot: int) -> None:
     assert [view.tobytes() for view in pager.views(key, slot)] == bytes_of(pager._store, key), key
 
 
-def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> Brought:
+def use(pager: ExpertPager, layer: int, needed: Sequence[int], counts: np.ndarray | None = None) -> VisitSlots:
     """Visit as the ops do: what is ready, then one after the other."""
     brought = pager.visit(layer, needed, counts)
     assert sorted([*brought.ready, *brought.coming]) == sorted(needed) and set(brought.slots) == set(needed)
@@ -80,7 +80,7 @@ def threads_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_queue(*more: object) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(queued_reader, "ReadQueue", without_queue)
+    monkeypatch.setattr(async_reader, "AioQueue", without_queue)
 
 
 class Gate:

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 
 import effllm
-from effllm.offload.experts import Choice
+from effllm.offload.expert_cache import PolicyChoice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
 from effllm.runtime.adapters.adapter_lengths import measured
@@ -65,7 +65,7 @@ def paging(folder: Path, slots: int, policy: str = "lru", direct: bool = True, k
     own = prepared.config.mixture
     parts = cut_experts(check_tensors(prepared.config, prepared.store, prepared.container), own.experts, own.per_token, prepared.store)
     assert slots <= len(parts.parts), f"{slots} slots for {len(parts.parts)} experts"
-    engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, Choice(policy, 0.5), direct=direct)))
+    engine = Engine(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice(policy, 0.5), direct=direct)))
     for _ in engine.model.load():
         continue
     return engine

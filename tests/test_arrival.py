@@ -14,12 +14,12 @@ from saved_models import saved
 from test_mxfp4 import packed_model
 
 from effllm.kernels import warm
-from effllm.offload import arrival
-from effllm.offload.arrival import Arrival, Desks, MadePart, Making, Piece, desk_of, plan_desks
+from effllm.offload import repack
 from effllm.offload.checkpoint import CheckpointError, TensorStore
-from effllm.offload.direct import BLOCK, THREADS, Read
-from effllm.offload.header import TensorInfo
-from effllm.offload.streaming import Part, Range, lay_out
+from effllm.offload.direct_io import BLOCK, THREADS, Read
+from effllm.offload.repack import Repack, RepackedPart, RepackJob, RepackStep, StagingBuffers, plan_staging, staging_buffer
+from effllm.offload.safetensors_header import TensorInfo
+from effllm.offload.streaming_pager import Part, Range, lay_out
 from effllm.runtime.gguf import sources
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
@@ -48,7 +48,7 @@ def experts(store: TensorStore, layer: int = 0) -> Iterator[list[TensorInfo]]:
         number += 1
 
 
-def read(store: TensorStore, piece: Piece) -> list[np.ndarray]:
+def read(store: TensorStore, piece: RepackStep) -> list[np.ndarray]:
     """What a piece is made of."""
     raws = [np.empty(own.nbytes + 1, np.uint8)[1:] for own in piece.ranges]  # on no border at all
     for own, raw in zip(piece.ranges, raws, strict=True):
@@ -61,7 +61,7 @@ def make(store: TensorStore, infos: Sequence[TensorInfo], begin: int = 0) -> lis
     found = store.arrival(infos)
     assert found.nbytes == tuple(info.nbytes for info in infos)
     outs, pieces = [np.full(nbytes, begin, np.uint8) for nbytes in found.nbytes], list(found.pieces())
-    assert max(desk_of(*(own.nbytes for own in piece.ranges)) for piece in pieces) == found.desk_nbytes
+    assert max(staging_buffer(*(own.nbytes for own in piece.ranges)) for piece in pieces) == found.desk_nbytes
     assert sum(own.nbytes for piece in pieces for own in piece.ranges) == found.file_nbytes
     for place in np.random.default_rng(0).permutation(len(pieces)):
         pieces[place].put(read(store, pieces[place]), outs)
@@ -216,31 +216,31 @@ def test_a_part_holds_what_lies_ready_beside_what_is_made(tmp_path: Path) -> Non
         outs[0][:], outs[1][:] = raws[0][::-1], raws[1]
 
     ranges = Range(path, 5000, 100), Range(path, 20_000, 333)
-    own = Arrival((100, 333), 433, desk_of(100, 333), 0, lambda: [Piece(ranges, put)])
-    part = MadePart((Range(path, 777, 1000),), own, (0, 2))
+    own = Repack((100, 333), 433, staging_buffer(100, 333), 0, lambda: [RepackStep(ranges, put)])
+    part = RepackedPart((Range(path, 777, 1000),), own, (0, 2))
     assert part.sizes == (100, 1000, 333) and part.nbytes % BLOCK == 0 and part.read_nbytes == 433 + lay_out(part.ranges)[1]
     memory, start = np.zeros(3 * part.nbytes, np.uint8), part.nbytes
     extents, places = part.laid_out(start)
     assert places[0] % 64 == places[2] % 64 == 0 and max(places[0] + 100, places[2] + 333) <= start + part.nbytes
     spans = sorted(zip(places, part.sizes, strict=True))
     assert all(place + size <= after for (place, size), (after, _) in zip(spans, spans[1:])) and spans[0][0] >= start
-    (job,) = part.makings(memory, places, Desks(plan_desks([part])))
+    (job,) = part.makings(memory, places, StagingBuffers(plan_staging([part])))
     assert job.run(filled(path)) >= 433 and len(extents) == 1 and places[1] == extents[0].at + 777
     assert memory[places[0] :][:100].tobytes() == content[5000:5100][::-1] and memory[places[2] :][:333].tobytes() == content[20_000:20_333]
     assert Part(part.ranges).makings(memory, places, None) == []
 
 
 def test_desks_are_as_many_as_their_memory_allows() -> None:
-    def part(desk: int, scratch: int) -> MadePart:
-        return MadePart((), Arrival((64,), 64, desk, scratch, list), (0,))
+    def part(desk: int, scratch: int) -> RepackedPart:
+        return RepackedPart((), Repack((64,), 64, desk, scratch, list), (0,))
 
-    assert plan_desks([Part((Range(Path("x"), 0, 1),))]).nbytes == 0 and Desks(plan_desks([])).nbytes == 0
-    small = plan_desks([part(BLOCK, 100), part(5000, 50)])
+    assert plan_staging([Part((Range(Path("x"), 0, 1),))]).nbytes == 0 and StagingBuffers(plan_staging([])).nbytes == 0
+    small = plan_staging([part(BLOCK, 100), part(5000, 50)])
     assert (small.count, small.desk_nbytes, small.scratch_nbytes) == (THREADS, 2 * BLOCK, 100)
-    assert small.nbytes == THREADS * (2 * BLOCK + 100) == Desks(small).nbytes
-    for desk in (arrival.DESKS_NBYTES // 3, 2 * arrival.DESKS_NBYTES):
-        plan = plan_desks([part(desk, 1 << 20)])
-        assert plan.count == max(1, arrival.DESKS_NBYTES // (plan.desk_nbytes + (1 << 20))) < THREADS
+    assert small.nbytes == THREADS * (2 * BLOCK + 100) == StagingBuffers(small).nbytes
+    for desk in (repack.STAGING_NBYTES // 3, 2 * repack.STAGING_NBYTES):
+        plan = plan_staging([part(desk, 1 << 20)])
+        assert plan.count == max(1, repack.STAGING_NBYTES // (plan.desk_nbytes + (1 << 20))) < THREADS
 
 
 @pytest.mark.parametrize("error", (ValueError("no weight"), MemoryError("no room"), IndexError("beyond the end"),
@@ -251,8 +251,8 @@ def test_what_goes_wrong_on_a_desk_is_one_line_and_frees_it(tmp_path: Path, erro
     def put(raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:
         raise error
 
-    desks = Desks(arrival.DeskPlan(1, 2 * BLOCK))
+    desks = StagingBuffers(repack.StagingPlan(1, 2 * BLOCK))
     for _ in range(3):
         with pytest.raises(CheckpointError) as caught:
-            Making(Piece((Range(path, 10, 20),), put), (), desks).run(filled(path))
+            RepackJob(RepackStep((Range(path, 10, 20),), put), (), desks).run(filled(path))
         assert str(error) in caught.value.message and caught.value.hint

@@ -8,7 +8,7 @@ import pytest
 from hub_server import Hub
 from pulls import FABLE, Person
 
-from effllm.offload.writer import JOURNAL, PAD, FolderWriter, partial_folder
+from effllm.offload.folder_writer import JOURNAL, PAD, FolderWriter, partial_folder
 from effllm.quant.recipe import Recipe
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.catalog import resolve

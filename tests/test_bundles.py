@@ -22,11 +22,11 @@ from effllm import UsageError
 from effllm.kernels import warm
 from effllm.kernels.cpu.bundles import MOST_LANES
 from effllm.offload.checkpoint import CheckpointError, TensorStore
-from effllm.offload.direct import Interrupted
-from effllm.offload.neurons import MOST_TOKENS, BundlePlace, NeuronPager, WindowTraffic
+from effllm.offload.direct_io import Interrupted
+from effllm.offload.neuron_pager import MOST_TOKENS, BundlePlace, NeuronPager, WindowStats
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
-from effllm.offload.streaming import StreamingPager
+from effllm.offload.streaming_pager import StreamingPager
 from effllm.quant.bundles import BLOCK, FFN_MULTIPLE, BundleLayout, bundle_name
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.library.verify import verify
@@ -192,7 +192,7 @@ def test_what_the_window_holds_is_not_read_again(records: Path) -> None:
     with Opened(records, "large", 8) as opened:
         opened.use([1, 5, 9])
         opened.use([5, 9, 20])
-        assert opened.pager.used == WindowTraffic(6, 4, 2)
+        assert opened.pager.used == WindowStats(6, 4, 2)
         assert opened.pager.traffic.nbytes == 4 * 4096
         opened.use([30, 31, 32, 33, 34])  # 1 goes: no token of the window but the first had it
         opened.use([5, 9, 20])

@@ -18,7 +18,7 @@ from conversions import lines_of
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.writer import JOURNAL, partial_folder
+from effllm.offload.folder_writer import JOURNAL, partial_folder
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.on_load import PREFIX

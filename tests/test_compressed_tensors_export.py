@@ -19,7 +19,7 @@ from test_imported import written
 from effllm import DoesNotFit, UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.writer import JOURNAL, partial_folder
+from effllm.offload.folder_writer import JOURNAL, partial_folder
 from effllm.quant.imports.compressed_tensors import pack_words, quantize_groups, unpack_words
 from effllm.quant.weight import to_f32
 from effllm.runtime.conversion.compressed_tensors import CompressedFolder, export_compressed

@@ -7,8 +7,8 @@ import pytest
 from config_samples import refused
 from transformers import CONFIG_MAPPING
 
-from effllm.offload.gguf import GgufHeader
-from effllm.offload.header import CheckpointError
+from effllm.offload.gguf_header import GgufHeader
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf import step35
 from effllm.runtime.gguf.windows import Given

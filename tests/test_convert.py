@@ -12,8 +12,8 @@ from safetensors.torch import load_file, save_file
 
 from effllm import UsageError
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.folder_writer import partial_folder
 from effllm.offload.shards import PAD
-from effllm.offload.writer import partial_folder
 from effllm.quant import methods
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack

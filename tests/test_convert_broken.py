@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.writer import JOURNAL, partial_folder
+from effllm.offload.folder_writer import JOURNAL, partial_folder
 from effllm.quant.codes import dequantize
 from effllm.quant.pack import unpack
 from effllm.runtime.config_reader import ConfigError

@@ -9,7 +9,7 @@ from lora_adapters import RANK, adapter, peft, random
 from pulls import Person
 
 import effllm
-from effllm.offload.writer import JOURNAL, partial_folder
+from effllm.offload.folder_writer import JOURNAL, partial_folder
 from effllm.runtime.config import read_config
 
 FABLE = Path(effllm.__file__).parent / "models" / "fable"

@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.offload import direct
+from effllm.offload import direct_io
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.direct import BLOCK, Interrupted, Read, Reader
+from effllm.offload.direct_io import BLOCK, Interrupted, Read, Reader
 from effllm.offload.memory import anonymous
-from effllm.offload.short_turns import ATTRIBUTES, SET_ATTRIBUTES, TURN_NS
+from effllm.offload.time_slice import ATTRIBUTES, SET_ATTRIBUTES, SLICE_NS
 
 PREADV = os.preadv
 SIZE = 5 * BLOCK + 123
@@ -235,7 +235,7 @@ def test_whatever_a_job_fails_with_is_heard_by_who_waits_for_it(file: Path, read
 
 
 def test_reads_are_of_a_size_that_a_disk_likes() -> None:
-    assert 1 << 20 <= direct.READ_NBYTES <= 4 << 20 and direct.READ_NBYTES % BLOCK == 0
+    assert 1 << 20 <= direct_io.READ_NBYTES <= 4 << 20 and direct_io.READ_NBYTES % BLOCK == 0
 
 
 @pytest.mark.skipif(sys.platform != "linux" or platform.machine() not in SET_ATTRIBUTES, reason="elsewhere threads stay as they are")
@@ -254,4 +254,4 @@ def test_threads_that_read_are_not_kept_waiting_by_those_that_compute(reader_of:
     ((got, (_, policy, _, nice, _, runtime, _, _), own),) = found
     assert got == 0 and policy == os.SCHED_OTHER and nice == own == os.getpriority(os.PRIO_PROCESS, 0)
     version = tuple(map(int, re.match(r"(\d+)\.(\d+)", platform.release()).groups()))
-    assert runtime == (TURN_NS if version >= (6, 12) else 0)
+    assert runtime == (SLICE_NS if version >= (6, 12) else 0)

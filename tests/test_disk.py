@@ -5,13 +5,14 @@ import os
 import subprocess
 import time
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from effllm.offload import disk
-from effllm.offload.disk import Disk, DiskRead, mounted, probe
+from effllm.offload import disk_probe
+from effllm.offload.disk_probe import Disk, DiskRead, mounted, probe
 from effllm.offload.memory import HUGE_PAGE, anonymous
 
 KIB, MIB = 1 << 10, 1 << 20
@@ -26,14 +27,14 @@ def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_every_size_and_depth_is_read(file: Path) -> None:
     found = probe(file, seconds=0.09)
-    assert [(read.nbytes, read.depth) for read in found.reads] == [(size, depth) for size in disk.SIZES for depth in disk.DEPTHS]
+    assert [(read.nbytes, read.depth) for read in found.reads] == list(product(disk_probe.SIZES, disk_probe.DEPTHS))
     assert all(read.rate > 0 for read in found.reads)
-    assert found.stream_rate == max(read.rate for read in found.reads if read.nbytes == disk.STREAMED)
+    assert found.stream_rate == max(read.rate for read in found.reads if read.nbytes == disk_probe.STREAMED)
 
 
 def test_the_rate_of_a_size_lies_between_those_measured() -> None:
     reads = [(16 * KIB, 8, 0.4e9), (16 * KIB, 1, 0.1e9), (128 * KIB, 8, 1.0e9), (2 * MIB, 8, 1.2e9), (2 * MIB, 1, 1.1e9)]
-    found = disk.Disk("", "", True, tuple(disk.DiskRead(*read) for read in reads))
+    found = disk_probe.Disk("", "", True, tuple(disk_probe.DiskRead(*read) for read in reads))
     assert found.rate_of(16 * KIB) == pytest.approx(0.4e9)
     assert found.rate_of(128 * KIB) == pytest.approx(1.0e9)
     rates = [found.rate_of(size * KIB) for size in (4, 8, 16, 32, 64, 256, 1024, 4096)]
@@ -47,10 +48,10 @@ def test_a_stretch_is_read_again_in_its_order_with_checksums_and_without(tmp_pat
     seen: list[int] = []
     summed: list[bytes] = []
     real = os.preadv
-    monkeypatch.setattr(disk, "word_sums", lambda rows: summed.append(bytes(rows)) or time.sleep(0.01))
-    monkeypatch.setattr(disk, "STREAMED_DEPTH", 1)
-    monkeypatch.setattr(disk, "_rate", lambda *given: 1.0)
-    monkeypatch.setattr(disk, "_opened", lambda file: (os.open(file, os.O_RDONLY), True))
+    monkeypatch.setattr(disk_probe, "word_sums", lambda rows: summed.append(bytes(rows)) or time.sleep(0.01))
+    monkeypatch.setattr(disk_probe, "STREAMED_DEPTH", 1)
+    monkeypatch.setattr(disk_probe, "_rate", lambda *given: 1.0)
+    monkeypatch.setattr(disk_probe, "_opened", lambda file: (os.open(file, os.O_RDONLY), True))
     monkeypatch.setattr(os, "preadv", lambda descriptor, buffers, offset: seen.append(offset) or real(descriptor, buffers, offset))
     found = probe(tmp_path / "weights", seconds=40.0)
     assert seen == 5 * [2 * MIB * i for i in (2, 3, 0, 1)] and found.stretch == 8 * MIB and found.again > found.checked > 0
@@ -78,9 +79,9 @@ def test_reads_go_where_those_of_a_run_go(file: Path, monkeypatch: pytest.Monkey
         return real(descriptor, buffers, offset)
 
     monkeypatch.setattr(os, "preadv", seen)
-    monkeypatch.setattr(disk, "anonymous", lambda nbytes: rings.append(anonymous(nbytes)) or rings[-1])
+    monkeypatch.setattr(disk_probe, "anonymous", lambda nbytes: rings.append(anonymous(nbytes)) or rings[-1])
     assert probe(file, seconds=0.5).stream_rate > 0
-    assert len(places) == len(disk.SIZES) * len(disk.DEPTHS) + 5 and all(ring.ctypes.data % HUGE_PAGE == 0 for ring in rings)
+    assert len(places) == len(disk_probe.SIZES) * len(disk_probe.DEPTHS) + 5 and all(ring.ctypes.data % HUGE_PAGE == 0 for ring in rings)
     assert all(len(set(own[:8])) == min(8, len(own)) for own in places.values()), "the same memory again at once"
 
 

@@ -11,7 +11,7 @@ from test_cli_run import shell
 from test_kv_tiers import Feed, cache_of, full_after, proc_says
 
 from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
-from effllm.offload.pages import DiskTier
+from effllm.offload.page_pool import DiskTier
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.conversion.on_load import temporary_folder
 from effllm.runtime.files.whole_file import write_whole

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import effllm
-from effllm.offload.direct import Interrupted
+from effllm.offload.direct_io import Interrupted
 from effllm.runtime.config import read_config
 from effllm.runtime.speculate import LOOK_EVERY, NO_GUESS, QUIET, RESTED, TOO_SHORT, Speculation
 from effllm.runtime.speculation.draft_length import COMPUTING

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file, save_file
 
 import effllm
 from effllm import ContextOverflow, DoesNotFit, EffllmError, UsageError
-from effllm.offload.direct import Interrupted
+from effllm.offload.direct_io import Interrupted
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.prepare import EngineOptions, prepare

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 from expert_samples import EXPERTS, LAYERS, TOP, Gate, check, opened, sound, use, write
 
-from effllm.offload import direct, expert_pager
+from effllm.offload import direct_io, expert_pager
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.direct import BLOCK
+from effllm.offload.direct_io import BLOCK
 from effllm.offload.expert_pager import ExpertPager
-from effllm.offload.foresight import Foresight
+from effllm.offload.expert_prediction import ExpertPredictor
 
 
 @pytest.fixture
@@ -24,7 +24,7 @@ def store(tmp_path: Path) -> Iterator[TensorStore]:
 def foreseeing(store: TensorStore) -> ExpertPager:
     """A pager that trusts six guesses a layer, with a slot for all experts but one."""
     pager = opened(store, LAYERS * EXPERTS - 1, farthest=2)
-    pager.foresight = Foresight(EXPERTS, 2)
+    pager.foresight = ExpertPredictor(EXPERTS, 2)
     use(pager, 0, (0, 1))
     return pager
 
@@ -33,7 +33,7 @@ def guess_all(gate: Gate, pager: ExpertPager, layer: int, distance: int) -> None
     """Guess all experts of a layer; the disk begins with as many reads as there are threads, and stands still."""
     gate.shut = True
     pager.look_ahead(layer, distance, range(EXPERTS))
-    while len(gate.offsets) < direct.THREADS:
+    while len(gate.offsets) < direct_io.THREADS:
         threading.Event().wait(0.001)
 
 
@@ -42,7 +42,7 @@ def test_what_is_waited_for_comes_before_what_is_guessed(store: TensorStore, mon
     guess_all(gate, pager, 2, 2)
     brought = pager.visit(1, (0, 1))
     gate.free.release(2)
-    while len(gate.offsets) < direct.THREADS + 2:
+    while len(gate.offsets) < direct_io.THREADS + 2:
         threading.Event().wait(0.001)
     asked = {store.tensors[f"{EXPERTS + expert}.0"].offset // BLOCK * BLOCK for expert in (0, 1)}
     assert set(gate.offsets[-2:]) == asked, "two guesses are queued longer"
@@ -129,7 +129,7 @@ def test_nothing_is_asked_of_later_layers_where_it_would_not_be_used(store: Tens
         pager.foresight.guess(2, 2, [0])
         pager.foresight.judge(2, [5])
     assert [pager.guesses(layer) for layer in range(LAYERS)] == [1, 1, 0]
-    pager.foresight = Foresight(TOP, 2)
+    pager.foresight = ExpertPredictor(TOP, 2)
     for _ in range(20):
         pager.foresight.guess(2, 1, [0])
         pager.foresight.judge(2, [5])

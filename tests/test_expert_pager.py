@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from effllm.offload import expert_pager
 from effllm.offload.checkpoint import CheckpointError, TensorStore
-from effllm.offload.direct import Interrupted
+from effllm.offload.direct_io import Interrupted
+from effllm.offload.expert_cache import POLICIES
 from effllm.offload.expert_pager import TRACE_TOKENS
-from effllm.offload.experts import POLICIES
 
 
 @pytest.fixture

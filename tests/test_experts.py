@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from effllm.offload.experts import (
+from effllm.offload.expert_cache import (
     HALVE_AFTER,
     LEAST_STALE,
     LEAST_TOKENS,
@@ -18,7 +18,7 @@ from effllm.offload.experts import (
     MOST_REPLAYED,
     PINNED_HOT,
     POLICIES,
-    Slots,
+    ExpertSlots,
     belady,
     choose,
     hottest,
@@ -76,7 +76,7 @@ class Scan:
 
 
 def hits(trace: np.ndarray, slots: int, name: str, hot: frozenset[int] = frozenset()) -> list[bool]:
-    held, found = Slots(slots, policy(name, slots, LAYERS, EXPERTS, hot)), []
+    held, found = ExpertSlots(slots, policy(name, slots, LAYERS, EXPERTS, hot)), []
     for layers in trace.tolist():
         for layer, numbers in enumerate(layers):
             held.policy.enter(layer)
@@ -112,7 +112,7 @@ def test_pinned_hot_gives_up_hot_ones_last(trace: np.ndarray, slots: int, hot: s
 def test_least_stale_evicts_behind_the_pass(trace: np.ndarray, slots: int) -> None:
     """A victim is stale wherever a layer that the pass has left holds something stale; and no other expert of the victim's layer that is
     held was unused for longer."""
-    held = Slots(slots, chosen := policy(LEAST_STALE, slots, LAYERS, EXPERTS))
+    held = ExpertSlots(slots, chosen := policy(LEAST_STALE, slots, LAYERS, EXPERTS))
     visits, seen, last, now, here = Counter(), {}, {}, 0, 0
     for layers in trace.tolist():
         for layer, numbers in enumerate(layers):
@@ -222,7 +222,7 @@ def test_the_hottest() -> None:
 
 def test_nothing_is_evicted_that_is_busy() -> None:
     for name in POLICIES:
-        held = Slots(2, policy(name, 2, LAYERS, EXPERTS))
+        held = ExpertSlots(2, policy(name, 2, LAYERS, EXPERTS))
         held.policy.enter(0)
         assert [held.take(key, (0, 1))[1] for key in (0, 1)] == [None, None]
         assert held.take(2, (0, 1, 2)) is None and 2 not in held

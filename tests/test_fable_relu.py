@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from bundle_models import bundled, resident, windowed
 
-from effllm.offload.neurons import MOST_TOKENS
+from effllm.offload.neuron_pager import MOST_TOKENS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.engine import Engine
 from effllm.runtime.sparse import sparsity

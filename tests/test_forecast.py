@@ -17,10 +17,10 @@ from effllm.cli.figures import rounded
 from effllm.cli.plan import bar
 from effllm.kernels import warm
 from effllm.offload import hardware
-from effllm.offload.direct import Traffic
-from effllm.offload.disk import Disk, DiskRead
+from effllm.offload.direct_io import ReadStats
+from effllm.offload.disk_probe import Disk, DiskRead
 from effllm.offload.placement import Residency
-from effllm.offload.predict import KindRate, Paged, Prediction
+from effllm.offload.predict import KindRate, PagedExpertCost, Prediction
 from effllm.offload.size import format_size
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.engine import open_engine
@@ -309,24 +309,24 @@ def test_what_the_disk_explains_of_a_miss() -> None:
     asked = replace(every, streamed=10**9, windows=(None,), kv_bytes=10**5, kv_held=0)
     foreseen = Prediction(0.55, 0.55, 0.1, 0.2, "disk", 0.3)
 
-    def said(ratio: float, reads: Traffic, seconds: float = 10.0, **changes: object) -> str:
+    def said(ratio: float, reads: ReadStats, seconds: float = 10.0, **changes: object) -> str:
         return outcome.explain_disk(replace(asked, **changes), 1000, foreseen, "2026-01-01 12:00", ratio, 10, seconds, reads)
 
-    slow = said(0.5, Traffic(nbytes=11 * 10**9, wait_s=8.0, busy_s=10.0))
+    slow = said(0.5, ReadStats(nbytes=11 * 10**9, wait_s=8.0, busy_s=10.0))
     assert slow == "the disk gave 1.1 GB/s, and 2 for such reads when it was probed (2026-01-01 12:00)"
-    assert "gave 4.4 GB/s" in said(2.0, Traffic(nbytes=11 * 10**9, busy_s=2.5), 2.5)
-    assert said(0.5, Traffic(nbytes=11 * 10**9, wait_s=1.0, busy_s=10.0)) == "", "the processor kept it waiting"
-    assert said(0.5, Traffic(nbytes=11 * 10**9, wait_s=5.0, busy_s=5.5)) == "", "it gave what was expected"
-    assert said(0.5, Traffic()) == ""
-    more = said(0.5, Traffic(nbytes=22 * 10**9, wait_s=8.0, busy_s=11.0), 11.0)
+    assert "gave 4.4 GB/s" in said(2.0, ReadStats(nbytes=11 * 10**9, busy_s=2.5), 2.5)
+    assert said(0.5, ReadStats(nbytes=11 * 10**9, wait_s=1.0, busy_s=10.0)) == "", "the processor kept it waiting"
+    assert said(0.5, ReadStats(nbytes=11 * 10**9, wait_s=5.0, busy_s=5.5)) == "", "it gave what was expected"
+    assert said(0.5, ReadStats()) == ""
+    more = said(0.5, ReadStats(nbytes=22 * 10**9, wait_s=8.0, busy_s=11.0), 11.0)
     assert more == "a token read 2.05 GiB from the disk, 1.02 GiB were expected"
-    guessed = said(0.2, Traffic(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, assumed=True)
+    guessed = said(0.2, ReadStats(nbytes=22 * 10**9, wait_s=8.0, busy_s=22.0), 22.0, assumed=True)
     assert "expected: which neurons are active was a guess, effllm calibrate-sparsity measures it; the disk gave 1 GB/s" in guessed
-    assert "a token read 524.52 MiB" in said(1.9, Traffic(nbytes=55 * 10**8, busy_s=2.75), 2.75), "experts that were in memory"
+    assert "a token read 524.52 MiB" in said(1.9, ReadStats(nbytes=55 * 10**8, busy_s=2.75), 2.75), "experts that were in memory"
 
 
 def test_an_answer_that_was_stopped_before_any_of_its_prompt_was_read(monkeypatch: pytest.MonkeyPatch, engine: object) -> None:
-    experts = Paged(6, 8, 2, 1 << 20, 0.5, 0.5)
+    experts = PagedExpertCost(6, 8, 2, 1 << 20, 0.5, 0.5)
     monkeypatch.setattr(roofs, "known", lambda asked: KNOWN)
     paged = replace(work(engine.prepared, engine.model.tensors), streamed=1 << 20, paged=experts)
     monkeypatch.setattr(outcome.forecast, "work", lambda *_: paged)

@@ -3,10 +3,10 @@
 import numpy as np
 import pytest
 
-from effllm.offload.foresight import WORTH, Foresight
+from effllm.offload.expert_prediction import WORTH, ExpertPredictor
 
 
-def told(foresight: Foresight, rights: list[float], distance: int, times: int) -> None:
+def told(foresight: ExpertPredictor, rights: list[float], distance: int, times: int) -> None:
     """Guesses whose places come true so often."""
     rng = np.random.default_rng(0)
     for _ in range(times):
@@ -15,19 +15,19 @@ def told(foresight: Foresight, rights: list[float], distance: int, times: int) -
 
 
 def test_all_places_are_worth_reading_at_first() -> None:
-    foresight = Foresight(8, 2)
+    foresight = ExpertPredictor(8, 2)
     assert foresight.worth(1) == foresight.worth(2) == 8
 
 
 @pytest.mark.parametrize("distance", (1, 2))
 def test_places_before_the_first_that_is_wrong_too_often(distance: int) -> None:
-    foresight = Foresight(4, 2)
+    foresight = ExpertPredictor(4, 2)
     told(foresight, [1.0, 0.8, 0.1, 0.9], distance, 100)
     assert foresight.worth(distance) == 2 and foresight.worth(3 - distance) == 4
 
 
 def test_few_guesses_decide_nothing() -> None:
-    foresight = Foresight(2, 1)
+    foresight = ExpertPredictor(2, 1)
     told(foresight, [0.0, 1.0], 1, 1)
     assert foresight.worth(1) == 2
     told(foresight, [0.0, 1.0], 1, 5)
@@ -35,7 +35,7 @@ def test_few_guesses_decide_nothing() -> None:
 
 
 def test_what_is_newer_counts_more() -> None:
-    foresight = Foresight(1, 1)
+    foresight = ExpertPredictor(1, 1)
     told(foresight, [1.0], 1, 2000)
     told(foresight, [0.0], 1, 200)
     assert foresight.worth(1) == 0
@@ -45,20 +45,20 @@ def test_what_is_newer_counts_more() -> None:
 
 def test_what_is_in_memory_says_nothing() -> None:
     """It is used more often than what is not, and would not be read."""
-    foresight = Foresight(2, 1)
+    foresight = ExpertPredictor(2, 1)
     for _ in range(100):
         foresight.guess(3, 1, [None, 7])
         foresight.judge(3, [1, 7])
-    told_nothing = Foresight(2, 1)
+    told_nothing = ExpertPredictor(2, 1)
     assert foresight._all[0][0] == told_nothing._all[0][0] and foresight._all[0][1] > told_nothing._all[0][1]
 
 
 def test_guesses_from_two_layers_are_judged_at_once_and_once() -> None:
-    foresight = Foresight(1, 2)
+    foresight = ExpertPredictor(1, 2)
     foresight.guess(2, 2, [4])
     foresight.guess(2, 1, [5])
     foresight.judge(1, [4, 5])
-    assert foresight._all == Foresight(1, 2)._all, "another layer's need"
+    assert foresight._all == ExpertPredictor(1, 2)._all, "another layer's need"
     for _ in range(2):
         foresight.judge(2, [4])
     assert foresight._right == [[3.0], [4.0]] and foresight._all == [[5.0], [5.0]]
@@ -66,8 +66,8 @@ def test_guesses_from_two_layers_are_judged_at_once_and_once() -> None:
 
 
 def test_a_pass_that_was_broken_off_says_nothing() -> None:
-    foresight = Foresight(1, 1)
+    foresight = ExpertPredictor(1, 1)
     foresight.guess(2, 1, [4])
     foresight.forget()
     foresight.judge(2, [5])
-    assert foresight._all == Foresight(1, 1)._all
+    assert foresight._all == ExpertPredictor(1, 1)._all

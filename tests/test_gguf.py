@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from effllm import UsageError
 from effllm.cli.app import main
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.gguf import BLOCKS
+from effllm.offload.gguf_header import BLOCKS
 from effllm.quant.imports import mxfp4
 from effllm.quant.imports.gguf import DECODERS, KEPT, dequantize
 from effllm.quant.weight import Weight

@@ -11,8 +11,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effllm import EffllmError
-from effllm.offload.checkpoint import CheckpointError, open_regular
-from effllm.offload.gguf import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, MAX_TEXT, GgufHeader, read_gguf_header
+from effllm.offload.checkpoint import CheckpointError, open_regular_file
+from effllm.offload.gguf_header import MAX_KEYS, MAX_STRINGS, MAX_TENSORS, MAX_TEXT, GgufHeader, read_gguf_header
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.gguf.tokenizer import load_tokenizer
 
@@ -27,7 +27,7 @@ GOOD_TENSORS = [tensor("one", (8, 3), 0, 0), tensor("two", (32, 2), 2, 96)]
 def parsed(raw: bytes, folder: Path) -> GgufHeader:
     path = folder / "m.gguf"
     path.write_bytes(raw)
-    opened = open_regular(path)
+    opened = open_regular_file(path)
     try:
         return read_gguf_header(path, opened.fd)
     finally:

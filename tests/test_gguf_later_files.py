@@ -9,7 +9,7 @@ from export_models import exported, model
 from gguf_samples import Reader
 
 from effllm import EffllmError
-from effllm.offload.gguf import GgufHeader
+from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import ModelConfig
 from effllm.runtime.gguf.architectures import architecture
 from effllm.runtime.gguf.config import model_config

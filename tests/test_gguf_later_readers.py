@@ -12,7 +12,7 @@ from newer_cases import NEWER
 from safetensors.torch import load_file, save_file
 from saved_models import saved
 
-from effllm.offload.header import CheckpointError
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import ModelConfig, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.prepare import EngineOptions

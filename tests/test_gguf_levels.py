@@ -9,7 +9,7 @@ import pytest
 from gguf_samples import fable_gguf
 
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.gguf import BLOCKS
+from effllm.offload.gguf_header import BLOCKS
 from effllm.quant.imports import gguf_levels, mxfp4
 from effllm.quant.imports.gguf import DECODERS, dequantize
 from effllm.runtime.gguf.store import open_gguf_store

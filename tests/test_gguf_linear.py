@@ -23,7 +23,7 @@ from safetensors.numpy import save_file
 from saved_models import saved
 from test_paged_models import paged, resident
 
-from effllm.offload.header import CheckpointError
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.quant.imports.gguf import KEPT
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine

@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from saved_models import saved
 
 from effllm import EffllmError, ModelNotFound
-from effllm.offload.header import CheckpointError
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.names import part_names

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 from export_models import exported, model, scores
 
-from effllm.offload.gguf import GgufHeader
-from effllm.offload.header import CheckpointError
+from effllm.offload.gguf_header import GgufHeader
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.gguf.config import model_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.source import open_store

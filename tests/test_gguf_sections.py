@@ -10,8 +10,8 @@ from export_models import model, scores
 from gguf_samples import write_model
 
 from effllm import EffllmError
-from effllm.offload.gguf import GgufHeader
-from effllm.offload.header import CheckpointError
+from effllm.offload.gguf_header import GgufHeader
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.families.hunyuan_v1_dense import STRETCH
 from effllm.runtime.gguf.family_keys import OWN

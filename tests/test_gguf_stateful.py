@@ -11,7 +11,7 @@ import pytest
 from export_models import exported, model
 
 from effllm import EffllmError
-from effllm.offload.gguf import GgufHeader
+from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import ModelConfig, read_config
 from effllm.runtime.gguf.architectures import file_architecture
 from effllm.runtime.gguf.config import model_config

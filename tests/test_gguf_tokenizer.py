@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
-from effllm.offload.gguf import GgufHeader
+from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.engine import open_engine
 from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer, same_pattern
 from effllm.runtime.gguf.store import read_header

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.direct import BLOCK, Read, Reader
+from effllm.offload.direct_io import BLOCK, Read, Reader
 from effllm.offload.memory import anonymous
 from effllm.offload.page_slots import PageSlots, slot_nbytes
-from effllm.offload.turns import Turns
+from effllm.offload.read_ahead import ReadAhead
 
 PREADV = os.preadv
 PLACES = 4
@@ -75,14 +75,14 @@ def meanwhile(disk: Disk, wanted: Callable[[], object]) -> object:
 
 
 @pytest.fixture
-def turns(reader: Reader, file: Path) -> tuple[Turns, np.ndarray]:
+def turns(reader: Reader, file: Path) -> tuple[ReadAhead, np.ndarray]:
     """An order of four blocks that share memory for one."""
     memory = anonymous(BLOCK)
 
     def ask(place: int, taken: Sequence[object]) -> tuple[str, list[Read]] | None:
         return None if taken else ("the only place", [Read(file, place * BLOCK, memoryview(memory), BLOCK)])
 
-    return Turns(reader, ask, lambda: False, PLACES), memory
+    return ReadAhead(reader, ask, lambda: False, PLACES), memory
 
 
 @pytest.mark.parametrize("fails", (False, True))

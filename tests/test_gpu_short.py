@@ -13,7 +13,7 @@ from effllm import DoesNotFit, UsageError
 from effllm.kernels.cuda import device
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.offload.plan_gpu import Copied
+from effllm.offload.plan_gpu import CopiedLayers
 from effllm.offload.size import format_size
 from effllm.runtime.planning import devices
 from effllm.runtime.planning.process_memory import weighed
@@ -128,7 +128,7 @@ def test_no_answer_copies_layers_by_an_assumed_rate() -> None:
     fast = planned(FABLE, simulated(8 << 30, 25e9), gpu_layers=1)
     assert fast.placement.copied_from == 2 and not any("1 tokens" in line for line in fast.notices)
     assert any("passes of 2 tokens or more copy" in line for line in fast.notices)
-    measured = Copied(1 << 20, 1)
+    measured = CopiedLayers(1 << 20, 1)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(devices, "copied", lambda *_: measured)
         assert any(line.startswith("all passes copy") for line in planned(FABLE, simulated(8 << 30), gpu_layers=1).notices)

@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
-from effllm.offload.header import MAX_HEADER
+from effllm.offload.safetensors_header import MAX_HEADER
 
 FUZZ = settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 GOOD = {

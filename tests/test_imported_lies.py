@@ -10,7 +10,7 @@ from safetensors.torch import save_file
 from test_imported import CASES
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
-from effllm.offload.header import TensorInfo
+from effllm.offload.safetensors_header import TensorInfo
 from effllm.quant.codes import Codes
 from effllm.quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4
 from effllm.quant.levels import MXFP

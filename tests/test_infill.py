@@ -12,7 +12,7 @@ from infilling import OF_CODESTRAL, OF_QWEN, ROWS, filling_model
 from test_cli_config import Ran
 
 from effllm import ContextOverflow
-from effllm.offload.gguf import GgufHeader
+from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary

@@ -7,8 +7,8 @@ import pytest
 from test_kv_tiers import PREADV, Feed, cache_of, same
 
 from effllm.offload.checksum import word_sums
+from effllm.offload.page_pool import DiskTier
 from effllm.offload.page_stream import PagesLost
-from effllm.offload.pages import DiskTier
 
 
 def summed(row: bytes) -> int:

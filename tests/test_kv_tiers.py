@@ -18,9 +18,9 @@ from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload import hardware, page_stream
-from effllm.offload.direct import Interrupted
+from effllm.offload.direct_io import Interrupted
+from effllm.offload.page_pool import DiskTier
 from effllm.offload.page_stream import PagesLost
-from effllm.offload.pages import DiskTier
 from effllm.quant.kv import PackedCodec, codec
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_made import open_cache

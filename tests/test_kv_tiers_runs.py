@@ -96,7 +96,7 @@ def test_a_disk_that_fills_keeps_the_text(model: Path, tmp_path: Path) -> None:
     """The prompt's pages find room, the answer's do not."""
     planned = json.loads(finish(start("plan", model, "-c", CTX, "--device", "cpu", "--no-probe", "--json", *tier(tmp_path)))[0])
     assert planned["tiers"]["disk"]["kv_bytes"] > 10 * MIB
-    child = start(*answer(model, *tier(tmp_path), tokens=300), before="import effllm.offload.spill\n" + FULL.format(nbytes=1 << 40) + """
+    child = start(*answer(model, *tier(tmp_path), tokens=300), before=f"import effllm.offload.spill_file\n{FULL.format(nbytes=1 << 40)}" """
 import effllm.runtime.engine as engine
 generate = engine.Engine.generate
 def generating(self, *more, **named):

@@ -14,7 +14,7 @@ from saved_models import saved
 from saved_tokenizers import with_words_of_fable
 from streamed_models import streaming
 
-from effllm.offload.placement import firsts, least_budget, reside
+from effllm.offload.placement import choose_pinned, first_copies, least_budget
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.planning.expected import ExpectedStore
@@ -87,10 +87,10 @@ def test_what_stays_of_them_stays_once(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(parts, "LEAST_NBYTES", 512)
     with open_store(folder) as store:
         cut = parts.cut(check_tensors(read_config(folder), store), store)
-    once = sum(cut.sizes[index] for index in firsts(cut.same))
-    assert len(cut.parts) > len(firsts(cut.same)) > 4 and once < sum(cut.sizes)
-    assert reside(cut.sizes, once, same=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
-    found = reside(cut.sizes, once * 3 // 4, 4 * max(cut.sizes), cut.same)
+    once = sum(cut.sizes[index] for index in first_copies(cut.same))
+    assert len(cut.parts) > len(first_copies(cut.same)) > 4 and once < sum(cut.sizes)
+    assert choose_pinned(cut.sizes, once, same=cut.same).pinned_nbytes == once and least_budget(cut.sizes, cut.same) < once
+    found = choose_pinned(cut.sizes, once * 3 // 4, 4 * max(cut.sizes), cut.same)
     away = {cut.same[index] for index in found.streamed}
     assert found.streamed and not away & {cut.same[index] for index in found.pinned} and found.nbytes <= once * 3 // 4
     assert found.pinned_nbytes == once - sum(cut.sizes[index] for index in away)

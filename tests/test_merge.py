@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM
 
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.writer import partial_folder
+from effllm.offload.folder_writer import partial_folder
 from effllm.runtime.adapters import merge as merging
 from effllm.runtime.adapters.adapter import is_quick
 from effllm.runtime.adapters.merge import Merged, merge

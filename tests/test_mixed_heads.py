@@ -12,7 +12,7 @@ from effllm.kernels.device_memory import card_workspace
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.offload.pages import DiskTier
+from effllm.offload.page_pool import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.runtime.cache import KVCache

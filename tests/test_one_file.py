@@ -15,7 +15,7 @@ from sight_cases import CASES
 from sight_models import PICTURES, seeing
 from test_projector_whole import hold_a_picture
 
-from effllm.offload.header import CheckpointError
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.one_file import SEEING
 from effllm.runtime.gguf.projector_names import PROJECTORS

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.offload.direct import BLOCK, Read, Reader
+from effllm.offload.direct_io import BLOCK, Read, Reader
 from effllm.offload.page_slots import PageSlots
 
 PREADV = os.preadv

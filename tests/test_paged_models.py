@@ -10,7 +10,7 @@ from saved_models import saved
 from streamed_models import paging
 from test_moe_models import mixture_model
 
-from effllm.offload.experts import POLICIES
+from effllm.offload.expert_cache import POLICIES
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.weights.paged_experts import LayerExperts

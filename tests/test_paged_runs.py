@@ -149,7 +149,7 @@ def writing(model: Path, least: int, before: str = "") -> subprocess.Popen:
 
 # The same where the system queues reads; and a system that does not.
 QUEUE_HANGS = """
-from effllm.offload.read_queue import ReadQueue
+from effllm.offload.linux_aio import ReadQueue
 collect = ReadQueue.collect
 def hanging(queue, least=0, patience_s=0.0):
     if os.path.exists({file!r}) and least:

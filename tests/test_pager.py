@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 
 from effllm.offload.checkpoint import READ_NBYTES, CheckpointError, TensorInfo, TensorStore
 from effllm.offload.memory import HUGE_PAGE, anonymous
-from effllm.offload.pager import ALIGNMENT, ResidentPager
+from effllm.offload.resident_pager import ALIGNMENT, ResidentPager
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 
@@ -201,7 +201,7 @@ import gc, sys
 from pathlib import Path
 from effllm.offload import hardware
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.pager import ResidentPager
+from effllm.offload.resident_pager import ResidentPager
 with TensorStore.open(Path(sys.argv[1])) as store:
     groups = {i: [info] for i, info in enumerate(store.tensors.values())}
     list(ResidentPager(store, {0: groups[0][:0]}).load())

@@ -8,7 +8,7 @@ from family_models import CASES
 from saved_models import saved
 from streamed_models import streaming
 
-from effllm.offload.turns import Turns
+from effllm.offload.read_ahead import ReadAhead
 from effllm.runtime import families
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
@@ -25,15 +25,15 @@ def test_weights_that_stream_come_once_a_token_and_change_nothing(name: str, tmp
     *_, resident = open_engine(tmp_path, EngineOptions(device="cpu", ctx=128))
     engine = streaming(tmp_path, ctx=128)
     try:
-        used, enter, join = [], Turns.enter, Turns.join
+        used, enter, join = [], ReadAhead.enter, ReadAhead.join
 
-        def joined(self: Turns, place: int) -> bool:
+        def joined(self: ReadAhead, place: int) -> bool:
             if found := join(self, place):
                 used.append(place)
             return found
 
-        monkeypatch.setattr(Turns, "enter", lambda self, place: used.append(place) or enter(self, place))
-        monkeypatch.setattr(Turns, "join", joined)
+        monkeypatch.setattr(ReadAhead, "enter", lambda self, place: used.append(place) or enter(self, place))
+        monkeypatch.setattr(ReadAhead, "join", joined)
         for given in (IDS, [3], [5]):
             used.clear()
             assert np.array_equal(engine.forward_logits(given), resident.forward_logits(given))

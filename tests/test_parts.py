@@ -14,7 +14,7 @@ from effllm import DoesNotFit
 from effllm.kernels.layout import PAGE
 from effllm.offload.hardware import rss
 from effllm.offload.placement import Budget, Placement, Residency
-from effllm.offload.streaming import FETCH_NBYTES
+from effllm.offload.streaming_pager import FETCH_NBYTES
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import parse_config
 from effllm.runtime.measuring.synthetic import SHAPES

@@ -13,7 +13,7 @@ from effllm.kernels.compile import Kernel
 from effllm.kernels.cpu import gemm, gemm_amx, linear, linear_amx, packed
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.low_bit import FINE_COLUMNS, MOST_MATRICES
-from effllm.offload.turns import Turns
+from effllm.offload.read_ahead import ReadAhead
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions
@@ -78,14 +78,14 @@ def logits(engine: Engine) -> np.ndarray:
 
 def wait_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whenever a part is asked for, all that were asked of the disk have come."""
-    before = Turns.join
+    before = ReadAhead.join
 
-    def join(self: Turns, place: int) -> bool:
+    def join(self: ReadAhead, place: int) -> bool:
         for turn in self:
             self.wait(turn.ticket)
         return before(self, place)
 
-    monkeypatch.setattr(Turns, "join", join)
+    monkeypatch.setattr(ReadAhead, "join", join)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -97,7 +97,7 @@ def test_jobs_of_any_number_of_parts_give_the_same_bits(way: str, keep: int, has
     if has_come:
         wait_for_all(monkeypatch)
     else:
-        monkeypatch.setattr(Turns, "join", lambda self, place: False)
+        monkeypatch.setattr(ReadAhead, "join", lambda self, place: False)
     assert np.array_equal(logits(streaming(folders[spec], keep, 300 << 10, ctx=128, **more)), logits(resident(folders[spec], **more)))
 
 

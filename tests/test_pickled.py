@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.pickled import open_pickled
+from effllm.offload.torch_checkpoint import open_torch_checkpoint
 
 RANDOM = torch.Generator().manual_seed(1)
 TENSORS = {"a": torch.randn(3, 5, generator=RANDOM), "b": torch.randn(7, generator=RANDOM).to(torch.bfloat16),
@@ -31,7 +31,7 @@ def path(tmp_path: Path) -> Path:
                                                                       for name, each in tensors.items()}))
 def test_tensors_are_those_that_torch_reads(path: Path, made: type) -> None:
     torch.save(made(TENSORS), path)
-    with open_pickled(path) as store:
+    with open_torch_checkpoint(path) as store:
         assert store.tensors.keys() == TENSORS.keys()
         for name, theirs in torch.load(path, weights_only=True).items():
             info = store.tensors[name]
@@ -42,7 +42,7 @@ def test_tensors_are_those_that_torch_reads(path: Path, made: type) -> None:
 def test_a_module_and_views_of_one_storage(path: Path) -> None:
     module, whole = torch.nn.Linear(4, 6), torch.randn(6, 4)
     torch.save(module.state_dict() | {"upper": whole[:2], "lower": whole[2:]}, path)
-    with open_pickled(path) as store:
+    with open_torch_checkpoint(path) as store:
         lower, weight = (store.read(store.tensors[name]).view(np.float32) for name in ("lower", "weight"))
     assert np.array_equal(lower, whole[2:].numpy().ravel()) and np.array_equal(weight, module.weight.detach().numpy().ravel())
 
@@ -63,7 +63,7 @@ def test_code_is_named_and_not_run(path: Path, tmp_path: Path) -> None:
                                   (exec, ("raise SystemExit",), "__builtin__.exec")):
         torch.save({"a": torch.ones(2), "b": Runs(called, *given_)}, path)
         with pytest.raises(CheckpointError, match=f"calling .*{named}.*: nothing of it is run") as caught:
-            open_pickled(path)
+            open_torch_checkpoint(path)
         assert "weights_only=True" in caught.value.hint
     assert not evidence.exists()
 
@@ -87,23 +87,23 @@ def test_what_is_not_there_is_said(path: Path) -> None:
                          ({"other/data.pkl": text}, "holds no table of tensors")):
         archive(path, text, members | change)
         with pytest.raises(CheckpointError, match=said):
-            open_pickled(path)
+            open_torch_checkpoint(path)
     archive(path, text, members, zipfile.ZIP_DEFLATED)
     with pytest.raises(CheckpointError, match="a compressed member"):
-        open_pickled(path)
+        open_torch_checkpoint(path)
     torch.save({"a": torch.ones(4, 3).T}, path)
     with pytest.raises(CheckpointError, match="does not lie row after row"):
-        open_pickled(path)
+        open_torch_checkpoint(path)
     torch.save({"a": 1}, path)
     with pytest.raises(CheckpointError, match="holds no tensors by name"):
-        open_pickled(path)
+        open_torch_checkpoint(path)
     for content in (b"", b"PK\x03\x04 and no more", pickle.dumps({"a": 1})):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match="no archive of tensors"):
-            open_pickled(path)
+            open_torch_checkpoint(path)
     torch.save({"a": torch.ones(2)}, path, _use_new_zipfile_serialization=False)
     with pytest.raises(CheckpointError, match="of a torch before 1.6"):
-        open_pickled(path)
+        open_torch_checkpoint(path)
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -116,7 +116,7 @@ def test_a_damaged_table_is_an_error_of_its_own(path: Path, data: st.DataObject)
         spoiled[data.draw(st.integers(0, len(text) - 1))] = data.draw(st.integers(0, 255))
     archive(path, bytes(spoiled), members)
     try:
-        with open_pickled(path) as store:
+        with open_torch_checkpoint(path) as store:
             for info in store.tensors.values():
                 assert store.read(info).nbytes == info.nbytes
     except CheckpointError as error:
@@ -135,7 +135,7 @@ def test_a_damaged_archive_is_one_too(path: Path, at: float, cut: bool, value: i
         spoiled[place] = value
     path.write_bytes(spoiled)
     try:
-        with open_pickled(path) as store:
+        with open_torch_checkpoint(path) as store:
             assert all(store.read(info).nbytes == info.nbytes for info in store.tensors.values())
     except CheckpointError as error:
         assert str(path) in error.message and error.hint

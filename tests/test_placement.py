@@ -7,55 +7,55 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm import DoesNotFit
-from effllm.offload.placement import RING_NBYTES, Units, pieces, reside, slots_for
+from effllm.offload.placement import RING_NBYTES, Units, choose_pinned, slots_for, split_evenly
 
 MB = 1 << 20
 SIZES = st.lists(st.integers(0, 32 * MB), min_size=1, max_size=80)
 
 
 def test_what_fits_is_pinned_to_the_last_byte() -> None:
-    placed = reside([MB] * 8, 8 * MB)
+    placed = choose_pinned([MB] * 8, 8 * MB)
     assert placed.pinned == tuple(range(8)) and not placed.streamed and placed.ring_nbytes == 0
-    assert reside([MB] * 8, 8 * MB - 1).streamed
+    assert choose_pinned([MB] * 8, 8 * MB - 1).streamed
 
 
 def test_streamed_blocks_lie_evenly_between_pinned_ones() -> None:
-    placed = reside([10 * MB] * 32, 20 * MB + 240 * MB)
+    placed = choose_pinned([10 * MB] * 32, 20 * MB + 240 * MB)
     assert (placed.pinned_nbytes, placed.streamed_nbytes, placed.ring_nbytes) == (240 * MB, 80 * MB, 20 * MB)
     assert [after - before for before, after in pairwise(placed.streamed)] == [4] * 7
 
 
 def test_most_streamed_leaves_pinned_blocks_apart() -> None:
-    placed = reside([10 * MB] * 32, 30 * MB + 80 * MB)
+    placed = choose_pinned([10 * MB] * 32, 30 * MB + 80 * MB)
     assert len(placed.pinned) == 8 and {b - a for a, b in pairwise(placed.pinned)} <= {3, 4}
 
 
 def test_nothing_but_the_ring() -> None:
-    placed = reside([10 * MB] * 32, 20 * MB)
+    placed = choose_pinned([10 * MB] * 32, 20 * MB)
     assert not placed.pinned and placed.ring_nbytes == 20 * MB and placed.streamed_nbytes == 320 * MB
 
 
 def test_the_ring_grows_with_what_streams() -> None:
     """A model that misses by a megabyte pays for the least ring, one that misses by gigabytes has the largest."""
-    near, far = reside([MB] * 100, 99 * MB), reside([MB] * 4096, 1024 * MB)
+    near, far = choose_pinned([MB] * 100, 99 * MB), choose_pinned([MB] * 4096, 1024 * MB)
     assert (near.ring_nbytes, near.streamed_nbytes) == (16 * MB, 17 * MB)
     assert (far.ring_nbytes, far.streamed_nbytes) == (RING_NBYTES, 4096 * MB - 1024 * MB + RING_NBYTES)
 
 
 def test_no_room_for_a_ring_names_what_is_missing() -> None:
     with pytest.raises(DoesNotFit) as caught:
-        reside([10 * MB] * 4, 19 * MB)
+        choose_pinned([10 * MB] * 4, 19 * MB)
     assert "two blocks of 10.00 MiB" in caught.value.message and caught.value.hint == "--ram with 1Mi more"
 
 
 def test_a_block_too_large_for_the_ring_is_a_fault_of_the_caller() -> None:
     with pytest.raises(ValueError, match="cut it"):
-        reside([40 * MB] * 4, 100 * MB)
+        choose_pinned([40 * MB] * 4, 100 * MB)
 
 
 @given(SIZES, st.integers(64 * MB, 4096 * MB))
 def test_every_block_once_within_the_budget(blocks: list[int], budget: int) -> None:
-    placed = reside(blocks, budget)
+    placed = choose_pinned(blocks, budget)
     assert sorted((*placed.pinned, *placed.streamed)) == list(range(len(blocks)))
     assert placed.pinned_nbytes == sum(blocks[i] for i in placed.pinned)
     assert placed.streamed_nbytes == sum(blocks[i] for i in placed.streamed)
@@ -69,12 +69,12 @@ def test_every_block_once_within_the_budget(blocks: list[int], budget: int) -> N
 @given(SIZES, st.integers(64 * MB, 2048 * MB), st.integers(0, 512 * MB))
 def test_more_memory_never_streams_much_more(blocks: list[int], budget: int, more: int) -> None:
     """Blocks of unequal size are packed by a rule, not by trying all sets: a gain in budget may cost at most one block."""
-    assert reside(blocks, budget + more).streamed_nbytes <= reside(blocks, budget).streamed_nbytes + max(blocks)
+    assert choose_pinned(blocks, budget + more).streamed_nbytes <= choose_pinned(blocks, budget).streamed_nbytes + max(blocks)
 
 
 @given(st.integers(0, 10**9), st.integers(4096, 10**8), st.sampled_from([1, 512, 4096]))
 def test_pieces_add_up(nbytes: int, most: int, multiple: int) -> None:
-    cut = pieces(nbytes, most, multiple)
+    cut = split_evenly(nbytes, most, multiple)
     assert sum(cut) == nbytes and all(0 < piece <= most for piece in cut)
     assert not any(piece % multiple for piece in cut[:-1])
     assert len(cut) == -(-nbytes // (most // multiple * multiple))

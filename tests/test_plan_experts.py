@@ -10,7 +10,7 @@ from effllm import DoesNotFit
 from effllm.offload.demand import BlockBytes, Demand, Experts
 from effllm.offload.placement import Budget
 from effllm.offload.plan import plan
-from effllm.offload.predict import KindRate, Paged, Part, Rates, Work, decode, prompt
+from effllm.offload.predict import KindRate, PagedExpertCost, Rates, WeightCost, Work, decode, prompt
 
 MB = 10**6
 EXPERTS = Experts(layers=20, count=20 * 32, per_token=4, slot_nbytes=2 * MB)
@@ -82,8 +82,8 @@ RATES = Rates(memory=10e9, token_s=0.001, layer_s=0.0, kinds={"4bit": KindRate(1
 
 
 def work(hit_rate: float) -> Work:
-    paged = Paged(20, 32, 4, 2 * MB, 0.5, hit_rate)
-    parts = (Part("4bit", 150 * MB, 300 * MB), Part("4bit", 160 * MB, 320 * MB, routed=True))
+    paged = PagedExpertCost(20, 32, 4, 2 * MB, 0.5, hit_rate)
+    parts = (WeightCost("4bit", 150 * MB, 300 * MB), WeightCost("4bit", 160 * MB, 320 * MB, routed=True))
     return Work(parts, 0, (None,) * 20, "16bit", 0, round(paged.nbytes(1)), mixture=True, paged=paged)
 
 
@@ -102,7 +102,7 @@ def test_a_disk_is_slower_for_one_expert_at_a_time() -> None:
 
 
 def test_a_prompt_reads_what_a_chunk_visits() -> None:
-    paged = Paged(20, 32, 4, 2 * MB, 0.25, 0.9)
+    paged = PagedExpertCost(20, 32, 4, 2 * MB, 0.25, 0.9)
     assert paged.nbytes(512) == pytest.approx(20 * 32 * 0.75 * 2 * MB)
     assert paged.nbytes(4) == pytest.approx(20 * 32 * (1 - 0.875**4) * 0.75 * 2 * MB)
     made = prompt(replace(work(0.5), paged=paged, chunk=512), RATES, 1000)

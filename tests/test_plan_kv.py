@@ -11,7 +11,7 @@ from effllm.offload.demand import BlockBytes, Demand, Experts, with_slack
 from effllm.offload.placement import Budget, Placement, Units
 from effllm.offload.plan import plan
 from effllm.offload.plan_kv import PAGE, Spill, plan_tiers
-from effllm.offload.predict import KindRate, Part, Rates, Work, decode, prompt
+from effllm.offload.predict import KindRate, Rates, WeightCost, Work, decode, prompt
 from effllm.offload.size import parse_size
 
 MB = 10**6
@@ -239,7 +239,8 @@ RATES = Rates(memory=10e9, token_s=1e-3, layer_s=1e-4, kinds={"bf16": KindRate(8
 
 
 def work(**more: object) -> Work:
-    return Work(parts=(Part("bf16", 10**9, 5 * 10**8),), attention_width=4096, windows=(None, None), kv="16bit", kv_bytes=100_000, **more)
+    return Work(parts=(WeightCost("bf16", 10**9, 5 * 10**8),), attention_width=4096, windows=(None, None), kv="16bit",
+                kv_bytes=100_000, **more)
 
 
 def test_the_disk_limits_deep_contexts_alone() -> None:

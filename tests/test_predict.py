@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from effllm.offload.predict import NARROW_ENDS, WIDE_ENDS, KindRate, Paged, Part, Rates, Work, decode, load_seconds, prompt
+from effllm.offload.predict import NARROW_ENDS, WIDE_ENDS, KindRate, PagedExpertCost, Rates, WeightCost, Work, decode, load_seconds, prompt
 from effllm.runtime.planning import probe
 
 GB = 10**9
 RATES = Rates(20 * GB, 1e-4, 1e-5, {"bf16": KindRate(16 * GB, 50 * GB), "low": KindRate(8 * GB, 200 * GB)},
               {"16bit": KindRate(10 * GB, 30 * GB)}, disk=GB)
-WORK = Work((Part("bf16", 2 * GB, GB), Part("low", GB // 2, GB)), attention_width=4096, windows=(None,) * 20, kv="16bit", kv_bytes=20_000,
-            load=3 * GB)
+WORK = Work((WeightCost("bf16", 2 * GB, GB), WeightCost("low", GB // 2, GB)), attention_width=4096, windows=(None,) * 20,
+            kv="16bit", kv_bytes=20_000, load=3 * GB)
 
 
 def test_a_token_is_the_sum_of_its_parts() -> None:
@@ -27,7 +27,7 @@ def test_a_small_model_lives_in_a_cache() -> None:
     rate = KindRate(10 * GB, GB, 40 * GB)
     assert rate.decode_at(1) == rate.decode_at(8 << 20) == 40 * GB and rate.decode_at(256 << 20) == rate.decode_at(GB) == 10 * GB
     assert rate.decode_at(16 << 20) == pytest.approx(25 * GB) and KindRate(10 * GB, GB).decode_at(1) == 10 * GB
-    small = replace(WORK, parts=(Part("bf16", 1 << 20, GB),))
+    small = replace(WORK, parts=(WeightCost("bf16", 1 << 20, GB),))
     assert decode(small, replace(RATES, kinds={"bf16": rate})).seconds == pytest.approx((1 << 20) / (40 * GB) + 3e-4)
 
 
@@ -36,7 +36,7 @@ def test_a_prompt_of_narrow_layers_costs_more_a_product() -> None:
     rate = KindRate(16 * GB, 50 * GB, narrow=25 * GB)
 
     def seconds(ends: float, rate: KindRate = rate) -> float:
-        work = replace(WORK, parts=(Part("bf16", 1, GB, ends=round(ends * GB)),), windows=())
+        work = replace(WORK, parts=(WeightCost("bf16", 1, GB, ends=round(ends * GB)),), windows=())
         return prompt(work, replace(RATES, kinds={"bf16": rate}), 512).seconds - 1e-4
 
     assert seconds(NARROW_ENDS) == pytest.approx(512 / 25) and seconds(WIDE_ENDS) == pytest.approx(512 / 50) == seconds(0.0)
@@ -96,7 +96,7 @@ def test_what_streams_is_hidden_behind_the_processor_or_is_all_there_is() -> Non
 
 
 # The shape of Llama 3.2 1B at 4 bits, 32,767 tokens deep, of which memory holds 12,864: weights and rates of two cores.
-TIERS = Work((Part("low", 720_000_000, 1_236_000_000),), attention_width=4096, windows=(None,) * 16, kv="4bit", kv_bytes=9280,
+TIERS = Work((WeightCost("low", 720_000_000, 1_236_000_000),), attention_width=4096, windows=(None,) * 16, kv="4bit", kv_bytes=9280,
              kv_held=12_864)
 TWO_CORES = Rates(30 * GB, 1e-4, 2e-5, {"low": KindRate(30 * GB, 100 * GB)}, {"4bit": KindRate(20 * GB, 40 * GB, deep=60 * GB)},
                   disk=800_000_000,
@@ -124,9 +124,9 @@ def test_a_prompt_reads_pages_again_and_weights_for_the_first_time() -> None:
 
 
 def test_experts_are_waited_for_and_pages_come_beside_everything() -> None:
-    paged = Paged(layers=10, experts=8, per_token=2, expert_nbytes=10_000_000, kept=0.5, hit_rate=0.5)
-    work = replace(WORK, parts=(Part("bf16", 2 * GB, GB), Part("low", GB // 2, GB, routed=True)), mixture=True, kv_held=0, kv_bytes=10_000,
-                   paged=paged, streamed=100_000_000)
+    paged = PagedExpertCost(layers=10, experts=8, per_token=2, expert_nbytes=10_000_000, kept=0.5, hit_rate=0.5)
+    work = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB), WeightCost("low", GB // 2, GB, routed=True)), mixture=True,
+                   kv_held=0, kv_bytes=10_000, paged=paged, streamed=100_000_000)
     # 125 ms of what is no expert, 62.5 of experts, 0.3 fixed, 8.192 of attention per 1,000 tokens; experts take the disk 100 ms
     processor = 0.125 + 0.0625 + 3e-4
     assert decode(work, RATES).seconds == pytest.approx(processor + 0.1)
@@ -150,7 +150,7 @@ def test_a_prompt_is_read_in_passes() -> None:
 
 
 def test_the_last_layers_of_a_prompt_run_for_its_last_tokens() -> None:
-    half = replace(WORK, parts=(Part("bf16", 2 * GB, GB, spared=0.5), Part("low", GB // 2, GB)), alone=10, kept=24)
+    half = replace(WORK, parts=(WeightCost("bf16", 2 * GB, GB, spared=0.5), WeightCost("low", GB // 2, GB)), alone=10, kept=24)
     spared = prompt(WORK, RATES, 512).seconds - prompt(half, RATES, 512).seconds
     pairs = 512 * 513 // 2 - 24 * 512
     assert spared == pytest.approx(0.5 * (512 - 24) / 50 + 10 * pairs * 4096 / (30 * GB))
@@ -159,7 +159,7 @@ def test_the_last_layers_of_a_prompt_run_for_its_last_tokens() -> None:
 
 
 def test_the_head_is_made_once_for_a_prompt() -> None:
-    headed = replace(WORK, parts=(*WORK.parts, Part("low", 8 * GB, 8 * GB, last_only=True)))
+    headed = replace(WORK, parts=(*WORK.parts, WeightCost("low", 8 * GB, 8 * GB, last_only=True)))
     assert prompt(headed, RATES, 512).seconds - prompt(WORK, RATES, 512).seconds == pytest.approx(1.0)
 
 
@@ -168,7 +168,7 @@ def test_a_short_prompt_costs_at_least_its_weights() -> None:
 
 
 def test_what_was_not_measured_widens_the_range() -> None:
-    other = replace(WORK, parts=(Part("unknown", 2 * GB, GB),))
+    other = replace(WORK, parts=(WeightCost("unknown", 2 * GB, GB),))
     assert decode(other, RATES).error == pytest.approx(0.45) and decode(other, RATES).seconds > 2 / 20
     assert decode(replace(WORK, kv="4bit"), RATES, 100).error == pytest.approx(0.45)
     assert decode(replace(WORK, mixture=True), replace(RATES, unrest=0.1)).error == pytest.approx(0.4)
@@ -177,7 +177,7 @@ def test_what_was_not_measured_widens_the_range() -> None:
 
 def test_a_prompt_is_not_predicted_from_weights_that_are_multiplied_otherwise() -> None:
     """Floats and low bits differ by three times; a few floats beside low bits, such as routers, do not decide."""
-    low, raw, router = Part("codebook4:16", GB, GB), Part("bf16", GB, GB), Part("bf16", 1000, 1000)
+    low, raw, router = WeightCost("codebook4:16", GB, GB), WeightCost("bf16", GB, GB), WeightCost("bf16", 1000, 1000)
     rates = {"floats": replace(RATES, kinds={"bf16": KindRate(16 * GB, 50 * GB)}),
              "low bits": replace(RATES, kinds={"symmetric6:32": KindRate(16 * GB, 90 * GB), "affine4:64": KindRate(9 * GB, 80 * GB)})}
     predicted = {(name, parts): prompt(replace(WORK, parts=parts), own, 512) for name, own in rates.items()

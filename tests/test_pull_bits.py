@@ -12,7 +12,7 @@ from hub_server import Hub, always, running
 from pulls import FABLE, MINUTE, Person, on_disk, sharded
 from test_pull_resume import wait_until, weights_served
 
-from effllm.offload.part_file import PartFile
+from effllm.offload.partial_file import PartialFile
 from effllm.runtime.events import Progress
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull import shard_by_shard
@@ -177,7 +177,7 @@ def test_what_the_cache_has_lost_in_between_is_loaded(hub: Hub, person: Person, 
 def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
     (tmp_path / "data").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="symbolic link"):
-        PartFile(tmp_path / "data", tmp_path / "journal", 100, None)
+        PartialFile(tmp_path / "data", tmp_path / "journal", 100, None)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["data"]
 
 

@@ -8,8 +8,8 @@ from gguf_samples import add_fable_tokenizer, write_model
 from hub_server import Hub
 from pulls import FABLE, Person
 
-from effllm.offload.gguf import read_gguf_keys
-from effllm.offload.header import CheckpointError
+from effllm.offload.gguf_header import read_gguf_keys
+from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.gguf_head import HEAD_NBYTES, chosen
 

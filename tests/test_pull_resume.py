@@ -17,7 +17,7 @@ from pulls import MINUTE, Person, on_disk, tiny
 from effllm.offload import transfer
 from effllm.offload.backoff import Backoff, moment, retry_after
 from effllm.offload.connection import ConnectionFailed, Url, proxy_for
-from effllm.offload.part_file import Digest, PartFile, Stretches, read_journal
+from effllm.offload.partial_file import ByteRanges, Digest, PartialFile, read_journal
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.library.unfinished import JOURNAL
@@ -207,7 +207,7 @@ def test_ollama_8280_the_rate_is_that_of_late_and_the_time_left_follows_from_it(
 
 @given(st.lists(st.tuples(st.integers(0, 60), st.integers(0, 60)), max_size=30))
 def test_stretches_are_sets_of_positions(pairs: list[tuple[int, int]]) -> None:
-    stretches, model = Stretches(), set()
+    stretches, model = ByteRanges(), set()
     for begin, end in pairs:
         new = set(range(begin, end)) - model
         assert stretches.add(begin, end) == len(new)
@@ -223,7 +223,7 @@ def test_stretches_are_sets_of_positions(pairs: list[tuple[int, int]]) -> None:
 
 def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
     data, journal, digest = tmp_path / "data", tmp_path / "journal", Digest("sha256", "0" * 64)
-    part = PartFile(data, journal, 100, digest)
+    part = PartialFile(data, journal, 100, digest)
     part.write(10, b"a" * 20)
     part.write(50, b"b" * 10)
     part.close()
@@ -231,7 +231,7 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
     for torn, held in ((whole, 30), (whole[:-1], 20), (whole + b"70 9", 30), (whole + b"90 101\n", 30), (whole + b"x y\n60 70\n", 30),
                        (whole + b"60 70\n", 40), (b"", 0), (b"{}\n10 30\n", 0)):
         journal.write_bytes(torn)
-        again = PartFile(data, journal, 100, digest)
+        again = PartialFile(data, journal, 100, digest)
         assert again.held == held, torn
         said = "data begins again: of 100 B that are here, nothing says which they are (a damaged journal, or another version)"
         assert again.begins_again("data") == ("" if held else said), "nobody would know why it comes twice"
@@ -243,18 +243,18 @@ def test_a_journal_is_believed_as_far_as_it_makes_sense(tmp_path: Path) -> None:
     journal.write_bytes(whole)
     assert read_journal(data, journal, 101, digest) is None and read_journal(data, journal, 100, Digest("sha256", "1" * 64)) is None
     os.truncate(data, 50)
-    assert PartFile(data, journal, 100, digest).held == 0
+    assert PartialFile(data, journal, 100, digest).held == 0
 
 
 def test_what_is_given_back_is_free_and_the_head_stays(tmp_path: Path) -> None:
-    part = PartFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
+    part = PartialFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
     part.write(0, b"h" * 5000 + os.urandom((1 << 22) - 5000))
     os.sync()
     part.restart(keep=5000)
     part.close()
     status = (tmp_path / "data").stat()
     assert status.st_size == 1 << 22 and status.st_blocks * 512 <= 64 << 10
-    again = PartFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
+    again = PartialFile(tmp_path / "data", tmp_path / "journal", 1 << 22, None)
     assert again.held == 5000 and (tmp_path / "data").read_bytes()[:5000] == b"h" * 5000
 
 

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from effllm.offload import queued_reader
+from effllm.offload import async_reader
+from effllm.offload.async_reader import AHEAD, QUEUED, AsyncReader
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.direct import BLOCK, Interrupted, Read, Ticket
+from effllm.offload.direct_io import BLOCK, Interrupted, Read, Ticket
+from effllm.offload.linux_aio import AioRead
 from effllm.offload.memory import anonymous
-from effllm.offload.queued_reader import AHEAD, QUEUED, QueuedReader
-from effllm.offload.read_queue import Asked
 
 BLOCKS = 96
 
@@ -32,7 +32,7 @@ class Patient:
     def under_way(self) -> list[object]:
         return [name for name, _ in self.waiting]
 
-    def submit(self, reads: list[tuple[object, Asked]]) -> int:
+    def submit(self, reads: list[tuple[object, AioRead]]) -> int:
         reads = reads[: self.most - len(self.waiting)]
         self.waiting += reads
         return len(reads)
@@ -57,9 +57,9 @@ def file(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def reader(file: Path) -> Iterator[QueuedReader]:
+def reader(file: Path) -> Iterator[AsyncReader]:
     opened = os.open(file, os.O_RDONLY)
-    made = QueuedReader({file: opened})
+    made = AsyncReader({file: opened})
     if made.direct(file) is None:
         pytest.skip("no direct reads on this file system")
     yield made
@@ -68,9 +68,9 @@ def reader(file: Path) -> Iterator[QueuedReader]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> QueuedReader:
+def patient(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> AsyncReader:
     """The same over a queue that makes reads when it is told to."""
-    monkeypatch.setattr(queued_reader, "ReadQueue", Patient)
+    monkeypatch.setattr(async_reader, "AioQueue", Patient)
     return request.getfixturevalue("reader")
 
 
@@ -89,7 +89,7 @@ class Pieces:
         return bool((self.memory.reshape(BLOCKS, BLOCK)[list(blocks)] == content[list(blocks)]).all())
 
 
-def test_many_reads_and_jobs_of_threads_come_together(file: Path, reader: QueuedReader) -> None:
+def test_many_reads_and_jobs_of_threads_come_together(file: Path, reader: AsyncReader) -> None:
     """More at once than the queue takes: the rest is for threads, and counts in the same ticket."""
     pieces = Pieces(file)
     ahead = [reader.submit(pieces.reads(block)) for block in range(8)]
@@ -102,7 +102,7 @@ def test_many_reads_and_jobs_of_threads_come_together(file: Path, reader: Queued
     assert (traffic.reads, traffic.nbytes) == (BLOCKS, BLOCKS * BLOCK) and traffic.busy_s > 0
 
 
-def test_few_reads_ahead_begin_at_a_time_and_what_is_waited_for_at_once(file: Path, patient: QueuedReader) -> None:
+def test_few_reads_ahead_begin_at_a_time_and_what_is_waited_for_at_once(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
     ahead = [patient.submit(pieces.reads(block)) for block in range(6)]
@@ -121,7 +121,7 @@ def test_few_reads_ahead_begin_at_a_time_and_what_is_waited_for_at_once(file: Pa
     assert pieces.there(*range(6)) and patient.idle
 
 
-def test_what_is_wanted_after_all_begins_before_the_rest(file: Path, patient: QueuedReader) -> None:
+def test_what_is_wanted_after_all_begins_before_the_rest(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
     ahead = [patient.submit(pieces.reads(block)) for block in range(AHEAD + 3)]
@@ -134,7 +134,7 @@ def test_what_is_wanted_after_all_begins_before_the_rest(file: Path, patient: Qu
     assert pieces.there(AHEAD + 2)
 
 
-def test_what_has_not_begun_is_taken_back(file: Path, patient: QueuedReader) -> None:
+def test_what_has_not_begun_is_taken_back(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.left = 0
     ahead = [patient.submit(pieces.reads(block)) for block in range(AHEAD + 2)]
@@ -146,7 +146,7 @@ def test_what_has_not_begun_is_taken_back(file: Path, patient: QueuedReader) -> 
     assert not any(ticket.left for ticket in ahead) and patient.idle and patient.traffic.reads == AHEAD
 
 
-def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, patient: QueuedReader) -> None:
+def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, patient: AsyncReader) -> None:
     pieces, queue = Pieces(file), Patient.made
     queue.result = -errno.EIO
     patient.wait(patient.submit(pieces.reads(0, 1, 2), urgent=True))
@@ -158,7 +158,7 @@ def test_threads_read_what_the_queue_fails_with_and_all_after_it(file: Path, pat
     assert pieces.there(3, 4)
 
 
-def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(file: Path, patient: QueuedReader,
+def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(file: Path, patient: AsyncReader,
                                                                         monkeypatch: pytest.MonkeyPatch) -> None:
     pieces, handed = Pieces(file), []
     Patient.made.result = -errno.EIO
@@ -171,7 +171,7 @@ def test_guesses_stay_behind_what_is_waited_for_where_the_queue_failed(file: Pat
     assert handed == [False, True] and pieces.there(1, 2)
 
 
-def test_a_file_that_became_shorter_is_named(file: Path, reader: QueuedReader) -> None:
+def test_a_file_that_became_shorter_is_named(file: Path, reader: AsyncReader) -> None:
     pieces = Pieces(file)
     os.truncate(file, 10 * BLOCK)
     with pytest.raises(CheckpointError, match="became shorter while it was being read"):
@@ -180,7 +180,7 @@ def test_a_file_that_became_shorter_is_named(file: Path, reader: QueuedReader) -
     assert pieces.memory.reshape(BLOCKS, BLOCK)[4].any()
 
 
-def test_jobs_that_are_more_than_reads_are_done_by_threads(file: Path, reader: QueuedReader) -> None:
+def test_jobs_that_are_more_than_reads_are_done_by_threads(file: Path, reader: AsyncReader) -> None:
     by: list[str] = []
 
     class Job:
@@ -196,14 +196,14 @@ def test_jobs_that_are_more_than_reads_are_done_by_threads(file: Path, reader: Q
 
 def test_file_systems_without_direct_reads_and_systems_without_a_queue(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     opened, pieces = os.open(file, os.O_RDONLY), Pieces(file)
-    buffered = QueuedReader({file: opened}, direct=False)
+    buffered = AsyncReader({file: opened}, direct=False)
     buffered.wait(buffered.submit(pieces.reads(1), urgent=True))
 
     def without_queue(most: int) -> None:
         raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
 
-    monkeypatch.setattr(queued_reader, "ReadQueue", without_queue)
-    threads = QueuedReader({file: opened})
+    monkeypatch.setattr(async_reader, "AioQueue", without_queue)
+    threads = AsyncReader({file: opened})
     threads.wait(threads.submit(pieces.reads(2)))
     threads.poll()
     assert pieces.there(1, 2) and buffered.traffic.read_s > 0 and threads.traffic.read_s > 0

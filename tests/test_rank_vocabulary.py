@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, pre_tokenizers, trainers
 
-from effllm.offload.gguf import GgufHeader
+from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary

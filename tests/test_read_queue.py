@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from effllm.offload.async_reads import CHANCE, FEW, AsyncReads
 from effllm.offload.checkpoint import CheckpointError
-from effllm.offload.direct import BLOCK, Interrupted, Read, Reader, direct_descriptor
-from effllm.offload.direct_queue import CHANCE, FEW, DirectQueue
+from effllm.offload.direct_io import BLOCK, Interrupted, Read, Reader, direct_descriptor
+from effllm.offload.linux_aio import CALLS, AioQueue, AioRead
 from effllm.offload.memory import anonymous
 from effllm.offload.page_slots import PageSlots
-from effllm.offload.read_queue import CALLS, Asked, ReadQueue
 
 PAGES = 24
 
@@ -37,9 +37,9 @@ def descriptor(file: Path) -> Iterator[int]:
 
 
 @pytest.fixture
-def queue(descriptor: int) -> Iterator[ReadQueue]:
+def queue(descriptor: int) -> Iterator[AioQueue]:
     try:
-        made = ReadQueue(16)
+        made = AioQueue(16)
     except OSError as error:
         pytest.skip(f"no queue for reads here: {error}")
     yield made
@@ -55,18 +55,18 @@ def reader(file: Path) -> Iterator[Reader]:
     os.close(opened)
 
 
-def collected(queue: ReadQueue) -> dict[object, int]:
+def collected(queue: AioQueue) -> dict[object, int]:
     done: dict[object, int] = {}
     while queue.under_way:
         done |= dict(queue.collect(len(queue.under_way), 1.0))
     return done
 
 
-def test_the_bytes_are_those_of_the_file(file: Path, queue: ReadQueue, descriptor: int) -> None:
+def test_the_bytes_are_those_of_the_file(file: Path, queue: AioQueue, descriptor: int) -> None:
     memory, content = anonymous(PAGES * BLOCK), file.read_bytes()
     pages = [7, 0, 23, 8, 3, 21]
     for _ in range(5):  # places are used again
-        reads = [(page, Asked(descriptor, memory.ctypes.data + i * BLOCK, page * BLOCK, BLOCK)) for i, page in enumerate(pages)]
+        reads = [(page, AioRead(descriptor, memory.ctypes.data + i * BLOCK, page * BLOCK, BLOCK)) for i, page in enumerate(pages)]
         assert queue.submit(reads) == len(pages)
         assert collected(queue) == dict.fromkeys(pages, BLOCK)
         for i, page in enumerate(pages):
@@ -75,35 +75,35 @@ def test_the_bytes_are_those_of_the_file(file: Path, queue: ReadQueue, descripto
     assert not queue.collect() and not queue.collect(3, 1.0), "nothing is waited for that was not asked"
 
 
-def test_no_more_are_taken_than_there_is_room_for(queue: ReadQueue, descriptor: int) -> None:
+def test_no_more_are_taken_than_there_is_room_for(queue: AioQueue, descriptor: int) -> None:
     memory = anonymous(PAGES * BLOCK)
-    reads = [(page, Asked(descriptor, memory.ctypes.data + page * BLOCK, page * BLOCK, BLOCK)) for page in range(PAGES)]
+    reads = [(page, AioRead(descriptor, memory.ctypes.data + page * BLOCK, page * BLOCK, BLOCK)) for page in range(PAGES)]
     assert queue.submit(reads) == 16 and len(queue.under_way) == 16 and queue.submit(reads[16:]) == 0
     assert collected(queue) == dict.fromkeys(range(16), BLOCK)
     assert queue.submit(reads[16:]) == 8 and len(collected(queue)) == 8
 
 
-def test_what_lies_behind_the_end_is_told_as_missing(queue: ReadQueue, descriptor: int) -> None:
+def test_what_lies_behind_the_end_is_told_as_missing(queue: AioQueue, descriptor: int) -> None:
     memory = anonymous(4 * BLOCK)
-    assert queue.submit([("across", Asked(descriptor, memory.ctypes.data, (PAGES - 1) * BLOCK, 2 * BLOCK))]) == 1
+    assert queue.submit([("across", AioRead(descriptor, memory.ctypes.data, (PAGES - 1) * BLOCK, 2 * BLOCK))]) == 1
     assert collected(queue) == {"across": BLOCK}
 
 
-def test_a_read_that_the_system_refuses_is_not_taken(queue: ReadQueue, descriptor: int) -> None:
+def test_a_read_that_the_system_refuses_is_not_taken(queue: AioQueue, descriptor: int) -> None:
     closed, memory = os.dup(descriptor), anonymous(BLOCK)
     os.close(closed)
-    assert queue.submit([(0, Asked(closed, memory.ctypes.data, 0, BLOCK))]) == 0 and not queue.under_way
+    assert queue.submit([(0, AioRead(closed, memory.ctypes.data, 0, BLOCK))]) == 0 and not queue.under_way
 
 
 def test_systems_without_a_queue_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
     with pytest.raises(OSError) as caught:
-        ReadQueue(4)
+        AioQueue(4)
     assert caught.value.errno == errno.ENOSYS
     monkeypatch.setattr("sys.platform", "linux")
     monkeypatch.setattr("platform.machine", lambda: "riscv64")
     with pytest.raises(OSError):
-        ReadQueue(4)
+        AioQueue(4)
     assert "riscv64" not in CALLS
 
 
@@ -114,7 +114,7 @@ def slots_of(file: Path, reader: Reader, queue: object, count: int = 12, nbytes:
     def reads(page: int, memory: np.ndarray) -> list[Read]:
         return [Read(file, page * BLOCK, memoryview(memory)[: -(-nbytes // BLOCK) * BLOCK], nbytes)]
 
-    return PageSlots(nbytes, count, reader, reads, lambda page: page * BLOCK, cancelled, DirectQueue(queue, reader), reader.direct(file))
+    return PageSlots(nbytes, count, reader, reads, lambda page: page * BLOCK, cancelled, AsyncReads(queue, reader), reader.direct(file))
 
 
 def fetched(slots: PageSlots, pages: list[int]) -> dict[int, bytes]:
@@ -127,7 +127,7 @@ def blocks(file: Path, pages: list[int]) -> dict[int, bytes]:
     return {page: content[page * BLOCK : (page + 1) * BLOCK] for page in pages}
 
 
-def test_pages_that_are_waited_for_need_no_thread(file: Path, reader: Reader, queue: ReadQueue, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pages_that_are_waited_for_need_no_thread(file: Path, reader: Reader, queue: AioQueue, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(os, "preadv")
     slots = slots_of(file, reader, queue)
     for pages in ([3, 1, 4, 15, 9, 2, 6, 5], [3, 5, 8, 9, 7, 20], [0, 1], [11, 23, 3]):
@@ -137,7 +137,7 @@ def test_pages_that_are_waited_for_need_no_thread(file: Path, reader: Reader, qu
     assert traffic.reads == slots.asked - slots.found
 
 
-def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: ReadQueue) -> None:
+def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: AioQueue) -> None:
     slots = slots_of(file, reader, queue)
     os.truncate(file, 10 * BLOCK)
     with pytest.raises(CheckpointError, match="became shorter while it was being read"):
@@ -146,7 +146,7 @@ def test_a_file_that_became_shorter_is_named(file: Path, reader: Reader, queue: 
     assert not queue.under_way and reader.traffic.read_s > 0, "threads have taken over"
 
 
-def test_the_last_page_may_end_within_a_block(file: Path, reader: Reader, queue: ReadQueue) -> None:
+def test_the_last_page_may_end_within_a_block(file: Path, reader: Reader, queue: AioQueue) -> None:
     slots = slots_of(file, reader, queue, nbytes=BLOCK + 700)
     os.truncate(file, 23 * BLOCK + 700)
     wanted = file.read_bytes()[22 * BLOCK :]
@@ -165,7 +165,7 @@ class Failing:
     def under_way(self) -> list[object]:
         return self.names
 
-    def submit(self, reads: list[tuple[object, Asked]]) -> int:
+    def submit(self, reads: list[tuple[object, AioRead]]) -> int:
         self.names += [name for name, _ in reads]
         self.calls += 1
         return len(reads)

@@ -18,10 +18,10 @@ from test_transfer import Quiet
 
 from effllm import DownloadFailed
 from effllm.offload import running_hash
-from effllm.offload.part_file import Digest, PartFile
+from effllm.offload.partial_file import Digest, PartialFile
 from effllm.offload.running_hash import Read, Xet, begin_hash
 from effllm.offload.transfer import transfer
-from effllm.offload.transfer_parts import Complete, Received, Trouble, Wanted
+from effllm.offload.transfer_types import Complete, Download, Received, Retrying
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.download import download
 from effllm.runtime.pull.repository import describe
@@ -37,14 +37,14 @@ def named() -> str:
 
 
 @pytest.fixture
-def empty(tmp_path: Path) -> Iterator[PartFile]:
-    part = PartFile(tmp_path / "data", tmp_path / "journal", len(CONTENT), SHA256)
+def empty(tmp_path: Path) -> Iterator[PartialFile]:
+    part = PartialFile(tmp_path / "data", tmp_path / "journal", len(CONTENT), SHA256)
     yield part
     part.close()
 
 
 @pytest.fixture
-def whole(empty: PartFile) -> PartFile:
+def whole(empty: PartialFile) -> PartialFile:
     empty.write(0, CONTENT)
     return empty
 
@@ -69,14 +69,14 @@ class Body:
         """Nothing is open."""
 
 
-def taken(hashed: Xet | Read, part: PartFile, end: int = len(CONTENT)) -> bool:
+def taken(hashed: Xet | Read, part: PartialFile, end: int = len(CONTENT)) -> bool:
     at = 0
     while at < end:
         at += hashed.take(part, at, end - at)
     return hashed.is_right()
 
 
-def test_it_is_the_hash_that_hubs_name(whole: PartFile, named: str) -> None:
+def test_it_is_the_hash_that_hubs_name(whole: PartialFile, named: str) -> None:
     with closing(Xet(named)) as hashed:
         assert taken(hashed, whole)
     with closing(Xet(xet_hash(OTHER))) as hashed:
@@ -86,7 +86,7 @@ def test_it_is_the_hash_that_hubs_name(whole: PartFile, named: str) -> None:
     assert hashed._process.poll() is not None
 
 
-def test_a_process_that_is_closed_before_it_has_all_ends_by_itself(whole: PartFile, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_closed_before_it_has_all_ends_by_itself(whole: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(running_hash, "LEAVE_S", 60.0)
     with closing(Xet(named)) as hashed:
         assert hashed.take(whole, 0, 100) == 100 and hashed._process.poll() is None
@@ -111,7 +111,7 @@ STUBBORN = "import signal, time; signal.signal(signal.SIGTERM, signal.SIG_IGN); 
 @pytest.mark.parametrize(("program", "ended"), [("print('ready', flush=True); import time; time.sleep(1000)", signal.SIGTERM),
                                                 (STUBBORN, signal.SIGKILL)])
 @pytest.mark.parametrize("how", ["close", "stop"])
-def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartFile, monkeypatch: pytest.MonkeyPatch, program: str,
+def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartialFile, monkeypatch: pytest.MonkeyPatch, program: str,
                                                                 ended: signal.Signals, how: str, request: pytest.FixtureRequest) -> None:
     monkeypatch.setattr(running_hash, "XET", program)
     if ended == signal.SIGTERM:
@@ -125,12 +125,12 @@ def test_a_process_that_does_not_end_is_asked_to_and_then_ended(whole: PartFile,
                 hashed.take(whole, 0, 100)
 
 
-def test_a_transfer_that_is_left_ends_the_process_that_its_hash_waits_for(empty: PartFile, monkeypatch: pytest.MonkeyPatch,
+def test_a_transfer_that_is_left_ends_the_process_that_its_hash_waits_for(empty: PartialFile, monkeypatch: pytest.MonkeyPatch,
                                                                           slow_processor: None) -> None:
     """The thread that checks would wait for it for a minute (END_S)."""
     made = begun(monkeypatch)
     monkeypatch.setattr(running_hash, "XET", STUBBORN)
-    events = transfer([Wanted("weights", empty, lambda: "0" * 64)], lambda name, begin, end: Body(CONTENT, begin), Quiet())
+    events = transfer([Download("weights", empty, lambda: "0" * 64)], lambda name, begin, end: Body(CONTENT, begin), Quiet())
     for event in events:
         if made and event == Received(len(CONTENT)):
             break
@@ -173,7 +173,7 @@ def test_ctrl_c_leaves_no_process_behind(hub: Hub, person: Person, tmp_path: Pat
 @pytest.mark.parametrize("large, slow, value, usable, kind", [
     (True, True, "0" * 64, True, Xet), (False, True, "0" * 64, True, Read), (True, False, "0" * 64, True, Read),
     (True, True, None, True, Read), (True, True, "0" * 64, False, Read)])
-def test_which_hash_is_begun(whole: PartFile, monkeypatch: pytest.MonkeyPatch, large: bool, slow: bool, value: str | None, usable: bool,
+def test_which_hash_is_begun(whole: PartialFile, monkeypatch: pytest.MonkeyPatch, large: bool, slow: bool, value: str | None, usable: bool,
                              kind: type) -> None:
     monkeypatch.setattr(running_hash, "LARGE_NBYTES", len(CONTENT) + (not large))
     monkeypatch.setattr(running_hash, "sha256_is_slow", lambda: slow)
@@ -184,7 +184,7 @@ def test_which_hash_is_begun(whole: PartFile, monkeypatch: pytest.MonkeyPatch, l
         assert type(hashed) is Read
 
 
-def test_where_no_process_is_to_be_had_sha256_checks(whole: PartFile, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_where_no_process_is_to_be_had_sha256_checks(whole: PartialFile, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
     monkeypatch.setattr(running_hash.sys, "executable", "/nowhere/python")
     with closing(begin_hash(whole, lambda: "0" * 64)) as hashed:
         assert isinstance(hashed, Read) and taken(hashed, whole)
@@ -203,13 +203,14 @@ def begun(monkeypatch: pytest.MonkeyPatch) -> list[Xet]:
     return made
 
 
-def all_of(part: PartFile, content: bytes, xet: str) -> list[object]:
-    wanted = Wanted("weights", part, lambda: xet)
+def all_of(part: PartialFile, content: bytes, xet: str) -> list[object]:
+    wanted = Download("weights", part, lambda: xet)
     events = transfer([wanted], lambda name, begin, end: Body(content, begin), Quiet())
     return [event for event in events if not isinstance(event, Received)]
 
 
-def test_a_transfer_is_checked_by_it_alone(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_a_transfer_is_checked_by_it_alone(empty: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch,
+                                               slow_processor: None) -> None:
     made = begun(monkeypatch)
     monkeypatch.setattr(Read, "take", None)
     assert [type(event) for event in all_of(empty, CONTENT, named)] == [Complete]
@@ -217,28 +218,29 @@ def test_a_transfer_is_checked_by_it_alone(empty: PartFile, named: str, monkeypa
 
 
 @pytest.mark.parametrize("xet", ["0" * 64, "nonsense", ""])
-def test_sha256_decides_where_another_hash_was_named(empty: PartFile, xet: str, monkeypatch: pytest.MonkeyPatch,
+def test_sha256_decides_where_another_hash_was_named(empty: PartialFile, xet: str, monkeypatch: pytest.MonkeyPatch,
                                                      slow_processor: None) -> None:
     made = begun(monkeypatch)
     assert [type(event) for event in all_of(empty, CONTENT, xet)] == [Complete], "the bytes are right, and do not come twice"
     assert len(made) == 1
 
 
-def test_bytes_that_are_wrong_come_again_and_are_refused_then(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch,
+def test_bytes_that_are_wrong_come_again_and_are_refused_then(empty: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch,
                                                               slow_processor: None) -> None:
     made = begun(monkeypatch)
     events = []
     with pytest.raises(DownloadFailed, match="its checksum is wrong, twice"):
-        for event in transfer([Wanted("weights", empty, lambda: named)], lambda name, begin, end: Body(OTHER, begin), Quiet()):
+        for event in transfer([Download("weights", empty, lambda: named)], lambda name, begin, end: Body(OTHER, begin), Quiet()):
             events.append(event)
-    assert [event.text for event in events if isinstance(event, Trouble)] == ["weights: its checksum is wrong; fetching it again"]
+    assert [event.text for event in events if isinstance(event, Retrying)] == ["weights: its checksum is wrong; fetching it again"]
     assert not any(isinstance(event, Complete) for event in events) and len(made) == 1
 
 
-def test_a_process_that_is_killed_in_between(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_a_process_that_is_killed_in_between(empty: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch,
+                                               slow_processor: None) -> None:
     usual, killed = Xet.take, []
 
-    def killing(self: Xet, part: PartFile, at: int, nbytes: int) -> int:
+    def killing(self: Xet, part: PartialFile, at: int, nbytes: int) -> int:
         if at:
             os.kill(self._process.pid, signal.SIGKILL)
             self._process.wait()
@@ -250,7 +252,7 @@ def test_a_process_that_is_killed_in_between(empty: PartFile, named: str, monkey
     assert len(killed) == 1
 
 
-def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None,
+def test_a_process_that_hangs_is_not_waited_for(empty: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None,
                                                 has_time_to_end: None) -> None:
     made = begun(monkeypatch)
     monkeypatch.setattr(running_hash, "END_S", 0.3)
@@ -259,7 +261,8 @@ def test_a_process_that_hangs_is_not_waited_for(empty: PartFile, named: str, mon
     assert len(made) == 1 and made[0]._process.poll() == -signal.SIGTERM
 
 
-def test_a_file_system_that_cannot_feed_a_pipe(empty: PartFile, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_a_file_system_that_cannot_feed_a_pipe(empty: PartialFile, named: str, monkeypatch: pytest.MonkeyPatch,
+                                               slow_processor: None) -> None:
     def unable(*arguments: object, **more: object) -> int:
         raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
 
@@ -269,7 +272,7 @@ def test_a_file_system_that_cannot_feed_a_pipe(empty: PartFile, named: str, monk
     assert len(made) == 1
 
 
-def test_it_leaves_no_log_behind(whole: PartFile, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_leaves_no_log_behind(whole: PartialFile, named: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     monkeypatch.setenv("HF_HOME", str(tmp_path / "home" / "hf"))
     with closing(Xet(named)) as hashed:
@@ -283,12 +286,14 @@ def test_a_python_that_cannot_feed_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not running_hash.can_xet.__wrapped__()
 
 
-def test_who_does_without_xet_is_asked_by_none(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_who_does_without_xet_is_asked_by_none(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch,
+                                               slow_processor: None) -> None:
     made = begun(monkeypatch)
     assert pulled(tmp_path, named, HF_HUB_DISABLE_XET="1").name == SHA256.value and not made
 
 
-def test_a_pull_asks_the_hub_for_it(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch, slow_processor: None) -> None:
+def test_a_pull_asks_the_hub_for_it(tmp_path: Path, named: str, monkeypatch: pytest.MonkeyPatch,
+                                               slow_processor: None) -> None:
     made = begun(monkeypatch)
     assert pulled(tmp_path, named).name == SHA256.value and len(made) == 1, "its name in the cache is the other hash"
 

@@ -17,7 +17,7 @@ from effllm.kernels.layout import F16, F32, PAGE, PageLayout
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.page_file import PageFile
-from effllm.offload.pages import DiskTier
+from effllm.offload.page_pool import DiskTier
 from effllm.quant.kv import codec
 from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
 from effllm.quant.kv_stored import check_stored

@@ -16,10 +16,10 @@ from effllm.kernels.cpu.kv.selective import abstract_nbytes, choose
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.offload import page_stream
-from effllm.offload.direct import Interrupted
+from effllm.offload.direct_io import Interrupted
+from effllm.offload.page_pool import DiskTier
 from effllm.offload.page_slots import PageSlots
 from effllm.offload.page_stream import PagesLost
-from effllm.offload.pages import DiskTier
 
 PREADV = os.preadv
 
@@ -40,7 +40,7 @@ def feeds(pool: ThreadPool, disk: DiskTier, **more: object) -> tuple[Feed, Feed]
 def test_where_all_pages_are_read_the_bits_are_those_of_memory(pool, tmp_path, monkeypatch, kv, queue):
     monkeypatch.setattr(selective, "LEFT", -1.0)
     if not queue:
-        monkeypatch.setattr(page_stream, "ReadQueue", without_queue)
+        monkeypatch.setattr(page_stream, "AioQueue", without_queue)
     memory, disk = feeds(pool, DiskTier(tmp_path, 1, slots=12), kv=kv)
     for feed in (memory, disk):
         for cut in (*CUTS, 3, 200, *[1] * 5):
@@ -219,7 +219,7 @@ def test_abstracts_are_small():
 
 def test_a_disk_that_fails_or_hangs_under_a_token(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(selective, "LEFT", -1.0)
-    monkeypatch.setattr(page_stream, "ReadQueue", without_queue)
+    monkeypatch.setattr(page_stream, "AioQueue", without_queue)
     ended: list[bool] = []
     memory, disk = feeds(pool, DiskTier(tmp_path, 1, slots=12, cancelled=lambda: bool(ended)))
     for feed in (memory, disk):

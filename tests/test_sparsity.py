@@ -19,7 +19,7 @@ from streamed_models import FABLE, long_context_mixture, random_model, streams
 
 from effllm import UsageError
 from effllm.cli import calibrate_sparsity
-from effllm.offload.disk import Disk, DiskRead
+from effllm.offload.disk_probe import Disk, DiskRead
 from effllm.runtime import families
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config

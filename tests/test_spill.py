@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from effllm import EffllmError
+from effllm.offload.page_pool import DiskTier, PagePool
 from effllm.offload.page_stream import PageStream, Run, run_pages
-from effllm.offload.pages import DiskTier, PagePool
-from effllm.offload.spill import SpillFile
+from effllm.offload.spill_file import SpillFile
 
 
 def stream_of(folder: Path, sizes: tuple[int, ...] = (70_000, 4096, 99), pages: int = 40, first: int = 2, **more: object) -> PageStream:

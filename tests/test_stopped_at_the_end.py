@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from test_cli_quantize import FABLE, Ran, private  # noqa: F401  a fixture
 
-from effllm.offload import writer
-from effllm.offload.writer import partial_folder
+from effllm.offload import folder_writer
+from effllm.offload.folder_writer import partial_folder
 from effllm.runtime.files.written import KV_PROFILE
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.stores.container import read_container
@@ -44,9 +44,9 @@ def test_what_has_its_name_is_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_what_takes_the_place_of_another_is_told_from_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = ("quantize", FABLE, "--force", "-o", out := tmp_path / "out")
     assert Ran(*words, "--bits", "3").code == 0
-    said = stopped(writer._copy, monkeypatch, writer, "_copy", *words, "--bits", "4")
+    said = stopped(folder_writer._copy, monkeypatch, folder_writer, "_copy", *words, "--bits", "4")
     assert GOES_ON in said and read_container(out).spec_text == "codebook3:16", "it is the old one yet"
-    said = stopped(writer._exchange, monkeypatch, writer, "_exchange", *words, "--bits", "4")
+    said = stopped(folder_writer._exchange, monkeypatch, folder_writer, "_exchange", *words, "--bits", "4")
     assert "is whole already" in said and read_container(out).spec_text == "codebook4:16"
     assert Ran(*words, "--bits", "4").code == 0 and not partial_folder(out).exists()
 

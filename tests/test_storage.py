@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm import EffllmError, UsageError
-from effllm.offload.writer import partial_folder
+from effllm.offload.folder_writer import partial_folder
 from effllm.runtime.catalog import resolve
 from effllm.runtime.conversion import on_load
 from effllm.runtime.library import storage

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from effllm.offload.checkpoint import CheckpointError, TensorInfo, TensorStore
-from effllm.offload.direct import BLOCK, Interrupted
+from effllm.offload.direct_io import BLOCK, Interrupted
 from effllm.offload.placement import Residency
-from effllm.offload.streaming import FETCH_NBYTES, GAP, Part, Range, StreamingPager, lay_out
+from effllm.offload.streaming_pager import FETCH_NBYTES, GAP, Part, Range, StreamingPager, lay_out
 
 PREADV = os.preadv
 SIZES = (100, 5000, 70_001, 8192, 33, 4096, 200_000, 64_000)

@@ -12,9 +12,9 @@ import pytest
 from effllm import EffllmError
 from effllm.offload import running_hash
 from effllm.offload import transfer as transfer_module
-from effllm.offload.part_file import Digest, PartFile
+from effllm.offload.partial_file import Digest, PartialFile
 from effllm.offload.transfer import PIECE_NBYTES, transfer
-from effllm.offload.transfer_parts import Complete, StartOver, Trouble, Wanted
+from effllm.offload.transfer_types import Complete, Download, RestartFile, Retrying
 
 SECONDS = 60.0  # after which another thread hangs
 CONTENT = os.urandom(3 * PIECE_NBYTES)
@@ -45,7 +45,7 @@ class Bytes:
         """Nothing is open."""
 
 
-class Watched(PartFile):
+class Watched(PartialFile):
     """A part file whose first read, once `pause` is given, begins and ends when `pause` says so."""
 
     pause = None
@@ -87,7 +87,7 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
     def changed() -> None:
         assert hashing.wait(SECONDS)
         monkeypatch.setattr(os, "ftruncate", truncating)
-        raise StartOver("it changed on the server")
+        raise RestartFile("it changed on the server")
 
     def opened(name: str, begin: int, end: int) -> Bytes:
         bodies.append((name, begin, end))
@@ -95,8 +95,8 @@ def test_a_fresh_start_while_the_bytes_before_it_are_hashed(part: Watched, monke
 
     monkeypatch.setattr(transfer_module, "FIRST_NBYTES", len(CONTENT))  # one range
     part.pause = Pause()
-    events = list(transfer([Wanted("weights", part)], opened, Quiet()))
-    assert [event.text for event in events if isinstance(event, Trouble)] == ["weights: it changed on the server; fetching it from the "
+    events = list(transfer([Download("weights", part)], opened, Quiet()))
+    assert [event.text for event in events if isinstance(event, Retrying)] == ["weights: it changed on the server; fetching it from the "
                                                                             "beginning"]
     assert sum(isinstance(event, Complete) for event in events) == 1
     assert part.path.read_bytes() == CONTENT and hashed.is_set() and len(bodies) == 2
@@ -111,12 +111,12 @@ def test_what_comes_slowly_is_written_and_told_as_it_comes(part: Watched, tmp_pa
             time.sleep(0.05)
             return super().readinto(view[: PIECE_NBYTES // 50])
 
-    events, told = transfer([Wanted("weights", part)], lambda name, begin, end: Slow(begin), Quiet()), []
+    events, told = transfer([Download("weights", part)], lambda name, begin, end: Slow(begin), Quiet()), []
     until = time.monotonic() + SECONDS
     while len(told) < 4 and time.monotonic() < until:
         told.append(next(events).nbytes)
         told = sorted({*told} - {0})
-    again = PartFile(part.path, tmp_path / "journal", part.size, part.digest)  # as after a kill
+    again = PartialFile(part.path, tmp_path / "journal", part.size, part.digest)  # as after a kill
     events.close()
     assert told[0] < told[3] <= again.held < PIECE_NBYTES and part.held < PIECE_NBYTES
     assert told[1] - told[0] >= PIECE_NBYTES // 50
@@ -137,7 +137,7 @@ def test_a_file_that_somebody_cuts_is_said(part: Watched) -> None:
 
     part.pause = Cut()
     with pytest.raises(EffllmError, match="data became shorter while it was being written"):
-        list(transfer([Wanted("weights", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1))
+        list(transfer([Download("weights", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1))
     part.close()
 
 
@@ -168,7 +168,7 @@ def test_receivers_wait_for_a_hash_that_is_far_behind(part: Watched, monkeypatch
     """So that it has the processor, and what it reads is still in memory."""
     behind: list[int] = []
     slow_to_hash(monkeypatch, behind, lambda: part.held)
-    events = transfer([Wanted("file", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1)  # nothing before it is late
+    events = transfer([Download("file", part)], lambda name, begin, end: Bytes(begin), Quiet(), connections=1)  # nothing before it is late
     assert Complete in {type(event) for event in events}
     assert 0 <= max(behind) <= (256 << 10) + (64 << 10) + (16 << 10), "what may wait, what is being hashed, and one more piece"
 
@@ -179,7 +179,7 @@ def test_receivers_do_not_wait_while_an_earlier_run_s_bytes_are_hashed(part: Wat
         part.write(at, CONTENT[at : at + PIECE_NBYTES])
     behind: list[int] = []
     slow_to_hash(monkeypatch, behind, lambda: part.held)
-    assert Complete in {type(event) for event in transfer([Wanted("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
+    assert Complete in {type(event) for event in transfer([Download("file", part)], lambda name, begin, end: Bytes(begin), Quiet())}
     all_here = next(n for n, waiting in enumerate(behind, 1) if waiting == len(CONTENT) - n * (64 << 10))
     assert all_here * (64 << 10) <= 1.25 * PIECE_NBYTES, "the hash had come as far as this run's bytes are many, not past the earlier ones"
 
@@ -197,7 +197,7 @@ def test_a_host_that_does_not_answer_holds_up_nobody_who_leaves(part: Watched) -
         assert answered.wait(SECONDS)
         return Late(begin)
 
-    events = transfer([Wanted("weights", part)], opened, Quiet())
+    events = transfer([Download("weights", part)], opened, Quiet())
     next(events)
     assert waiting.wait(SECONDS)
     began = time.monotonic()
@@ -214,10 +214,10 @@ def test_nor_is_a_file_begun_again_when_all_has_stopped(part: Watched) -> None:
     def opened(name: str, begin: int, end: int) -> Bytes:
         waiting.set()
         assert answered.wait(SECONDS)
-        raise StartOver("it changed on the server")
+        raise RestartFile("it changed on the server")
 
     part.restart = lambda: restarted.append(True)
-    events = transfer([Wanted("weights", part)], opened, Quiet(), connections=1)
+    events = transfer([Download("weights", part)], opened, Quiet(), connections=1)
     next(events)
     assert waiting.wait(SECONDS)
     events.close()

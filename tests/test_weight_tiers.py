@@ -15,7 +15,7 @@ from streamed_models import FABLE, larger_than_memory, random_model, streams
 from effllm import DoesNotFit
 from effllm.cli.plan import report
 from effllm.offload.checkpoint import TensorStore
-from effllm.offload.experts import Choice
+from effllm.offload.expert_cache import PolicyChoice
 from effllm.offload.shards import PAD
 from effllm.runtime.engine import EngineOptions, prepare
 from effllm.runtime.planning.forecast import forecast
@@ -77,7 +77,7 @@ def test_experts_are_in_slots_or_on_the_disk(tmp_path: Path, slots: int) -> None
     prepared = prepare(tmp_path, ASKED)
     own, tensors = prepared.config.mixture, check_tensors(prepared.config, prepared.store, prepared.container)
     parts = cut_experts(tensors, own.experts, own.per_token, prepared.store)
-    tiers = weight_tiers(replace(prepared, streams=PagedExperts(parts, slots, Choice("lru", 0.5))))
+    tiers = weight_tiers(replace(prepared, streams=PagedExperts(parts, slots, PolicyChoice("lru", 0.5))))
     expert = sum(own.nbytes for own in parts.parts[0].ranges)
     rows = 0 if not parts.tables else tensors["outer"]["embed"].nbytes
     assert total(tiers) == of_file(tmp_path) and tiers.pinned == slots * expert

@@ -18,8 +18,8 @@ from safetensors import safe_open
 from effllm import DoesNotFit, EffllmError, UsageError
 from effllm.offload import checksum
 from effllm.offload.checkpoint import TensorStore
+from effllm.offload.folder_writer import JOURNAL, FolderWriter, is_journal, partial_folder
 from effllm.offload.shards import INDEX, PAD, Planned, index_json, plan_files
-from effllm.offload.writer import JOURNAL, FolderWriter, is_journal, partial_folder
 
 MARKER = "done.json"
 MINUTE = 60
@@ -359,7 +359,7 @@ def test_a_limit_on_file_sizes_is_an_error_of_one_line(tmp_path: Path) -> None:
     code = ("import resource, sys\nfrom pathlib import Path\n"
             "resource.setrlimit(resource.RLIMIT_FSIZE, (8192, 8192))\n"
             "from effllm import DoesNotFit\nfrom effllm.offload.shards import Planned, plan_files\n"
-            "from effllm.offload.writer import FolderWriter\n"
+            "from effllm.offload.folder_writer import FolderWriter\n"
             "files = plan_files([[Planned('w', 'U8', (1 << 20,), 1 << 20)]], {})\n"
             "try:\n    FolderWriter(Path(sys.argv[1]), files, 'one', 'm')\n"
             "except DoesNotFit as error:\n    print(error.message)\n")

@@ -22,7 +22,7 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError
-from ...offload.header import is_gguf, shown
+from ...offload.safetensors_header import is_gguf, shown
 from ...quant.thin import Added, Thin
 from ...quant.weight import Lora
 from .. import families

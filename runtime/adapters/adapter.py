@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, shown
+from ...offload.safetensors_header import TensorInfo, shown
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config_reader import ADAPTER as STATED
 from ..config_reader import MOST, read_json

@@ -19,7 +19,7 @@ import numpy as np
 
 from ...kernels.threads import ThreadPool
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import shown
+from ...offload.safetensors_header import shown
 from ...quant.thin import Thin
 from ...quant.weight import Weight
 from ..events import Progress

@@ -18,9 +18,9 @@ import numpy as np
 
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, is_gguf
+from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
+from ...offload.safetensors_header import TensorInfo, is_gguf
 from ...offload.shards import PlannedFile
-from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.weight import from_f32
 from ..config import read_config
 from ..convert import check_space, check_target, copied

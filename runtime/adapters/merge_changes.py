@@ -11,7 +11,7 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, is_gguf, shown
+from ...offload.safetensors_header import TensorInfo, is_gguf, shown
 from .. import families
 from ..config import ModelConfig
 from ..source import open_weights

@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import EffllmError, UsageError
-from ...offload.header import shown
+from ...offload.safetensors_header import shown
 from ..files.small_file import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
 from .as_read import as_read

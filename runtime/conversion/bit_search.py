@@ -17,7 +17,7 @@ from math import prod
 import numpy as np
 
 from ... import DoesNotFit, UsageError
-from ...offload.size import several
+from ...offload.size import plural
 from ...quant.codes import dequantize
 from ...quant.methods import rtn
 from ...quant.recipe import Choice, Recipe, allocate
@@ -125,7 +125,7 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
         if unit.names in known:
             yield unit.name, *known[unit.names]
     if len(left) < len(found):
-        there = f"{len(found) - len(left)} of {several(len(found), 'run')}"
+        there = f"{len(found) - len(left)} of {plural(len(found), 'run')}"
         yield Notice(f"what the bits of each tensor are worth was measured before, {there}")
     if not left:
         return
@@ -139,7 +139,7 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
         if not said and (spent > SURE_S or len(reference) == len(sample)):
             said = True
             seconds = spent / len(reference) * len(sample) * (len(left) + 1)
-            runs = f"{several(len(left), 'run')} of {sum(map(len, sample))} tokens"
+            runs = f"{plural(len(left), 'run')} of {sum(map(len, sample))} tokens"
             yield Notice(f"what the bits of each tensor are worth is measured first: {runs} take about {about(seconds)}")
     for done, unit in enumerate(left):
         yield Progress("measuring tensors", done, len(left), "runs")

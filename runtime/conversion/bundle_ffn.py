@@ -21,8 +21,8 @@ import numpy as np
 
 from ... import UsageError, __version__
 from ...offload.checkpoint import TensorStore
+from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
 from ...offload.shards import INDEX, Planned, PlannedFile, index_json, plan_files
-from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.bundles import FFN_MULTIPLE, WIDTH_MULTIPLE, BundleLayout, bundle_name
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY

@@ -18,8 +18,8 @@ import numpy as np
 
 from ... import EffllmError, UsageError, __version__
 from ...offload.checkpoint import TensorStore
+from ...offload.folder_writer import FolderWriter, held_nbytes, tidied, was_named
 from ...offload.shards import SINGLE, PlannedFile
-from ...offload.writer import FolderWriter, held_nbytes, tidied, was_named
 from ...quant.imports.compressed_tensors import WORD, pack_words, quantize_groups
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families

@@ -21,7 +21,7 @@ from ... import EffllmError
 from ...kernels.tiles import ROWS, Sections
 from ...offload import checksum
 from ...offload.checkpoint import TensorStore
-from ...offload.writer import FolderWriter
+from ...offload.folder_writer import FolderWriter
 from ...quant.codes import Codes, Sparse
 from ...quant.error import squared_error
 from ...quant.pack import pack, pack_sparse

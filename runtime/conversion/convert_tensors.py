@@ -12,7 +12,7 @@ from math import prod
 import numpy as np
 
 from ...kernels.threads import ThreadPool
-from ...offload.writer import FolderWriter
+from ...offload.folder_writer import FolderWriter
 from ...quant import methods
 from ...quant.codes import Codes
 from ...quant.stats import Stats

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ... import UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..files.small_file import JSON_NBYTES, read_whole
 
 # model_type -> the file here

@@ -15,7 +15,7 @@ from ... import DoesNotFit, UsageError
 from ...kernels.threads import MOST_WORKERS
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ...offload.size import format_size, parse_size
 from ..events import Progress, Turn
 from ..images import Left, Work

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 
-from ...offload.header import shown
+from ...offload.safetensors_header import shown
 from ..gguf.store import read_header
 from ..gguf.tokenizer import CONTROL, OTHER_FILE, SPACE, UNKNOWN, backend, read_vocabulary
 from ..text import Tokenizer as ModelTokenizer

@@ -13,8 +13,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ...offload.gguf import GgufHeader
-from ...offload.header import CheckpointError, shown
+from ...offload.gguf_header import GgufHeader
+from ...offload.safetensors_header import CheckpointError, shown
 from ..config_reader import ConfigError, Keys
 from . import FILES, WITHOUT_HEAD
 from .shape import EncoderConfig, family_of
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...offload.checkpoint import OpenFile
-    from ...offload.gguf import GgufTensor
+    from ...offload.gguf_header import GgufTensor
 
 WAYS = {1: "mean", 2: "cls", 3: "lasttoken"}  # pooling_type -> how a vector is made
 RANK = 4
@@ -138,7 +138,7 @@ class FileTensors:
         """As it is stored where that is 16 or 32 bits (bfloat16 as uint16), else float32. Raises CheckpointError."""
         import numpy as np
 
-        from ...offload.header import pread_into
+        from ...offload.safetensors_header import pread_into
         from ...quant.imports.gguf import DECODERS, dequantize
 
         raw = np.empty(tensor.nbytes, np.uint8)

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, read_json, show
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..generation.dense import Dense, dense_of_folder

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, Keys, read_json, show
 from . import ENCODERS, RANKS, VECTORS, WITHOUT_HEAD, kind_of
 

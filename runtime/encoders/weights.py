@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import AGAIN, TensorInfo
+from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..images.tower_parts import Norm, Wide, widened
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from fnmatch import fnmatch
 from pathlib import Path
 
 from ... import UsageError
-from ...offload.writer import is_journal
+from ...offload.folder_writer import is_journal
 from .. import hub
 from ..library import storage
 from .whole_file import UNFINISHED

@@ -16,8 +16,8 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.gguf import GgufTensor
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import GgufTensor
+from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config_reader import ConfigError, show

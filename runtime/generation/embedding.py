@@ -16,8 +16,8 @@ import numpy as np
 
 from ... import ContextOverflow, EffllmError, UsageError
 from ...kernels.reference import normalise
-from ...offload.direct import Interrupted
-from ...offload.header import is_gguf
+from ...offload.direct_io import Interrupted
+from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Turn

@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..config_reader import show
 from ..engine import Engine
 from ..events import Progress, Turn

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ... import UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..hub import POOLING, POOLING_KEPT, PROMPTS
 from .embedding import read_json

@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.gguf import GgufHeader, GgufTensor
-from ...offload.header import shown
+from ...offload.gguf_header import GgufHeader, GgufTensor
+from ...offload.safetensors_header import shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
 from .. import families

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.reference import CURVE_EDGE, CURVE_SLOPE
-from ...offload.gguf import GgufHeader, Value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, Value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
 from ..weights.weight_records import CURVE

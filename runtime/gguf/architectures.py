@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...offload.header import CheckpointError, shown
+from ...offload.safetensors_header import CheckpointError, shown
 from ..config_rope import GROWTH
 from ..encoders import FILES, refuse_writing
 from ..families import FAMILIES, OTHERS, deepseek_v4, internlm2, mixtral, ouro, qwen3_moe

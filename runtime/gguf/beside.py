@@ -6,7 +6,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ... import UsageError
-from ...offload.header import is_blob
+from ...offload.safetensors_header import is_blob
 from ..hub import names_in
 from . import names
 

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError, shown
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError, shown
 from ..config import ModelConfig
 from .windows import Given
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 
 FAMILIES: Mapping[str, str] = {"deepseek32": "deepseek_v32", "glm-dsa": "glm_moe_dsa", "hy_v4": "hy_v4"}  # architecture -> family

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import Value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from .windows import Given
 

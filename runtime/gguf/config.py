@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ... import EffllmError, UsageError
-from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
-from ...offload.header import CheckpointError, damaged, shown
+from ...offload.gguf_header import GgufHeader, GgufTensor, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged, shown
 from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH

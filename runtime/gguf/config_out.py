@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from ... import EffllmError
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import GROWTH, RopeConfig
 from ..mixture import Mixture

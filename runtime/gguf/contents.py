@@ -14,8 +14,8 @@ from pathlib import Path
 import numpy as np
 
 from ...offload.checkpoint import OpenFile
-from ...offload.gguf import GgufHeader, GgufTensor
-from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.gguf_header import GgufHeader, GgufTensor
+from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ...quant.imports.gguf import DECODERS, KEPT
 from ...quant.imports.gguf_levels import KINDS as LEVELED
 from ...quant.imports.gguf_levels import GridsMissing, grid_of

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..families.nemotron_nas import ATTENTION, INSIDE
 from .windows import Given

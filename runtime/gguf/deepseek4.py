@@ -6,8 +6,8 @@ from __future__ import annotations
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import shown_value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import shown_value
+from ...offload.safetensors_header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
 from .windows import Given
 

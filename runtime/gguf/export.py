@@ -18,9 +18,9 @@ import numpy as np
 
 from ... import DoesNotFit, EffllmError, UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.gguf import BLOCKS, Value
+from ...offload.gguf_header import BLOCKS, Value
 from ...offload.gguf_writer import NewFile, PlannedTensor, gguf_head, padded
-from ...offload.header import CheckpointError, is_gguf
+from ...offload.safetensors_header import CheckpointError, is_gguf
 from ...offload.size import format_size
 from ...quant.imports.gguf import quantize
 from ...quant.weight import RAW_NUMPY, Weight, from_f32, to_f32

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..weights.state_weights import channel_factors
 from . import state_spaces

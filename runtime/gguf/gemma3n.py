@@ -7,8 +7,8 @@ from statistics import NormalDist
 
 import numpy as np
 
-from ...offload.gguf import shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import shown_value
+from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from . import gemma4
 from .windows import Given

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, Value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL, TURNED
 

@@ -9,8 +9,8 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.gguf import Value
-from ...offload.header import TensorInfo
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import TensorInfo
 from ..audio.causal_conformer import USUAL
 from ..audio.gemma4 import Gemma4 as Ears
 from ..audio.log_magnitudes import GEMMA_4, LogMagnitudes

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import GgufHeader, shown_value
+from ...offload.safetensors_header import damaged
 from ..config_rope import GLOBAL, LOCAL
 from . import gemma4
 

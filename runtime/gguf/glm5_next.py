@@ -8,8 +8,8 @@ from collections.abc import Iterator
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from . import channel_decays, chosen
 from .latent_attention import WIDTHS

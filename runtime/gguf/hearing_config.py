@@ -9,8 +9,8 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Mapping
 
-from ...offload.gguf import GgufHeader
-from ...offload.header import damaged
+from ...offload.gguf_header import GgufHeader
+from ...offload.safetensors_header import damaged
 from ..config_reader import Keys
 from .hearing_names import PLACES
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.gguf import Value
-from ...offload.header import AGAIN, TensorInfo
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..audio.log_mel import LogMel
 from ..audio.qwen2_5_omni import waves
 from ..audio.qwen3_asr import SHORTEST, Qwen3Asr

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from ...kernels.layout import SILU_LIMIT
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..families.hy_v4 import REFUSED_UNLESS, stored_rows
 from . import chosen, latent_attention

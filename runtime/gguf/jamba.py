@@ -10,8 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from ...offload.gguf import Value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from .state_spaces import departures as departures
 from .windows import Given

@@ -8,7 +8,7 @@ from math import prod
 from pathlib import Path
 
 from ...kernels.tiles import ROWS
-from ...offload.header import CheckpointError
+from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import KEPT
 from ..config import ModelConfig
 from ..stores.parted_rows import joins

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, GgufTensor, Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, GgufTensor, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from .windows import Given

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.latent_shape import LatentShape
-from ...offload.gguf import GgufTensor, Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufTensor, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GROWTH
 from . import chosen

@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families import qwen3_next
 from . import sections

@@ -8,7 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import is_blob
+from ...offload.safetensors_header import is_blob
 
 ARCHITECTURE, CLASS = "qwen3", "JinaForRanking"
 FILE = "projector.safetensors"

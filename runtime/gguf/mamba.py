@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import Value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from . import jamba
 from .windows import Given

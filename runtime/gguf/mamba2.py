@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import Value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from . import jamba, mamba, state_spaces
 from .windows import Given

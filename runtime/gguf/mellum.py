@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf_header import GgufHeader, Value
 from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from .windows import Given

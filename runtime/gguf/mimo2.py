@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import LOCAL
 from .windows import Given

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from .windows import Given
 

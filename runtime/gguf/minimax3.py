@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.minimax_m3_vl_text import CHOSEN, FULL
 from .windows import Given

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from ...offload.gguf import shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import shown_value
+from ...offload.safetensors_header import damaged
 from .windows import Given
 
 FAMILY, NAME = "mllama_text_model", "mllama"

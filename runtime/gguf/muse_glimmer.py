@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import LOCAL
 from ..families.muse_glimmer_text import BEHIND_EPS, STORED

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..speculation.mtp_tensors import EMBED_NORM, JOIN, LAST_NORM, MTP, STATE_NORM, block_name, mtp_rules
 

@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
-from ...offload.gguf import GgufHeader, GgufTensor, Value
+from ...offload.gguf_header import GgufHeader, GgufTensor, Value
 from .projector_names import CLIP, FRAMES
 
 TOWERS = ("v.", "mm.", "a.")  # how the tensors of towers begin

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from ...offload.header import damaged
+from ...offload.safetensors_header import damaged
 from ..config_rope import GROWTH, LOCAL
 from . import gpt_oss, transformer_names
 from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_THETA, USUAL_WINDOW, Given

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, GgufTensor
-from ...offload.header import CheckpointError, damaged, shown
+from ...offload.gguf_header import GgufHeader, GgufTensor
+from ...offload.safetensors_header import CheckpointError, damaged, shown
 from ..config_reader import Keys
 from ..images.senses import PICTURES, SOUNDS, Sense
 from .hearing_names import EARS

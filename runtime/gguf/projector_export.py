@@ -14,9 +14,9 @@ import numpy as np
 
 from ... import DoesNotFit, EffllmError, UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ...offload.gguf_writer import NewFile, gguf_head, padded
-from ...offload.header import AGAIN, TensorInfo, is_gguf
+from ...offload.safetensors_header import AGAIN, TensorInfo, is_gguf
 from ...offload.size import format_size
 from ..audio.tower_hearing import Hearing
 from ..config import ModelConfig, read_config

@@ -12,7 +12,7 @@ import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf_writer import PlannedTensor
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from ...quant.weight import from_f32
 from ..images.tower_parts import widened
 from ..images.tower_weights import STORED

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import numpy as np
 
-from ...offload.checkpoint import TensorStore, open_regular
-from ...offload.gguf import GgufHeader, GgufTensor, read_gguf_header
-from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.checkpoint import TensorStore, open_regular_file
+from ...offload.gguf_header import GgufHeader, GgufTensor, read_gguf_header
+from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
 from ..images.senses import SOUNDS
@@ -63,7 +63,7 @@ class Part:
 
 def read_projector_header(path: Path) -> GgufHeader:
     """Of a file of its own, or of what the file of a model holds to see with. Raises CheckpointError, ModelNotFound."""
-    opened = open_regular(path)
+    opened = open_regular_file(path)
     try:
         return _seeing(read_gguf_header(path, opened.fd))
     finally:
@@ -78,7 +78,7 @@ class ProjectorStore(TensorStore):
     """Raises CheckpointError for a tensor that no such file has, and for one of a type that is not read."""
 
     def __init__(self, path: Path, said: Described) -> None:
-        opened = open_regular(path)
+        opened = open_regular_file(path)
         try:
             header = _seeing(read_gguf_header(path, opened.fd))
             self._parts = dict(_parts(header, said))

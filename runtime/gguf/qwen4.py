@@ -10,8 +10,8 @@ from collections.abc import Iterator, Mapping
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.qwen4_exp_text import PLE
 from . import linear_attention

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families.rwkv7 import ABSENT, LETTERS
 from .windows import Given

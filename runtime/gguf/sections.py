@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 
 if TYPE_CHECKING:
     from ..config import ModelConfig

@@ -7,8 +7,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from math import isqrt
 
-from ...offload.gguf import GgufHeader
-from ...offload.header import damaged, shown
+from ...offload.gguf_header import GgufHeader
+from ...offload.safetensors_header import damaged, shown
 from ..config_reader import Keys
 from ..images.senses import PICTURES, SOUNDS
 from .projector_config import HAS, NAMES, VISION, Values, tensor_of, types_of

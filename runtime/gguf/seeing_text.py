@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 
 from ... import EffllmError
-from ...offload.gguf import Value
-from ...offload.header import is_gguf
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig
 from ..images import raw_of
 from ..images.turning import axes_of

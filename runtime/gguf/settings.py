@@ -7,8 +7,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...offload.gguf import GgufHeader, Value
-from ...offload.header import is_gguf
+from ...offload.gguf_header import GgufHeader, Value
+from ...offload.safetensors_header import is_gguf
 from .config import config_json
 from .split import close_all
 from .store import open_file, read_header

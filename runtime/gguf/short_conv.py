@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import Value
+from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from .windows import SIGMOID, Given
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ...kernels.tiles import ROWS
-from ...offload.direct import READ_NBYTES
-from ...offload.gguf import GgufTensor
+from ...offload.direct_io import READ_NBYTES
+from ...offload.gguf_header import GgufTensor
 
 RAW = ("F32", "F16", "BF16")
 WHOLE, TABLE = "I32", "tid2eid.weight"  # numbers of experts in tables, float32 where they are read

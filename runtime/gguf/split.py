@@ -10,9 +10,9 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from ... import ModelNotFound
-from ...offload.checkpoint import OpenFile, open_regular
-from ...offload.gguf import GgufHeader, read_gguf_header, shown_value
-from ...offload.header import CheckpointError, damaged, shown
+from ...offload.checkpoint import OpenFile, open_regular_file
+from ...offload.gguf_header import GgufHeader, read_gguf_header, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged, shown
 from .names import all_parts
 from .one_file import text_part
 
@@ -48,7 +48,7 @@ def _open(part: Path, asked: Path) -> OpenFile:
     if part != asked and not part.exists():
         raise ModelNotFound(f"{asked.name} is a part of a model, and {shown(part.name)} is missing",
                             f"all parts belong into {asked.parent}; effllm pull org/repo:{asked.name} fetches all of them")
-    return open_regular(part)
+    return open_regular_file(part)
 
 
 def _joined(path: Path, headers: list[GgufHeader]) -> GgufHeader:

@@ -14,8 +14,8 @@ from ...kernels.kda_shape import KdaShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
-from ...offload.gguf import Value
-from ...offload.header import damaged
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from . import channel_decays, falcon_h1, glm5_next, half_layers, jamba, linear_attention, mamba, mamba2, rwkv7, short_conv, state_spaces
 

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, Value, shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE

@@ -17,13 +17,13 @@ from typing import NoReturn
 import numpy as np
 
 from ... import EffllmError
-from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import TensorStore
-from ...offload.gguf import GgufHeader, GgufTensor
-from ...offload.header import CheckpointError, TensorInfo, shown
+from ...offload.gguf_header import GgufHeader, GgufTensor
 from ...offload.notes import Detail, Fallback
+from ...offload.repack import Repack, RepackStep, staging_buffer
+from ...offload.safetensors_header import CheckpointError, TensorInfo, shown
 from ...offload.size import format_size
-from ...offload.streaming import Range
+from ...offload.streaming_pager import Range
 from ...quant.imports.arranged import put_blocks
 from ...quant.imports.gguf import dequantize
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
@@ -87,18 +87,18 @@ class GgufStore(MadeStore):
             return None
         return source.tensor.offset + source.first * (source.tensor.nbytes // source.tensor.shape[0])
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         if any(info.name not in self._sources for info in infos):
             return None
         sources = [self._sources[info.name] for info in infos]
         if not all(source.in_order for source in sources):
             return None
-        return Arrival(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
-                      max(desk_of(source.piece * source.tensor.row_nbytes) for source in sources),
+        return Repack(tuple(info.nbytes for info in infos), sum(source.nbytes for source in sources),
+                      max(staging_buffer(source.piece * source.tensor.row_nbytes) for source in sources),
                       max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(*source.shape)
                           for info, source in zip(infos, sources, strict=True)), partial(self._pieces, tuple(infos)))
 
-    def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
+    def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
         """Runs of rows of each matrix; those of an expert lie side by side."""
         found = []
         for index, info in enumerate(infos):
@@ -106,7 +106,7 @@ class GgufStore(MadeStore):
             tensor, each = source.tensor, source.tensor.row_nbytes
             for begin in range(0, rows, source.piece):
                 own = Range(tensor.file, tensor.offset + (source.first + begin) * each, min(source.piece, rows - begin) * each)
-                found.append(Piece((own,), partial(self._put, info, index, begin)))
+                found.append(RepackStep((own,), partial(self._put, info, index, begin)))
         return found
 
     def _put(self, info: TensorInfo, index: int, first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from ..config_rope import LOCAL
 from .windows import Given

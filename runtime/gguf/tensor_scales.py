@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...offload.checkpoint import OpenFile, TensorStore
-from ...offload.gguf import GgufHeader
-from ...offload.header import damaged, shown
+from ...offload.gguf_header import GgufHeader
+from ...offload.safetensors_header import damaged, shown
 from ..hub import DENSE
 from .architecture import DIVISORS
 

@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers
 
-from ...offload.gguf import GgufHeader, shown_value
-from ...offload.header import shown
+from ...offload.gguf_header import GgufHeader, shown_value
+from ...offload.safetensors_header import shown
 from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer

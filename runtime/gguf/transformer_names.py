@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families import bloom, dbrx, mpt
 from .architecture import CLAMP, LAYER_NORM, ROUTER, Architecture

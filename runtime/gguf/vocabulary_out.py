@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from tokenizers import Tokenizer
 
-from ...offload.gguf import GgufHeader, Value
+from ...offload.gguf_header import GgufHeader, Value
 from ..text import Tokenizer as ModelTokenizer
 from ..text import TokenizerError
 from ..tokens.token_bytes import letters_of_bytes

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...offload.gguf import GgufHeader, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import GgufHeader, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS
 from ..config_rope import GLOBAL, LOCAL
 

@@ -13,8 +13,8 @@ import math
 from collections.abc import Mapping
 from pathlib import Path
 
-from ...offload.gguf import Value, shown_value
-from ...offload.header import CheckpointError, damaged
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import CheckpointError, damaged
 
 KEYS = ("attn_factor", "yarn_attn_factor", "yarn_beta_fast", "yarn_beta_slow", "yarn_ext_factor", "yarn_log_multiplier")
 ORIGINAL = "give the folder of the original checkpoint, if its family is supported"

@@ -25,7 +25,7 @@ from weakref import WeakValueDictionary
 import numpy as np
 
 from ... import EffllmError, UsageError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ..events import Notice, Progress
 from . import PLACE, Left, Seen, Sight, Work, raw_of, senses_of, sights_of
 from .canvas import markers_of

@@ -12,8 +12,8 @@ from itertools import chain
 from pathlib import Path
 
 from ...offload.checkpoint import READ_NBYTES, TensorStore
-from ...offload.header import TensorInfo
-from ...offload.writer import FolderWriter
+from ...offload.folder_writer import FolderWriter
+from ...offload.safetensors_header import TensorInfo
 from ..audio import HEARING
 from ..events import Progress
 from ..files.written import TOWER

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from ..stores.parted_rows import PartedStore
 from . import MLX_SIGHTS
 

@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import EffllmError, ModelNotFound, UsageError
-from ...offload.gguf import GgufHeader
-from ...offload.header import AGAIN, CheckpointError, is_gguf
+from ...offload.gguf_header import GgufHeader
+from ...offload.safetensors_header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
 from ..gguf import sections
 from ..gguf.beside import beside

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
-from ...offload.direct import Interrupted
+from ...offload.direct_io import Interrupted
 from ...quant.kv import codec
 from ..kv.picture_keys import Look, PictureKeys, Watched
 from .marks import PictureGone

@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import AGAIN, TensorInfo
+from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..audio import HEARING
 from ..files.written import TOWER
 from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.memory import anonymous
-from ...offload.pages import DiskTier, PagePool
+from ...offload.page_pool import DiskTier, PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 from ..cache import KVCache
 from ..policy import open_policy

@@ -10,7 +10,7 @@ import numpy as np
 
 from ...kernels.layout import PageLayout
 from ...offload.memory import anonymous
-from ...offload.pages import PagePool
+from ...offload.page_pool import PagePool
 from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:

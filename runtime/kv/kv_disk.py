@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING
 from ... import UsageError
 from ...kernels.layout import PageLayout
 from ...offload.notes import Fallback
+from ...offload.page_pool import DiskTier
 from ...offload.page_slots import slot_nbytes
 from ...offload.page_stream import RING_NBYTES, ring_nbytes
-from ...offload.pages import DiskTier
 from ...offload.placement import Placement
 from ...offload.plan_kv import Spill
 from ...offload.size import parse_size

@@ -15,7 +15,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError, not_written, typed
 from ...offload.checkpoint import TensorStore
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import SIDES
 from ...quant.kv_ends import ENDS

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore
-    from ...offload.header import TensorInfo
+    from ...offload.safetensors_header import TensorInfo
     from ..stores.container import StoredTensor
 
 # The endings of codes of GPTQ, AWQ and compressed-tensors, and of what stands beside those of bitsandbytes and ModelOpt.

@@ -1,9 +1,9 @@
 """Models in our own folder that were being made when whoever made them was stopped: how much of them is there, by the names that a person
 typed.
 
-`run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/writer.py`). With `pull --bits` there lie,
-beside the folder that is being made, the files that it is made of (`pull/shard_by_shard.py`), and among them a note of what they will be.
-A shard that is done with has given its place back; that it had come is known from the note alone.
+`run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/folder_writer.py`). With `pull --bits`
+there lie, beside the folder that is being made, the files that it is made of (`pull/shard_by_shard.py`), and among them a note of what they
+will be. A shard that is done with has given its place back; that it had come is known from the note alone.
 
     <data>/models/<org>--<repo>/<commit>/.<format>.source/.pull.json    {"revision", "files": [[name, size, etag], ...], "done": [name]}
 """
@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ...offload.part_file import Digest, read_journal
-from ...offload.writer import partial_folder, unfinished
+from ...offload.folder_writer import partial_folder, unfinished
+from ...offload.partial_file import Digest, read_journal
 from .. import hub
 from ..pull.disk import source_folder
 from . import storage

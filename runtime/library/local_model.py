@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import EffllmError
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from .. import hub
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf.beside import projectors_beside
@@ -60,7 +60,7 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
                 before: ListedBefore | None = None) -> LocalModel:
     """Of a folder. Raises EffllmError, which says why, for what cannot run here."""
     from ...offload.checkpoint import TensorStore
-    from ...offload.pickled import open_either
+    from ...offload.torch_checkpoint import open_folder
     from ..config import read_config
     from ..encoders import is_encoder
     from ..encoders.shape import read_encoder_config
@@ -68,7 +68,7 @@ def read_folder(name: str, folder: Path, source: str, licence: str | None, revis
 
     drafts = draft_in(folder)
     config, made = drafts or (read_encoder_config if is_encoder(folder) else read_config)(folder), read_container(folder)
-    with (TensorStore.open if drafts is None else open_either)(folder) as store:
+    with (TensorStore.open if drafts is None else open_folder)(folder) as store:
         elements = counted(folder, store) if made is None else sum(weights(*each) for each in made.tensors.items())
         said = made.source if made else {}
         return LocalModel(name, config.family, folder, store.nbytes, elements, source, licence or _text(said.get("licence")),

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import ModelNotFound, typed
-from ...offload.header import BLOB
+from ...offload.safetensors_header import BLOB
 from .. import hub
 from ..config_reader import show
 from ..files.small_file import JSON_NBYTES, read_whole

@@ -16,8 +16,8 @@ from glob import escape
 from pathlib import Path
 
 from ... import EffllmError, ModelNotFound, UsageError, ls, typed
-from ...offload.header import is_gguf
-from ...offload.writer import is_being_written
+from ...offload.folder_writer import is_being_written
+from ...offload.safetensors_header import is_gguf
 from .. import hub
 from ..catalog import Absent, find_entry, resolve
 from ..files.whole_file import UNFINISHED

@@ -190,7 +190,7 @@ def forget(env: Mapping[str, str], folder: Path) -> None:
 
 def _change(env: Mapping[str, str], how: Callable[[list[str]], list[str]], promised: str | None = None) -> None:
     """One process at a time; what is no model any more, nor is being made or `promised`, is dropped on the way."""
-    from ...offload.writer import partial_folder  # not for whoever lists them
+    from ...offload.folder_writer import partial_folder  # not for whoever lists them
 
     path = data_folder(env) / "folders.json"
     try:

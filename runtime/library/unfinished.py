@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from ...offload.part_file import Digest, read_journal
+from ...offload.partial_file import Digest, read_journal
 from .. import hub
 from ..gguf import names
 

@@ -15,9 +15,9 @@ from pathlib import Path
 import numpy as np
 
 from ... import EffllmError, ModelNotFound, UsageError, ls, typed
-from ...offload.header import CheckpointError, is_blob
-from ...offload.part_file import Digest
+from ...offload.partial_file import Digest
 from ...offload.running_hash import matches
+from ...offload.safetensors_header import CheckpointError, is_blob
 from ..config import read_config
 from ..config_reader import show
 from ..events import Progress

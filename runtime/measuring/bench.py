@@ -247,7 +247,7 @@ def _predicted(engine: Engine, test: BenchTest, columns: int) -> float | None:
     """What a plan would have said of a test, from what is known of this machine; several columns, picked pages and prompts of a few tokens
     are not predicted."""
     known = roofs.known(forecast.wanted(engine.prepared, engine.model.tensors)).rates
-    unforeseen = engine.cache.pool.picks if test.gen else not predict.is_foreseen(test.prompt)
+    unforeseen = engine.cache.pool.picks if test.gen else not predict.is_predictable(test.prompt)
     if known is None or not _may_predict(engine, columns) or unforeseen:
         return None
     asked = forecast.work(engine.prepared, engine.model.tensors)

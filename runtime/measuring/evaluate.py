@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...offload.notes import refuse_fallbacks
-from ...offload.size import several
+from ...offload.size import plural
 from ..config import read_config
 from ..engine import Engine, EngineOptions, open_prepared
 from ..events import Notice, Progress
@@ -83,7 +83,7 @@ def windows(tokenizer: Tokenizer, text: str, ctx: int, source: str = "the text",
     cut = [begin + body[start : start + width] for start in range(0, len(body), width)] if width > 0 else []
     cut = [window for window in cut if len(window) > 1]
     if not cut or ctx < 2:
-        raise UsageError(f"{source} has {several(len(ids), 'token')}: nothing to score in windows of {ctx}",
+        raise UsageError(f"{source} has {plural(len(ids), 'token')}: nothing to score in windows of {ctx}",
                          f"a longer {flag}" + (", or --ctx of at least 2" if ctx < 2 else ""))
     return cut
 

@@ -16,11 +16,11 @@ from ...kernels.layout import PAGE, PageLayout
 from ...kernels.workspace import Dims
 from ...offload.checkpoint import TensorStore
 from ...offload.demand import Demand, largest
-from ...offload.neurons import BundlePlace
+from ...offload.neuron_pager import BundlePlace
 from ...offload.notes import Fallback
 from ...offload.placement import Budget, Placement, Units
-from ...offload.plan_gpu import Copied, plan_split, with_head
-from ...offload.size import SPARE, asked_mib
+from ...offload.plan_gpu import CopiedLayers, plan_split, with_head
+from ...offload.size import SPARE, ram_argument
 from ...quant.kv import PackedCodec, RawCodec, codec
 from ...quant.kv_ends import ENDS
 from ..cache import CacheShape
@@ -231,7 +231,7 @@ class Asked:
                 kv_layers=() if cache.kv.policy else by_layer[:layers], kv_sinks=cache.sinks,
                 kv_page=sum(pages[:layers]) if above else per_page, texts=options.parallel)
 
-        def copied() -> Copied | None:
+        def copied() -> CopiedLayers | None:
             if options.load != "ram" or self.bundled or config.state is not None or self.link is None:
                 return None  # states stay where their layers are computed
             return devices.copied(self.tensors, widths, config.mixture, options.exact, self.workers, self.link)
@@ -258,7 +258,7 @@ class Asked:
                 return False
 
         asked, spare = self.options.ctx, replace(self.budget, ram=self.budget.ram - SPARE)
-        shorter, ram = largest(fits, asked or self.config.context_length, PAGE), f"--ram {asked_mib(error.least)}"
+        shorter, ram = largest(fits, asked or self.config.context_length, PAGE), f"--ram {ram_argument(error.least)}"
         if shorter <= error.shorter:
             return error
         hint = f"-c {shorter} fits; {f'{asked} tokens take' if asked else 'without -c it takes'} {ram}"

@@ -17,7 +17,7 @@ from ...kernels.workspace import Dims
 from ...offload import hardware
 from ...offload.demand import BlockBytes
 from ...offload.notes import Fallback
-from ...offload.plan_gpu import Copied, LinkRates, copied_from
+from ...offload.plan_gpu import CopiedLayers, LinkRates, copied_from
 from ...offload.size import format_size, parse_size
 from ..families import expert_of
 from ..ngrams import held
@@ -106,7 +106,7 @@ def card_nbytes(tensor: ModelTensor) -> int:
     return allocation(tensor.nbytes if tensor.is_matrix else 4 * prod(tensor.shape))
 
 
-def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> Copied | None:
+def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, workers: int, link: float) -> CopiedLayers | None:
     """Layers of the host that long passes copy to a card, and from how many tokens on; None where that never pays.
 
     `link`: bytes a second to the card. What the processor takes was measured by an earlier `plan` or `doctor`, or a usual figure stands in,
@@ -128,7 +128,7 @@ def copied(tensors: Tensors, dims: Dims, own: Mixture | None, exact: bool, worke
     tokens = copied_from(nbytes, products, border, rates)
     tokens = tokens if rate is not None or tokens is None else max(2, tokens)
     vectors = sum(card_nbytes(tensor) for roles in layers for tensor in roles.values() if not tensor.is_matrix)
-    return None if tokens is None or tokens > dims.chunk else Copied(nbytes, tokens, vectors)
+    return None if tokens is None or tokens > dims.chunk else CopiedLayers(nbytes, tokens, vectors)
 
 
 def workspace(tensors: Tensors, dims: Dims) -> int:

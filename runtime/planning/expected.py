@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from math import prod
 from pathlib import Path
 
-from ...offload.arrival import Arrival, desk_of
 from ...offload.checkpoint import TensorInfo
+from ...offload.repack import Repack, staging_buffer
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from .. import families
@@ -82,14 +82,14 @@ class ExpectedStore:
         """As if all lay in one file, as it is read but for what is made on the way in."""
         return None if info.name in self._made else info.offset
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """As if a file held each as it is in memory, read and put in order at once; there is nothing to read."""
         if not self._made.issuperset(info.name for info in infos):
             return None
         sizes = tuple(info.nbytes for info in infos)
         scratch = max(ARRANGED_NBYTES if self._schemes[info.name] in ARRANGED else scratch_nbytes(*self._shapes[info.name])
                       for info in infos)
-        return Arrival(sizes, sum(sizes), max(map(desk_of, sizes)), scratch, tuple)
+        return Repack(sizes, sum(sizes), max(map(staging_buffer, sizes)), scratch, tuple)
 
     def close(self) -> None:
         """Nothing is open."""

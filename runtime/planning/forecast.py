@@ -17,21 +17,21 @@ from ... import EffllmError, UsageError
 from ...kernels.layout import PAGE
 from ...offload import hardware
 from ...offload.checkpoint import TensorStore
-from ...offload.header import is_gguf
 from ...offload.predict import (
     RAW_KIND,
     STATE_TRAFFIC,
-    Part,
     Prediction,
     Rates,
+    WeightCost,
     Work,
     decode,
-    is_foreseen,
+    is_predictable,
     load_seconds,
     prompt,
     window_gain,
 )
-from ...offload.size import asked_mib, format_size, parse_size
+from ...offload.safetensors_header import is_gguf
+from ...offload.size import format_size, parse_size, ram_argument
 from ...quant.kv import codec
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig, read_config
@@ -142,7 +142,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
     paged = prepared.streams.work if isinstance(prepared.streams, PagedExperts) else None
     window = {} if paged else window_work(prepared, sparsity)
     return Work(
-        parts=tuple(Part(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
+        parts=tuple(WeightCost(each[0], round(nbytes[each]), round(products[each]), *each[1:], round(ends[each]),
                          spared[each] / max(1.0, products[each])) for each in nbytes), kept=KEPT, alone=attending_alone(config),
         **attention_work(prepared), kv=options.kv, stateful=sum(not config.attends(layer) for layer in config.state_layers),
         state_bytes=0 if config.state is None else STATE_TRAFFIC * config.state.state_floats * len(config.state_layers),
@@ -294,7 +294,7 @@ def forecast(prepared: Prepared, roofs: Roofs, prompt_tokens: int | None = None)
     start, full = decode(asked, rates), decode(asked, rates, placement.ctx - 1)
     if start is None or full is None:
         return replace(made, reason=SLOW_DISK)
-    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens) if is_foreseen(prompt_tokens) else None,
+    return replace(made, start=start, full=full, prompt=prompt(asked, rates, prompt_tokens) if is_predictable(prompt_tokens) else None,
                    load_s=load_seconds(asked, rates))
 
 
@@ -356,10 +356,10 @@ def _alternatives(prepared: Prepared) -> Iterator[tuple[str, Prepared]]:
                     yield flag, other
     missing = _missing(prepared)
     if placement.kv_disk_bytes and options.kv_ram is not None:
-        text = asked_mib(placement.kv_bytes + placement.kv_disk_bytes)
+        text = ram_argument(placement.kv_bytes + placement.kv_disk_bytes)
         yield from tried(f"--kv-ram {text}", kv_ram=text, ctx=placement.ctx)
     elif placement.kv_disk_bytes and not missing:
-        text = asked_mib((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
+        text = ram_argument((placement.total_bytes + placement.kv_disk_bytes) * 105 // 100)
         if parse_size(text) < hardware.memory_total() * 9 // 10:
             yield from tried(f"--ram {text}", ram=text, ctx=placement.ctx)
     if not missing:

@@ -12,7 +12,7 @@ from ... import EffllmError
 from ...kernels import warm
 from ...kernels.tiles import FORMATS
 from ...offload.checkpoint import TensorStore
-from ...offload.header import is_gguf
+from ...offload.safetensors_header import is_gguf
 from ...quant.kv import codec
 from ..config import ModelConfig, read_config
 from ..kv.kv_setting import AUTO

@@ -16,9 +16,9 @@ import numpy as np
 
 from ...kernels.threads import ThreadPool
 from ...offload import hardware
-from ...offload.direct import Traffic
+from ...offload.direct_io import ReadStats
 from ...offload.hardware import CpuTime
-from ...offload.predict import Prediction, Work, decode, is_foreseen, prompt
+from ...offload.predict import Prediction, Work, decode, is_predictable, prompt
 from ...offload.size import format_size
 from ..weights.paged_experts import PagedExperts
 from ..weights.weight_tiers import weight_tiers
@@ -35,7 +35,7 @@ MOST = 0.5  # of the time that came on top: what took as much is why
 IDLE = 0.25  # of the cores' time, up to which it is scarce
 BUSY = 0.8  # of the memory's usual rate, or the disk's, when it was measured; of the bytes that were expected
 APART = 1.3  # times the rate of one thread: threads that read less together are in one another's way (docs/measured.md, Machines)
-NOTHING_READ, NO_TIME = Traffic(), CpuTime(0.0, 0.0, 0.0)
+NOTHING_READ, NO_TIME = ReadStats(), CpuTime(0.0, 0.0, 0.0)
 LEAST_NBYTES, MOST_NBYTES = 64 << 20, 1 << 30  # less than this of weights may lie in a cache
 
 
@@ -59,7 +59,7 @@ class Outcome:
 
 
 def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_s: float, decode_s: float, passes_s: float,
-            drafted: Counts | None = None, reads: Traffic = NOTHING_READ, cores: CpuTime = NO_TIME, explained: bool = True) -> Outcome:
+            drafted: Counts | None = None, reads: ReadStats = NOTHING_READ, cores: CpuTime = NO_TIME, explained: bool = True) -> Outcome:
     """Hold an answer of `made` tokens, after `prompt_tokens` of which `cached` were held already, against the prediction for it: that of
     one token a pass, times what drafts gained. `passes_s`: of `decode_s`, in passes. `reads` of the disk, and who had the `cores`, while it
     was written. Why it missed is looked for where that is to be `explained`: it takes as long as reading the weights."""
@@ -75,7 +75,7 @@ def outcome(engine: Engine, prompt_tokens: int, cached: int, made: int, prefill_
     predicted, reason = (None, reason) if reason else (decode(asked, rates, depth), forecast.SLOW_DISK)
     if predicted is None:
         return Outcome(None, measured, None, None, waited, reason=reason)
-    first = prompt(asked, rates, prompt_tokens) if waited and is_foreseen(prompt_tokens) else None
+    first = prompt(asked, rates, prompt_tokens) if waited and is_predictable(prompt_tokens) else None
     expected = predicted.tokens_per_s * max(1.0, drafted.gain if drafted else 1.0)  # a guess that cost more than it gave was not foreseen
     miss = ""
     if explained and measured is not None and is_a_miss(measured / expected, predicted):
@@ -120,7 +120,7 @@ def placed(engine: Engine, found: Outcome) -> dict[str, object]:
 
 
 def explain_disk(work: Work, depth: int, predicted: Prediction, probed: str, ratio: float, passes: int, decode_s: float,
-                 reads: Traffic) -> str:
+                 reads: ReadStats) -> str:
     """What of a miss the disk explains: its rate, or how much was read of it, in `passes`; empty where it was not waited for, or where it
     gave what was expected of it."""
     if reads.nbytes < LEAST_NBYTES or not reads.busy_s:

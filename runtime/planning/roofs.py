@@ -22,8 +22,8 @@ from pathlib import Path
 
 from ... import EffllmError
 from ...kernels.compile import cache_key, cache_root
-from ...offload import disk, hardware
-from ...offload.disk import Disk, DiskRead
+from ...offload import disk_probe, hardware
+from ...offload.disk_probe import Disk, DiskRead
 from ...offload.predict import KindRate, Rates
 from ..events import Notice, Progress
 
@@ -176,7 +176,7 @@ def probe(lacking: Wanted, roofs: Roofs) -> Iterator[Progress | Notice | Roofs]:
         roofs = replace(roofs, machine=_keep_machine(lacking.threads, figures))
     if lacking.file is not None:
         try:
-            kept = {**asdict(disk.probe(lacking.file)), "date": _now(), "file_bytes": lacking.file.stat().st_size}
+            kept = {**asdict(disk_probe.probe(lacking.file)), "date": _now(), "file_bytes": lacking.file.stat().st_size}
         except OSError:
             kept = {}
         if kept:
@@ -293,7 +293,7 @@ def _machine_key(threads: int) -> str:
 
 def _disk_key(file: Path) -> str:
     try:
-        return " ".join(disk.mounted(file))
+        return " ".join(disk_probe.mounted(file))
     except OSError:
         return "none"
 

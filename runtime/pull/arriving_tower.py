@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from ...offload.checkpoint import READ_NBYTES
-from ...offload.header import TensorInfo
-from ...offload.writer import FolderWriter
+from ...offload.folder_writer import FolderWriter
+from ...offload.safetensors_header import TensorInfo
 from ..events import Progress
 from ..images.kept_tower import pieces_of, tower_tensors, write_tower
 from ..images.tower_weights import tower_store

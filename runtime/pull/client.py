@@ -18,9 +18,9 @@ from urllib.parse import quote, urljoin
 from ... import DownloadFailed, EffllmError, ModelNotFound, __version__
 from ...offload.backoff import Backoff, moment, retry_after
 from ...offload.connection import CREDENTIAL, ConnectionFailed, Network, Response, Url
-from ...offload.part_file import Digest
+from ...offload.partial_file import Digest
 from ...offload.running_hash import new_hash
-from ...offload.transfer_parts import StartOver, TryAgain
+from ...offload.transfer_types import RestartFile, RetryLater
 from .. import hub
 from ..config_reader import show
 
@@ -154,7 +154,7 @@ class Client:
         def once() -> bytes:
             try:
                 response = self.open_range(repo, commit, file, begin, end)
-            except StartOver as error:
+            except RestartFile as error:
                 raise DownloadFailed(f"{file.name}: {error.reason}", GO_ON) from error
             try:
                 text = response.read(end - begin)
@@ -187,15 +187,15 @@ class Client:
         while True:
             try:
                 return once()
-            except (ConnectionFailed, TryAgain) as error:
+            except (ConnectionFailed, RetryLater) as error:
                 failures += 1
-                asked = error.after if isinstance(error, TryAgain) else None
+                asked = error.after if isinstance(error, RetryLater) else None
                 again = not isinstance(error, ConnectionFailed) or error.again
                 if not again or failures >= min(3, self.backoff.attempts) or (asked or 0) > self.backoff.patience:
-                    raise (self._busy(error) if isinstance(error, TryAgain) else self._unreachable(error)) from error
+                    raise (self._busy(error) if isinstance(error, RetryLater) else self._unreachable(error)) from error
                 time.sleep(self.backoff.delay(failures, asked))
 
-    def _busy(self, error: TryAgain) -> DownloadFailed:
+    def _busy(self, error: RetryLater) -> DownloadFailed:
         more = "" if self.has_token else "; requests with a token (hf auth login) have a higher limit"
         if error.after is None:
             return DownloadFailed(f"the hub cannot answer now ({error.reason})", f"run the same command again in some minutes{more}")
@@ -227,9 +227,9 @@ class Client:
             if response.status in (400, 401, 403, 404, 410) and Url.parse(place).origin != self._home.origin:
                 with self._lock:
                     self._places.pop(file.name, None)  # addresses of the storage behind the hub expire
-                raise TryAgain(f"the storage behind the hub answered {response.status}")
+                raise RetryLater(f"the storage behind the hub answered {response.status}")
             if response.status == 416:
-                raise StartOver("it has another length on the server than the hub says")
+                raise RestartFile("it has another length on the server than the hub says")
             self._judge(response, repo, file.name)
             self._check_range(response, file, begin, end, whole)
         except BaseException:
@@ -243,13 +243,13 @@ class Client:
         if response.status == 200 and "html" in (response.header("Content-Type") or "") and response.remaining != file.size:
             raise self._not_the_hub(b"")
         if response.status == 200 and not whole:
-            raise StartOver("the server sends no ranges", whole=True)
+            raise RestartFile("the server sends no ranges", whole=True)
         if response.status == 206:
             said = (response.header("Content-Range") or "").removeprefix("bytes ").strip()
             if said != f"{begin}-{end - 1}/{file.size}":
-                raise StartOver(f"the server sent {show(said)} instead of {begin}-{end - 1}/{file.size}")
+                raise RestartFile(f"the server sent {show(said)} instead of {begin}-{end - 1}/{file.size}")
         elif response.remaining not in (None, file.size):
-            raise StartOver(f"the server sends {response.remaining} bytes, the hub says {file.size}")
+            raise RestartFile(f"the server sends {response.remaining} bytes, the hub says {file.size}")
         tag = normal_etag(response.header("ETag"))
         if tag is not None:
             with self._lock:
@@ -258,9 +258,9 @@ class Client:
                 if is_new:
                     seen.append(tag)
             if is_old:  # on its way when the file changed, or from where the change has not come
-                raise TryAgain("the server sent the version of before")
+                raise RetryLater("the server sent the version of before")
             if is_new:
-                raise StartOver("it changed on the server")
+                raise RestartFile("it changed on the server")
 
     def _locate(self, address: str, file: RemoteFile, commit: str) -> str:
         """Where a file's bytes are, asked without a range: an address that is given for one range might be good for that alone."""
@@ -318,7 +318,7 @@ class Client:
             return
         said = response.header("X-Error-Message") or ""
         if status in BUSY:
-            raise TryAgain("too many requests" if status == 429 else f"the server answered {status}",
+            raise RetryLater("too many requests" if status == 429 else f"the server answered {status}",
                            retry_after(response.header("Retry-After"), moment(response.header("Date")) or time.time()))
         if code == "GatedRepo":
             raise self.gated(repo)
@@ -362,13 +362,13 @@ def redirected(url: Url, address: str, location: str) -> str:
 
 
 def check_version(response: Response, file: RemoteFile, commit: str) -> None:
-    """The hub's own headers say which version it is about to send. Raises StartOver where it is not the one that was planned."""
+    """The hub's own headers say which version it is about to send. Raises RestartFile where it is not the one that was planned."""
     at = response.header("X-Repo-Commit")
     if at is not None and at != commit:
         raise DownloadFailed(f"the hub sent {file.name} of another version ({show(at[:12])})", "run the same command again")
     linked = normal_etag(response.header("X-Linked-Etag"))
     if file.is_lfs and linked not in (None, file.etag):
-        raise StartOver("it changed on the hub")
+        raise RestartFile("it changed on the hub")
 
 
 def normal_etag(text: str | None) -> str | None:

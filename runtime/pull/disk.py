@@ -13,8 +13,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ... import DiskFull, DoesNotFit, EffllmError, lacks_room
+from ...offload.folder_writer import held_nbytes
 from ...offload.size import format_size
-from ...offload.writer import held_nbytes
 from ..events import Notice
 
 POLL_S = 0.2

@@ -15,9 +15,9 @@ from functools import partial
 from pathlib import Path
 from typing import Protocol
 
-from ...offload.part_file import PartFile, read_journal
+from ...offload.partial_file import PartialFile, read_journal
 from ...offload.transfer import transfer
-from ...offload.transfer_parts import Complete, Received, Trouble, Wanted
+from ...offload.transfer_types import Complete, Download, Received, Retrying
 from .. import hub
 from ..config_reader import show
 from ..events import Notice, Progress
@@ -33,7 +33,7 @@ class Place(Protocol):
     """Where files are completed: what is here, what is on its way, and the name that it gets."""
 
     def is_here(self, file: RemoteFile) -> bool: ...
-    def part(self, file: RemoteFile) -> PartFile: ...
+    def part(self, file: RemoteFile) -> PartialFile: ...
     def blob(self, file: RemoteFile) -> Path: ...
     def link(self, file: RemoteFile) -> None: ...
 
@@ -52,10 +52,10 @@ class CacheFolder:
     def blob(self, file: RemoteFile) -> Path:
         return self.blobs / file.etag
 
-    def part(self, file: RemoteFile) -> PartFile:
+    def part(self, file: RemoteFile) -> PartialFile:
         data = self.blobs / (file.etag + DATA)
         note(data, file.name, self._revision, self._commit, self.total)
-        return PartFile(data, self.blobs / (file.etag + JOURNAL), file.size, file.digest)
+        return PartialFile(data, self.blobs / (file.etag + JOURNAL), file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
         try:
@@ -160,7 +160,7 @@ def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], 
     if not absent:
         return
     named = {file.name: file for file in absent}
-    parts = [Wanted(file.name, place.part(file), partial(client.xet_hash, file)) for file in absent]
+    parts = [Download(file.name, place.part(file), partial(client.xet_hash, file)) for file in absent]
     try:
         yield from (Notice(text) for each in parts if (text := each.part.begins_again(each.name)))
         rate = Rate(sum(wanted.part.held for wanted in parts))
@@ -170,7 +170,7 @@ def complete(place: Place, repository: Repository, files: Sequence[RemoteFile], 
             for event in events:
                 if isinstance(event, Received):
                     yield Progress(PHASE, before + event.nbytes, total, "bytes", rate=rate.at(event.nbytes))
-                elif isinstance(event, Trouble):
+                elif isinstance(event, Retrying):
                     yield Notice(event.text)
                 elif isinstance(event, Complete):
                     file = named[event.wanted.name]

@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from ...offload.gguf import BLOCKS, GgufHeader, GgufTensor, Value, read_gguf_keys
-from ...offload.header import CheckpointError
+from ...offload.gguf_header import BLOCKS, GgufHeader, GgufTensor, Value, read_gguf_keys
+from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import KEPT
 from ...quant.spec import QuantSpec
 from ..config import ModelConfig

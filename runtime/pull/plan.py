@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ... import ModelNotFound, UsageError
-from ...offload.header import AGAIN, CheckpointError, parse_json
-from ...offload.pickled import FILE as PICKLED
+from ...offload.safetensors_header import AGAIN, CheckpointError, parse_json
 from ...offload.size import format_size
+from ...offload.torch_checkpoint import FILE as PICKLED
 from ...quant.spec import QuantSpec
 from .. import hub
 from ..catalog import find_entry, near_names
@@ -235,7 +235,7 @@ def _alternative(wish: Wish, repository: Repository, files: Sequence[RemoteFile]
 
 
 def _weights(wish: Wish, repository: Repository, client: Client) -> list[RemoteFile]:
-    """One copy of the weights. Of a pickle no model is read, but for a head that drafts (`offload/pickled.py`)."""
+    """One copy of the weights. Of a pickle no model is read, but for a head that drafts (`offload/torch_checkpoint.py`)."""
     try:
         return weights(repository, wish.entry.exclude if wish.entry else "", wish.bits)
     except ModelNotFound:

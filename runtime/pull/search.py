@@ -12,7 +12,7 @@ from urllib.parse import urlencode
 
 from ... import DownloadFailed
 from ...offload import hardware
-from ...offload.header import DTYPE_BITS
+from ...offload.safetensors_header import DTYPE_BITS
 from ..config_reader import is_count, of_class, show
 from ..encoders import ENCODERS, FILES
 from ..families import COMPOSITE, FAMILIES, RENAMED, makes_vectors

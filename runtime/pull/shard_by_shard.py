@@ -17,13 +17,13 @@ from pathlib import Path
 
 from ...kernels.threads import MOST_WORKERS, ThreadPool
 from ...offload import hardware
-from ...offload.header import MAX_HEADER, CheckpointError, read_header
-from ...offload.part_file import PartFile
+from ...offload.folder_writer import FolderWriter
+from ...offload.partial_file import PartialFile
+from ...offload.safetensors_header import MAX_HEADER, CheckpointError, read_header
 from ...offload.shards import INDEX as RESULT_INDEX
 from ...offload.shards import index_json
 from ...offload.transfer import transfer
-from ...offload.transfer_parts import Received, Trouble, Wanted
-from ...offload.writer import FolderWriter
+from ...offload.transfer_types import Download, Received, Retrying
 from ...quant.recipe import Recipe
 from ...quant.spec import QuantSpec
 from .. import hub
@@ -98,12 +98,12 @@ class SourceFolder:
     def blob(self, file: RemoteFile) -> Path:
         return self.path / file.name
 
-    def part(self, file: RemoteFile) -> PartFile:
-        return PartFile(self.path / f".{file.name}.incomplete", self.path / f".{file.name}.journal", file.size, file.digest)
+    def part(self, file: RemoteFile) -> PartialFile:
+        return PartialFile(self.path / f".{file.name}.incomplete", self.path / f".{file.name}.journal", file.size, file.digest)
 
-    def shard(self, file: RemoteFile) -> PartFile:
+    def shard(self, file: RemoteFile) -> PartialFile:
         """The weights under their final name, whatever of them is here."""
-        return PartFile(self.path / file.name, self.path / f".{file.name}.journal", file.size, file.digest)
+        return PartialFile(self.path / file.name, self.path / f".{file.name}.journal", file.size, file.digest)
 
     def is_here(self, file: RemoteFile) -> bool:
         """Whether a file is whole; one that another tool has downloaded is linked, as long as it is there."""
@@ -127,7 +127,7 @@ class Shard:
     """`part` is None for one that lies whole in the cache. `head` ends where the tensors begin."""
 
     file: RemoteFile
-    part: PartFile | None
+    part: PartialFile | None
     head: bytes = b""
 
 
@@ -256,14 +256,14 @@ def _fetch(shard: Shard, plan: PullPlan, client: Client, before: int) -> Iterato
     if text := part.begins_again(shard.file.name):
         yield Notice(text)
     rate = Rate(part.held)
-    events = transfer([Wanted(shard.file.name, part, lambda: client.xet_hash(shard.file))],
+    events = transfer([Download(shard.file.name, part, lambda: client.xet_hash(shard.file))],
                       lambda name, begin, end: client.open_range(repository.asked, repository.commit, shard.file, begin, end),
                       client.network, backoff=client.backoff)
     with closing(events):
         for event in events:
             if isinstance(event, Received):
                 yield Progress(PHASE, before + event.nbytes, plan.total_bytes, "bytes", shard.file.name, rate.at(event.nbytes))
-            elif isinstance(event, Trouble):
+            elif isinstance(event, Retrying):
                 yield Notice(event.text)
     head = bytearray(len(shard.head))
     part.readinto(0, memoryview(head))

@@ -19,7 +19,7 @@ from itertools import takewhile
 
 from ... import EffllmError
 from ...kernels.layout import PAGE
-from ...offload.direct import Interrupted
+from ...offload.direct_io import Interrupted
 from ...offload.page_file import DamagedPage
 from ..engine import Engine
 from ..passes import common_prefix, goes_on_alike

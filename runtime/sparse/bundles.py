@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from ...offload.neurons import BundlePlace
+from ...offload.neuron_pager import BundlePlace
 from ...quant.bundles import BundleLayout, bundle_name
 from ..families import TensorRule
 

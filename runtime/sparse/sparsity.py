@@ -1,6 +1,6 @@
 """What a model with a sparse activation leaves out: which neurons a text activates, and what a window over them would read.
 
-A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neurons.py` tells for any number of
+A trace is recorded once, through the kernels of a run. Replaying it through the window of `offload/neuron_pager.py` tells for any number of
 slots how many units a token finds missing; `sparsity.json` beside the weights keeps that for the planner.
 """
 
@@ -14,8 +14,8 @@ from zipfile import BadZipFile, ZipFile
 import numpy as np
 
 from ... import UsageError, not_written
-from ...offload.header import is_gguf
-from ...offload.neurons import Window
+from ...offload.neuron_pager import Window
+from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig, read_config
 from ..engine import Engine
 from ..events import Progress

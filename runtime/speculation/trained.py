@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Protocol
 from ... import UsageError
 from ...kernels.cpu.ops import CpuOps, plan_workspace
 from ...offload.checkpoint import CheckpointError
-from ...offload.pager import ResidentPager
+from ...offload.resident_pager import ResidentPager
 from ...offload.size import format_size
 from ...quant.weight import Linear, Norm, Weight
 from ..events import Progress

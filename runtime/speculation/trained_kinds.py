@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ...offload.checkpoint import TensorStore
-from ...offload.pickled import open_either
+from ...offload.torch_checkpoint import open_folder
 from ...quant.kv import codec
 from ..config_reader import read_json
 from ..stores.rounded_store import format_like
@@ -46,7 +46,7 @@ def trained_in(folder: Path, target: ModelConfig, options: EngineOptions, contai
     kv = codec(options.kv)
     run = Run(options.ctx or target.context_length, worker_count(options), kv.is_packed, bool(kv.policy), format_like(container))
     plan, raw = found
-    store = open_either(folder)  # the first heads were published by torch.save
+    store = open_folder(folder)  # the first heads were published by torch.save
     try:
         made = plan(folder, raw, store, target, run)
         if made.reads.cache and options.kv_ram:

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from ... import ModelNotFound, UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import AGAIN, MAX_HEADER, damaged, parse_json, pread_exactly, shown
+from ...offload.safetensors_header import AGAIN, MAX_HEADER, damaged, parse_json, pread_exactly, shown
 from ...offload.shards import PAD
 from ...quant.spec import QuantSpec
 from ..config_reader import is_count

@@ -7,7 +7,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from ...offload.size import format_size
 from .made_store import MadeStore
 

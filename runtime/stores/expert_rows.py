@@ -12,7 +12,7 @@ from dataclasses import replace
 from math import prod
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ..config_reader import Keys
 from ..families.mixtral import MOST_EXPERTS
 from .turned_experts import Last, Turned, TurnedStore

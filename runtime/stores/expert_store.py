@@ -18,13 +18,13 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.tiles import ROWS
-from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.direct import READ_NBYTES
-from ...offload.header import AGAIN, TensorInfo, damaged, shown
+from ...offload.direct_io import READ_NBYTES
 from ...offload.notes import Detail, Fallback
+from ...offload.repack import Repack, RepackStep, staging_buffer
+from ...offload.safetensors_header import AGAIN, TensorInfo, damaged, shown
 from ...offload.size import format_size
-from ...offload.streaming import Range
+from ...offload.streaming_pager import Range
 from ...quant.imports import mxfp4
 from ...quant.imports.arranged import put_pairs
 from ...quant.weight import from_f32
@@ -123,18 +123,18 @@ class ExpertStore(MadeStore):
 
     # -- one by one, again and again -------------------------------------------------------------------------------------------
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]
         if any(part is None or len(part.joint.shape) == 2 for part in parts):
             return None
         joints = {part.joint.name: part for part in parts}.values()  # gate and up lie in one
-        return Arrival(tuple(info.nbytes for info in infos), sum(_height(part) * sum(_widths(part)) for part in joints),
-                      max(desk_of(*(_piece(part) * width for width in _widths(part))) for part in joints),
+        return Repack(tuple(info.nbytes for info in infos), sum(_height(part) * sum(_widths(part)) for part in joints),
+                      max(staging_buffer(*(_piece(part) * width for width in _widths(part))) for part in joints),
                       max(ARRANGED_NBYTES if info.dtype == "U8" else scratch_nbytes(_height(part) // part.step, self._depth(part))
                           for info, part in zip(infos, parts, strict=True)),
                       partial(self._pieces, tuple(infos)))
 
-    def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
+    def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
         """Runs of outputs of each tensor that holds some of these: gate and up come of the same bytes."""
         found, inside = [], {}
         for index, info in enumerate(infos):
@@ -146,7 +146,7 @@ class ExpertStore(MadeStore):
                 count = min(high, height - begin)
                 ranges = tuple(Range(each.file, each.offset + (part.expert * height + begin) * width, count * width)
                                for each, width in zip(files, _widths(part), strict=True))
-                found.append(Piece(ranges, partial(self._put, tuple(own), begin // part.step)))
+                found.append(RepackStep(ranges, partial(self._put, tuple(own), begin // part.step)))
         return found
 
     def _put(self, own: Sequence[tuple[int, TensorInfo]], first: int, raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:

@@ -13,7 +13,7 @@ from math import prod
 import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, damaged, shown
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...quant.imports import fp8
 from ...quant.weight import RAW_NUMPY, to_f32
 from .import_config import (

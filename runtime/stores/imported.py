@@ -20,12 +20,12 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.tiles import ROWS
-from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, damaged, shown
 from ...offload.notes import Detail, Fallback
+from ...offload.repack import Repack, RepackStep, staging_buffer
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
-from ...offload.streaming import Range
+from ...offload.streaming_pager import Range
 from ...quant.codes import Codes
 from ...quant.imports import bitsandbytes, compressed_tensors, fp8, groups, mxfp4, nvfp4
 from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_levels, put_pairs, put_small, put_words
@@ -169,13 +169,14 @@ class ImportedStore(TensorStore):
             return
         yield partial(self.read_into, info, out), info.nbytes
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         if any(info.name not in self._parts for info in infos):
             return None  # lies ready at an odd place, or is a range of rows
         parts = [tuple(self._parts[info.name].values()) for info in infos]
-        return Arrival(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
-                      max(desk_of(*(part.nbytes for part in own)) for own in parts), max(map(self._scratch, infos)),
-                      lambda: [Piece(tuple(Range(part.file, part.offset, part.nbytes) for part in own), partial(self._put, info, index))
+        return Repack(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
+                      max(staging_buffer(*(part.nbytes for part in own)) for own in parts), max(map(self._scratch, infos)),
+                      lambda: [RepackStep(tuple(Range(part.file, part.offset, part.nbytes) for part in own),
+                                partial(self._put, info, index))
                                for index, (info, own) in enumerate(zip(infos, parts, strict=True))])
 
     def _scratch(self, info: TensorInfo) -> int:

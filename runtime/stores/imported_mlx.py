@@ -17,12 +17,12 @@ from pathlib import Path
 import numpy as np
 
 from ...kernels.tiles import ROWS
-from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, damaged, shown
 from ...offload.notes import Detail, Fallback
+from ...offload.repack import Repack, RepackStep, staging_buffer
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
-from ...offload.streaming import Range
+from ...offload.streaming_pager import Range
 from ...quant.imports import mlx
 from ...quant.imports.arranged import put_pairs, put_small, put_words
 from ...quant.pack import put_factors, put_rows
@@ -170,14 +170,15 @@ class MlxStore(MadeStore):
             return
         yield partial(self.put_codes, info, 0, self._shapes[info.name][0], out), info.nbytes
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         """As of any store."""
         if any(info.name not in self._parts or info.name in self._rows for info in infos):
             return None
         parts = [self._parts[info.name] for info in infos]
-        return Arrival(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
-                      max(desk_of(*(part.nbytes for part in own)) for own in parts), max(map(self._scratch, infos)),
-                      lambda: [Piece(tuple(Range(part.file, part.offset, part.nbytes) for part in own), partial(self._put, info, index))
+        return Repack(tuple(info.nbytes for info in infos), sum(part.nbytes for own in parts for part in own),
+                      max(staging_buffer(*(part.nbytes for part in own)) for own in parts), max(map(self._scratch, infos)),
+                      lambda: [RepackStep(tuple(Range(part.file, part.offset, part.nbytes) for part in own),
+                                partial(self._put, info, index))
                                for index, (info, own) in enumerate(zip(infos, parts, strict=True))])
 
     def _scratch(self, info: TensorInfo) -> int:

@@ -15,8 +15,8 @@ from math import prod
 import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo, damaged, shown
 from ...offload.notes import Detail, Fallback
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...quant.imports import ternary
 from ...quant.pack import put_rows

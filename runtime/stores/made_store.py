@@ -13,7 +13,7 @@ import numpy as np
 
 from ...kernels.tiles import ROWS
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from .container import Container
 
 BLOCK_NBYTES = 256 << 10  # of what one step of a conversion makes: the arrays of four threads stay within a few megabytes

@@ -13,7 +13,7 @@ import numpy as np
 
 from ...kernels.latent_shape import LatentShape
 from ...offload.checkpoint import CheckpointError, TensorStore
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig

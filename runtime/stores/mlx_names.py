@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, damaged, shown
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from .. import families
 
 ENDINGS = "weight|scales|biases|bias"

@@ -20,9 +20,9 @@ from typing import Protocol
 
 import numpy as np
 
-from ...offload.arrival import Arrival
 from ...offload.checkpoint import CheckpointError, OpenFile, TensorStore
-from ...offload.header import TensorInfo
+from ...offload.repack import Repack
+from ...offload.safetensors_header import TensorInfo
 from .. import families
 from ..config import ModelConfig
 from .made_store import MadeStore
@@ -258,7 +258,7 @@ class PartedStore(MadeStore):
             return iter([(partial(self.read_into, info, out), info.nbytes)])
         return (self._inner if own is None else super()).reads(info, out)
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         return None if any(info.name in self.made for info in infos) else self._inner.arrival(infos)
 
     def files_of(self, info: TensorInfo) -> frozenset[Path]:

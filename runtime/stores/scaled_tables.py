@@ -14,7 +14,7 @@ from math import prod
 import numpy as np
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, damaged, shown
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...quant.imports import fp8
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from math import prod
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, damaged, shown
+from ...offload.safetensors_header import TensorInfo, damaged, shown
 from .. import families
 from ..families import gpt2
 from ..families.mixtral import MOST_EXPERTS

@@ -14,10 +14,10 @@ from functools import partial
 
 import numpy as np
 
-from ...offload.arrival import Arrival, Piece, desk_of
 from ...offload.checkpoint import TensorStore
-from ...offload.header import CheckpointError, TensorInfo, damaged, shown
-from ...offload.streaming import Range
+from ...offload.repack import Repack, RepackStep, staging_buffer
+from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
+from ...offload.streaming_pager import Range
 from .. import families
 from ..families.mixtral import MOST_EXPERTS
 from .parted_rows import Part, PartedStore
@@ -75,21 +75,21 @@ class Turned:
 class TurnedStore(PartedStore):
     """A store of such experts: a pager makes them one by one."""
 
-    def arrival(self, infos: Sequence[TensorInfo]) -> Arrival | None:
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
         parts = [self._parts.get(info.name) for info in infos]
         if not all(isinstance(part, Turned) for part in parts):
             return super().arrival(infos)
         ranges = {part.whole.name: part.range for part in parts}.values()  # gate and up lie in one
-        return Arrival(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
-                       max(desk_of(each.nbytes) for each in ranges), max(info.nbytes for info in infos),
+        return Repack(tuple(info.nbytes for info in infos), sum(each.nbytes for each in ranges),
+                       max(staging_buffer(each.nbytes) for each in ranges), max(info.nbytes for info in infos),
                        partial(self._pieces, tuple(infos)))
 
-    def _pieces(self, infos: Sequence[TensorInfo]) -> list[Piece]:
+    def _pieces(self, infos: Sequence[TensorInfo]) -> list[RepackStep]:
         inside: dict[str, list[tuple[int, Turned, TensorInfo]]] = {}
         for index, info in enumerate(infos):
             part = self._parts[info.name]
             inside.setdefault(part.whole.name, []).append((index, part, info))
-        return [Piece((own[0][1].range,), partial(_put, tuple(own))) for own in inside.values()]
+        return [RepackStep((own[0][1].range,), partial(_put, tuple(own))) for own in inside.values()]
 
 
 def _put(own: Sequence[tuple[int, Turned, TensorInfo]], raws: Sequence[np.ndarray], outs: Sequence[np.ndarray]) -> None:

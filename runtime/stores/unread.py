@@ -15,8 +15,8 @@ import numpy as np
 
 from ...kernels.reference import CURVE_EDGE, CURVE_SLOPE
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, shown
 from ...offload.notes import Fallback
+from ...offload.safetensors_header import TensorInfo, shown
 from ...offload.shards import PAD
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config import ModelConfig

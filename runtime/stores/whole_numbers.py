@@ -8,7 +8,7 @@ from math import prod
 import numpy as np
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo
+from ...offload.safetensors_header import TensorInfo
 from .parted_rows import PartedStore
 
 ENDING, TYPES = ".tid2eid", {"I32": np.int32, "I64": np.int64}

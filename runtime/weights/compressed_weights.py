@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...offload.header import damaged, shown
+from ...offload.safetensors_header import damaged, shown
 from ...quant.weight import Norm
 from ...quant.wide_weights import Compressor, Hyper, Wide
 

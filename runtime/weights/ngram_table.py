@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...kernels.tiles import ROWS, row_nbytes
-from ...offload.header import damaged, shown
+from ...offload.safetensors_header import damaged, shown
 from ...quant.weight import RAW_NUMPY, Weight
 from .parts import sections
 from .streamed import batches

@@ -17,17 +17,17 @@ import numpy as np
 
 from ...kernels.expert_pages import MOST_AHEAD, ExpertPages, Visit
 from ...kernels.workspace import address
-from ...offload.arrival import DeskPlan, MadePart, plan_desks
 from ...offload.checkpoint import CheckpointError, TensorInfo, TensorStore
 from ...offload.demand import Experts
+from ...offload.expert_cache import PolicyChoice, choose, policy
 from ...offload.expert_pager import ExpertPager
-from ...offload.experts import Choice, choose, policy
 from ...offload.hardware import cpu_threads
 from ...offload.memory import anonymous
-from ...offload.pager import resident_nbytes
-from ...offload.predict import Paged
+from ...offload.predict import PagedExpertCost
+from ...offload.repack import RepackedPart, StagingPlan, plan_staging
+from ...offload.resident_pager import resident_nbytes
 from ...offload.size import format_size
-from ...offload.streaming import FETCH_NBYTES, Part, Range
+from ...offload.streaming_pager import FETCH_NBYTES, Part, Range
 from ...quant.weight import Expert, Linear, Norm, Weight
 from ..families import EXPERT, expert_of, expert_roles, kind_of
 from ..ngrams import held
@@ -59,9 +59,9 @@ class ExpertParts:
         return FETCH_NBYTES + self.desks.nbytes + RECORD_NBYTES * len(self.parts) + resident
 
     @cached_property
-    def desks(self) -> DeskPlan:
+    def desks(self) -> StagingPlan:
         """Where experts are put in order as they arrive."""
-        return plan_desks(self.parts)
+        return plan_staging(self.parts)
 
     @cached_property
     def read_nbytes(self) -> int:
@@ -80,17 +80,17 @@ class PagedExperts:
 
     parts: ExpertParts
     slots: int
-    choice: Choice
+    choice: PolicyChoice
     cancelled: Callable[[], bool] = lambda: False
     direct: bool = True
     trace_key: str = ""  # under which the routing of this run is kept; empty: it is not
     expert_s: float = 0.0  # seconds to put an expert in order each time it is read
 
     @property
-    def work(self) -> Paged:
+    def work(self) -> PagedExpertCost:
         """What a prediction is told."""
         parts = self.parts
-        return Paged(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
+        return PagedExpertCost(len(parts.layers), parts.experts, parts.per_token, parts.read_nbytes, self.slots / len(parts.parts),
                      self.choice.hit_rate, self.expert_s)
 
     @property
@@ -165,7 +165,7 @@ def paged(parts: ExpertParts, slots: int, tensors: Mapping[int | str, Mapping[st
 
 def _made_s(parts: ExpertParts, store: TensorStore) -> float:
     """Seconds until an expert is put in order by as many threads as there are desks, from a piece of one; 0 where none has to be."""
-    made = next((part for part in parts.parts if isinstance(part, MadePart)), None)
+    made = next((part for part in parts.parts if isinstance(part, RepackedPart)), None)
     if made is None or not isinstance(store, TensorStore):
         return 0.0
     piece, outs = made.arrival.pieces()[0], [anonymous(nbytes) for nbytes in made.arrival.nbytes]
@@ -190,7 +190,7 @@ def _part(matrices: Sequence[ModelTensor], store: TensorStore) -> Part | None:
     if not made:
         return Part(ranges)
     arrival = store.arrival([matrices[index].info for index in made])
-    return None if arrival is None else MadePart(ranges, arrival, made)
+    return None if arrival is None else RepackedPart(ranges, arrival, made)
 
 
 def _stays(role: str) -> bool:

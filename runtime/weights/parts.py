@@ -18,9 +18,9 @@ from typing import TYPE_CHECKING
 
 from ...kernels.tiles import ROWS, block_nbytes
 from ...offload.checkpoint import TensorInfo, TensorStore
-from ...offload.pager import resident_nbytes, unshared
-from ...offload.placement import pieces
-from ...offload.streaming import FETCH_NBYTES, Part, Range, same_parts
+from ...offload.placement import split_evenly
+from ...offload.resident_pager import resident_nbytes, unshared
+from ...offload.streaming_pager import FETCH_NBYTES, Part, Range, same_parts
 from ..families import expert_of, is_for_pictures, is_side_by_side
 from ..ngrams import held
 from ..sparse.bundles import ROLE as BUNDLES
@@ -202,6 +202,6 @@ class _Cut:
 def _cuts(rows: int, nbytes: int, most: int) -> Iterator[tuple[int, int]]:
     """Ranges of rows of a matrix (or of several alike) of at most `most` bytes, on row blocks."""
     first = 0
-    for count in pieces(rows, max(ROWS, most * rows // nbytes), ROWS):
+    for count in split_evenly(rows, max(ROWS, most * rows // nbytes), ROWS):
         yield first, first + count
         first += count

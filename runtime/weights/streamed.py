@@ -13,10 +13,10 @@ import numpy as np
 
 from ...kernels.tiles import ROWS, row_nbytes
 from ...offload.checkpoint import TensorStore
-from ...offload.direct import BLOCK
-from ...offload.neurons import NeuronPager
+from ...offload.direct_io import BLOCK
+from ...offload.neuron_pager import NeuronPager
 from ...offload.placement import Residency
-from ...offload.streaming import FETCH_NBYTES, StreamingPager
+from ...offload.streaming_pager import FETCH_NBYTES, StreamingPager
 from ...quant.weight import RAW_NUMPY, Rows, Weight
 from ..sparse.bundles import Windows
 from .parts import Parts, fixed_name, sections

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from ...offload.checkpoint import TensorStore
-from ...offload.header import TensorInfo, shown
+from ...offload.safetensors_header import TensorInfo, shown
 from .. import families
 from ..config import ModelConfig, read_config
 from ..families import TensorRule

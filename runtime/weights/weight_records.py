@@ -11,7 +11,7 @@ import numpy as np
 
 from ...kernels.reference import CURVE_SLOPE
 from ...offload.memory import anonymous
-from ...offload.neurons import ResidentBundles
+from ...offload.neuron_pager import ResidentBundles
 from ...quant.weight import Bundles, Curve, Inputs, Linear, Norm, Streams, Weight
 from ...quant.wide_weights import Mean
 from ..adapters.adapted import NOTHING, Adapted

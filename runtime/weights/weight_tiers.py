@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...offload.pager import unshared
-from ...offload.streaming import same_parts
+from ...offload.resident_pager import unshared
+from ...offload.streaming_pager import same_parts
 from ..families import expert_of
 from ..ngrams import away_nbytes
 from ..prepare import Prepared

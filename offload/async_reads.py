@@ -6,8 +6,8 @@ import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 
-from .direct import POLL_S, Interrupted, Read, Reader, Ticket, Traffic
-from .read_queue import Asked, ReadQueue
+from .direct_io import POLL_S, Interrupted, Read, Reader, ReadStats, Ticket
+from .linux_aio import AioQueue, AioRead
 
 CHANCE = 8  # times that a thread may have been put aside for just so long
 FEW = 6  # small reads that may all be made by the time they have been handed over, or
@@ -15,11 +15,11 @@ LARGE_NBYTES = 1 << 20  # so many bytes
 
 
 @dataclass(slots=True, kw_only=True)
-class Wanted:
+class PendingRead:
     """What a queue is asked for and how many bytes of that must come; what a thread reads instead, and who counts it. `there`: it is
     read. `queued`: a queue reads it. `dropped`: nobody wants it any more, so it need not be read."""
 
-    asked: Asked
+    asked: AioRead
     needed: int
     reads: Callable[[], list[Read]]
     ticket: Ticket | None = None
@@ -35,19 +35,19 @@ class Wanted:
         return count
 
 
-class DirectQueue:
+class AsyncReads:
     """Reads that a `queue` makes. One that it fails with is left to the `reader`'s threads, which say why; from then on all are, and where
     the queue only looks like one: reads that are all made when they have been handed over, time after time, were made by that call."""
 
-    def __init__(self, queue: ReadQueue, reader: Reader) -> None:
+    def __init__(self, queue: AioQueue, reader: Reader) -> None:
         self._queue, self._reader, self._serves, self._at_once = queue, reader, True, 0
 
     @property
-    def under_way(self) -> Collection[Wanted]:
+    def under_way(self) -> Collection[PendingRead]:
         """What was not collected yet."""
         return self._queue.under_way
 
-    def submit(self, wanted: Sequence[Wanted]) -> int:
+    def submit(self, wanted: Sequence[PendingRead]) -> int:
         """Begin reads; returns how many, the first of them, are taken. What has no ticket is given one."""
         if not self._serves or not wanted:
             return 0
@@ -78,18 +78,18 @@ class DirectQueue:
                 continue
             tickets.append(each.ticket)
         now = time.perf_counter()
-        self._reader.add(Traffic(reads, nbytes, busy_s=now - self._since), tickets)
+        self._reader.add(ReadStats(reads, nbytes, busy_s=now - self._since), tickets)
         self._since = now
         return bool(done)
 
-    def wait(self, wanted: Sequence[Wanted], cancelled: Callable[[], bool]) -> None:
+    def wait(self, wanted: Sequence[PendingRead], cancelled: Callable[[], bool]) -> None:
         """Until the queue is done with reads. Raises Interrupted."""
         started = time.perf_counter()
         while left := sum(each.queued for each in wanted):
             if cancelled():
                 raise Interrupted
             self.collect(left, POLL_S)
-        self._reader.add(Traffic(wait_s=time.perf_counter() - started))
+        self._reader.add(ReadStats(wait_s=time.perf_counter() - started))
 
     def close(self) -> None:
         self._queue.close()

@@ -19,8 +19,8 @@ from math import prod
 from pathlib import Path
 from typing import Any, NoReturn
 
-from .checkpoint import OpenFile, TensorStore, open_regular
-from .header import AGAIN, DTYPE_BITS, MAX_RANK, CheckpointError, TensorInfo, damaged, pread_exactly, shown
+from .checkpoint import OpenFile, TensorStore, open_regular_file
+from .safetensors_header import AGAIN, DTYPE_BITS, MAX_RANK, CheckpointError, TensorInfo, damaged, pread_exactly, shown
 
 FILE = "pytorch_model.bin"  # what a folder calls it
 MOST_NBYTES = 1 << 20  # of the pickle; that of a draft model has a few thousand
@@ -64,9 +64,9 @@ class Mark:
     """A place on the stack."""
 
 
-def open_pickled(path: Path) -> TensorStore:
+def open_torch_checkpoint(path: Path) -> TensorStore:
     """The tensors of a file of torch.save, by name. Raises CheckpointError for one that is damaged, or holds something else."""
-    file = open_regular(path)
+    file = open_regular_file(path)
     try:
         infos = _tensors(path, file)
     except BaseException:
@@ -75,10 +75,10 @@ def open_pickled(path: Path) -> TensorStore:
     return TensorStore(path.parent, {info.name: info for info in infos}, {path: file})
 
 
-def open_either(folder: Path) -> TensorStore:
+def open_folder(folder: Path) -> TensorStore:
     """The tensors of a folder: of safetensors, or of a file of torch.save where there are none."""
     pickled = folder / FILE
-    return open_pickled(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
+    return open_torch_checkpoint(pickled) if pickled.is_file() and not any(folder.glob("*.safetensors")) else TensorStore.open(folder)
 
 
 def _tensors(path: Path, file: OpenFile) -> list[TensorInfo]:

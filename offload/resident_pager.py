@@ -22,7 +22,7 @@ from .checkpoint import TensorInfo, TensorStore
 from .memory import anonymous
 
 if TYPE_CHECKING:
-    from .direct import Reader, Traffic
+    from .direct_io import Reader, ReadStats
 
 ALIGNMENT = 64
 READ_THREADS = 4
@@ -180,7 +180,7 @@ class ReadingPager:
         return 0
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ReadStats:
         """Its own reads."""
         return self._reader.traffic
 

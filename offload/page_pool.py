@@ -13,10 +13,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .direct import Traffic
+from .direct_io import ReadStats
 from .memory import anonymous, discard
 from .page_stream import RING_NBYTES, LayerSpill, PageStream
-from .spill import SpillFile
+from .spill_file import SpillFile
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,9 @@ class PagePool:
         return self.stream is not None and bool(self.stream.slots)
 
     @property
-    def traffic(self) -> Traffic:
+    def traffic(self) -> ReadStats:
         """What was read of pages on the disk."""
-        return Traffic() if self.stream is None else self.stream.traffic
+        return ReadStats() if self.stream is None else self.stream.traffic
 
     def announcements(self) -> list[str]:
         """Fallbacks since the last call."""

@@ -14,7 +14,7 @@ TRUST, DOUBT = 3, 1  # right and wrong guesses that each place begins with
 HALVE_AT = 128  # guesses of a place, so that what is newer counts more
 
 
-class Foresight:
+class ExpertPredictor:
     """Guesses for each layer, in the order of likelihood, at most `most` from each of the `farthest` layers before it, and how they came
     out."""
 

@@ -14,25 +14,25 @@ from pathlib import Path
 
 import numpy as np
 
-from .direct import THREADS, Job, Read, Reader, Ticket, Traffic
-from .direct_queue import DirectQueue, Wanted
-from .read_queue import Asked, ReadQueue
+from .async_reads import AsyncReads, PendingRead
+from .direct_io import THREADS, Job, Read, Reader, ReadStats, Ticket
+from .linux_aio import AioQueue, AioRead
 
 QUEUED = 64  # reads at a time, at most
 AHEAD = 3  # of those that nobody waits for
 CLOSING_S = 0.5  # that the last reads have to come to their end
 
 
-class QueuedReader(Reader):
+class AsyncReader(Reader):
     """A `Reader` for one thread, the owner's."""
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
         super().__init__(files, threads, direct, what)
-        self._queue: DirectQueue | None = None
-        self._ahead: deque[Wanted] = deque()
+        self._queue: AsyncReads | None = None
+        self._ahead: deque[PendingRead] = deque()
         if any(self.direct(file) is not None for file in files):
             with suppress(OSError):
-                self._queue = DirectQueue(ReadQueue(QUEUED), self)
+                self._queue = AsyncReads(AioQueue(QUEUED), self)
 
     def submit(self, reads: Sequence[Job], urgent: bool = False, together: int = 1) -> Ticket:
         ticket = Ticket(len(reads))
@@ -61,7 +61,7 @@ class QueuedReader(Reader):
         super().wait(ticket, cancelled)
 
     def drop(self, ticket: Ticket) -> None:
-        self.add(Traffic(), [each.ticket for each in self._take_back(ticket)])
+        self.add(ReadStats(), [each.ticket for each in self._take_back(ticket)])
         super().drop(ticket)
 
     @property
@@ -76,21 +76,21 @@ class QueuedReader(Reader):
             self._queue.close()
         super().close()
 
-    def _wanted(self, read: Job, ticket: Ticket) -> Wanted | None:
+    def _wanted(self, read: Job, ticket: Ticket) -> PendingRead | None:
         """A read as a queue takes it; None where it does not."""
         descriptor = self.direct(read.file) if isinstance(read, Read) and not read.more else None
         if descriptor is None:
             return None
         memory = np.frombuffer(read.out, np.uint8)
-        return Wanted(asked=Asked(descriptor, memory.ctypes.data, read.offset, memory.nbytes), needed=read.needed, reads=lambda: [read],
-                      ticket=ticket)
+        return PendingRead(asked=AioRead(descriptor, memory.ctypes.data, read.offset, memory.nbytes), needed=read.needed,
+                           reads=lambda: [read], ticket=ticket)
 
-    def _begin(self, wanted: Sequence[Wanted], urgent: bool) -> None:
+    def _begin(self, wanted: Sequence[PendingRead], urgent: bool) -> None:
         """Hand reads to the queue, and to threads what it does not take: there, too, what nobody waits for stays behind the rest."""
         for each in wanted[self._queue.submit(wanted) :]:
             self.to_threads([each], each.ticket, urgent)
 
-    def _take_back(self, ticket: Ticket) -> list[Wanted]:
+    def _take_back(self, ticket: Ticket) -> list[PendingRead]:
         """Reads ahead that have not begun."""
         taken = [each for each in self._ahead if each.ticket is ticket]
         if taken:

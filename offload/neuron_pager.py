@@ -19,10 +19,10 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import CheckpointError, TensorStore
-from .direct import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket
+from .direct_io import BLOCK, READ_NBYTES, Interrupted, Read, Reader, Ticket
 from .memory import anonymous
-from .pager import ReadingPager
-from .streaming import StreamingPager
+from .resident_pager import ReadingPager
+from .streaming_pager import StreamingPager
 
 THREADS = 8  # small reads want a deeper queue than large ones
 MOST_TOGETHER = 16  # reads that a thread takes at a time
@@ -92,7 +92,7 @@ class ResidentBundles:
 
 
 @dataclass
-class WindowTraffic:
+class WindowStats:
     """What decoding asked of all layers: units used, those that were missing, and passes of a layer; units that were read because they
     were expected."""
 
@@ -162,7 +162,7 @@ class NeuronPager(ReadingPager):
         self.nbytes = rest.nbytes + own_nbytes
         memory, at = anonymous(own_nbytes), 0
         self.layers: list[WindowedBundles] = []
-        self.used = WindowTraffic()
+        self.used = WindowStats()
         for own, place in zip(slots, places, strict=True):
             self.layers.append(WindowedBundles(self, place, memory[at : at + own * place.unit], own))
             at += own * place.unit

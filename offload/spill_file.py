@@ -5,7 +5,8 @@ leaves nothing. Where a file system does neither, the name stays with a lock on 
 folder removes those that nobody holds. Nobody else may read it (0600).
 
 Writes go through the system's cache, which writes behind; a thread makes them, so that a disk that hangs can be left, and sees to it that
-they end on the disk and give their memory back, since they are read past the cache (`direct.py`). A failure is told to the next who waits.
+they end on the disk and give their memory back, since they are read past the cache (`direct_io.py`). A failure is told to the next who
+waits.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from pathlib import Path
 import numpy as np
 
 from .. import DiskFull, EffllmError, lacks_room, not_written
-from .direct import POLL_S, Interrupted
+from .direct_io import POLL_S, Interrupted
 from .size import format_size
 
 PREFIX = "effllm-kv-"

@@ -175,7 +175,7 @@ def policy(name: str, slots: int, layers: int, experts: int, hot: Collection[int
     return LeastRecent()
 
 
-class Slots:
+class ExpertSlots:
     """Numbered slots and the keys in them."""
 
     def __init__(self, count: int, policy: Policy) -> None:
@@ -227,7 +227,7 @@ def replay(trace: np.ndarray, experts: int, slots: int, name: str, warm: int = 0
     """The share of uses that find their key in a slot, from token `warm` on, of a trace [tokens, layers, k] of expert numbers; pinned-hot
     pins what the tokens before `warm` used most."""
     hot = hottest(trace[:warm], experts, round(HOT_SHARE * slots)) if name == PINNED_HOT else ()
-    held, hits, uses = Slots(slots, policy(name, slots, trace.shape[1], experts, hot)), 0, 0
+    held, hits, uses = ExpertSlots(slots, policy(name, slots, trace.shape[1], experts, hot)), 0, 0
     for token, layers in enumerate(trace.tolist()):
         for layer, numbers in enumerate(layers):
             held.policy.enter(layer)
@@ -270,7 +270,7 @@ def belady(trace: np.ndarray, experts: int, slots: int, warm: int = 0) -> float:
 
 
 @dataclass(frozen=True)
-class Choice:
+class PolicyChoice:
     """A policy and the hit rate to expect of it; `rates` of all that were tried, empty where there was no trace. `hot`: for pinned-hot."""
 
     policy: str
@@ -279,18 +279,18 @@ class Choice:
     hot: frozenset[int] = frozenset()
 
 
-def choose(trace: np.ndarray | None, experts: int, slots: int, layers: int) -> Choice:
+def choose(trace: np.ndarray | None, experts: int, slots: int, layers: int) -> PolicyChoice:
     """The policy that would have hit most on a trace [tokens, layers, k]: warmed on its first half, judged on the second. Without one
     LRU, and the hit rate of routing without any pattern."""
     if trace is None or len(trace) < LEAST_TOKENS:
-        return Choice(LRU, min(1.0, slots / (experts * layers)))
+        return PolicyChoice(LRU, min(1.0, slots / (experts * layers)))
     if slots >= experts * layers:
-        return Choice(LRU, 1.0)
+        return PolicyChoice(LRU, 1.0)
     some, own = sample(trace, slots)
     rates = tuple((name, replay(some, experts, own, name, len(some) // 2)) for name in POLICIES)
     best, rate = max(rates, key=lambda each: each[1])
     hot = hottest(trace, experts, round(HOT_SHARE * slots)) if best == PINNED_HOT else frozenset()
-    return Choice(best, rate, rates, hot)
+    return PolicyChoice(best, rate, rates, hot)
 
 
 def sample(trace: np.ndarray, slots: int) -> tuple[np.ndarray, int]:

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from .part_file import PartFile
+from .partial_file import PartialFile
 
 
 class Body(Protocol):
@@ -16,7 +16,7 @@ class Body(Protocol):
     def close(self) -> None: ...
 
 
-class TryAgain(Exception):
+class RetryLater(Exception):
     """No bytes now. `after`: seconds that the server asked to be left alone, by all connections."""
 
     def __init__(self, reason: str, after: float | None = None) -> None:
@@ -24,7 +24,7 @@ class TryAgain(Exception):
         self.reason, self.after = reason, after
 
 
-class StartOver(Exception):
+class RestartFile(Exception):
     """What is here of the file cannot be continued. `whole`: the server sends it only from beginning to end."""
 
     def __init__(self, reason: str, whole: bool = False) -> None:
@@ -33,15 +33,15 @@ class StartOver(Exception):
 
 
 @dataclass(frozen=True)
-class Wanted:
+class Download:
     """A file to be completed. `name` is what a person calls it; `xet`: its hash in Xet, once the server has named one."""
 
     name: str
-    part: PartFile
+    part: PartialFile
     xet: Callable[[], str | None] | None = None
 
 
-OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> the bytes; raises TryAgain, StartOver, ConnectionFailed, EffllmError
+OpenRange = Callable[[str, int, int], Body]  # (name, begin, end) -> bytes; raises RetryLater, RestartFile, ConnectionFailed, EffllmError
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Received:
 class Complete:
     """All bytes of a file are here and their hash is right."""
 
-    wanted: Wanted
+    wanted: Download
 
 
 @dataclass(frozen=True)
-class Trouble:
+class Retrying:
     """Something went wrong and is being tried again."""
 
     text: str

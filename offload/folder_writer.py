@@ -21,7 +21,7 @@ from pathlib import Path
 from types import TracebackType
 
 from .. import DiskFull, EffllmError, UsageError, lacks_room, ls
-from .header import read_header
+from .safetensors_header import read_header
 from .shards import PAD, PlannedFile
 from .size import format_size
 

@@ -22,8 +22,8 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Protocol
 
-from .header import CheckpointError, damaged
-from .short_turns import take_short_turns
+from .safetensors_header import CheckpointError, damaged
+from .time_slice import request_short_time_slice
 
 BLOCK = 4096  # alignment of direct reads: file offset, memory and length
 READ_NBYTES = 2 << 20  # of one read: a disk's full rate from 1 MiB on, and a stretch short enough to be overtaken
@@ -58,7 +58,7 @@ class Job(Protocol):
 
 
 @dataclass
-class Traffic:
+class ReadStats:
     """What was read so far. `read_s` is a sum over reads of several threads; `busy_s` is the time in which any of them was under way,
     so `nbytes / busy_s` is the disk's rate; `wait_s` is the time for which the reader's owner stood still."""
 
@@ -68,14 +68,14 @@ class Traffic:
     wait_s: float = 0.0
     busy_s: float = 0.0
 
-    def add(self, more: Traffic) -> None:
+    def add(self, more: ReadStats) -> None:
         """Count what was read otherwise."""
         for own in fields(self):
             setattr(self, own.name, getattr(self, own.name) + getattr(more, own.name))
 
-    def since(self, before: Traffic) -> Traffic:
+    def since(self, before: ReadStats) -> ReadStats:
         """What was added to `before`."""
-        return Traffic(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
+        return ReadStats(*(getattr(self, own.name) - getattr(before, own.name) for own in fields(self)))
 
 
 @dataclass
@@ -115,7 +115,7 @@ class Reader:
 
     def __init__(self, files: Mapping[Path, int], threads: int = THREADS, direct: bool = True, what: str = "weights are") -> None:
         self._what, self.threads = what, threads
-        self.traffic = Traffic()
+        self.traffic = ReadStats()
         self._lock = threading.Lock()
         self._work, self._done = threading.Condition(self._lock), threading.Condition(self._lock)
         self._urgent: deque[_Queued] = deque()
@@ -173,7 +173,7 @@ class Reader:
                 queue.clear()
                 queue.extend(kept)
 
-    def add(self, more: Traffic, done: Sequence[Ticket] = ()) -> None:
+    def add(self, more: ReadStats, done: Sequence[Ticket] = ()) -> None:
         """Count what was read otherwise: a read of each ticket that is `done`."""
         with self._lock:
             self.traffic.add(more)
@@ -217,7 +217,7 @@ class Reader:
             self._later.extend(kept)
 
     def _serve(self) -> None:
-        take_short_turns()
+        request_short_time_slice()
         while True:
             with self._lock:
                 while not (self._urgent or self._later or self._closed):

@@ -8,12 +8,12 @@ import platform
 import struct
 import sys
 
-TURN_NS = 100_000  # the shortest that Linux grants
+SLICE_NS = 100_000  # the shortest that Linux grants
 SET_ATTRIBUTES = {"x86_64": 314, "aarch64": 274}  # the number of sched_setattr, for which C libraries have no function
 ATTRIBUTES = "IIQiIQQQ"  # struct sched_attr: size, policy, flags, niceness, priority, runtime, deadline, period
 
 
-def take_short_turns() -> None:
+def request_short_time_slice() -> None:
     """Have this thread run as soon as it wakes up, in the middle of another's turn, for which its own turns are short.
 
     A thread that hands a read to the disk, or says that one has come, otherwise waits until one of those that compute on every core has
@@ -23,5 +23,5 @@ def take_short_turns() -> None:
     if number is None or os.sched_getscheduler(0) != os.SCHED_OTHER:
         return
     nice = os.getpriority(os.PRIO_PROCESS, 0)  # of the thread, and it stays
-    own = struct.pack(ATTRIBUTES, struct.calcsize(ATTRIBUTES), os.SCHED_OTHER, 0, nice, 0, TURN_NS, 0, 0)
+    own = struct.pack(ATTRIBUTES, struct.calcsize(ATTRIBUTES), os.SCHED_OTHER, 0, nice, 0, SLICE_NS, 0, 0)
     ctypes.CDLL(None).syscall(number, 0, own, 0)

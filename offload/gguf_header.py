@@ -18,7 +18,7 @@ from typing import NoReturn
 
 import numpy as np
 
-from .header import CheckpointError, damaged, pread_exactly, shown
+from .safetensors_header import CheckpointError, damaged, pread_exactly, shown
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

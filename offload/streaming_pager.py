@@ -18,11 +18,11 @@ from pathlib import Path
 import numpy as np
 
 from .checkpoint import TensorInfo, TensorStore
-from .direct import BLOCK, READ_NBYTES, Job, Read, Reader
+from .direct_io import BLOCK, READ_NBYTES, Job, Read, Reader
 from .memory import anonymous
-from .pager import ReadingPager, ResidentPager, unshared
 from .placement import Residency
-from .turns import Turns
+from .read_ahead import ReadAhead
+from .resident_pager import ReadingPager, ResidentPager, unshared
 
 GAP = 64 << 10  # of bytes that are rather read than left out: a read of its own costs as much
 FETCH_NBYTES = 4 << 20  # of memory for what is fetched out of turn
@@ -109,7 +109,7 @@ def lay_out(ranges: Sequence[Range], start: int = 0, gap: int = GAP) -> tuple[li
 class Lease:
     """A streamed part for the time of a `with`; the same one for every pass."""
 
-    def __init__(self, turns: Turns, place: int) -> None:
+    def __init__(self, turns: ReadAhead, place: int) -> None:
         self._turns, self._place = turns, place
 
     def __enter__(self) -> None:
@@ -154,7 +154,7 @@ class StreamingPager(ReadingPager):
             self._bounds.append((at, at + nbytes))
             self._views[index] = views(self._ring, parts[index], places)
             at += nbytes
-        self._turns = Turns(self._reader, self._ask, cancelled, len(self._bounds))
+        self._turns = ReadAhead(self._reader, self._ask, cancelled, len(self._bounds))
         self._leases = {index: Lease(self._turns, place) for place, index in enumerate(residency.streamed)}
         self.nbytes = self._rest.nbytes + residency.nbytes + FETCH_NBYTES
         self.load_nbytes = sum(info.nbytes for infos in unshared(always).values() for info in infos) + residency.pinned_nbytes

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from itertools import islice, takewhile
 
 from .checkpoint import CheckpointError
-from .direct import Interrupted, Read, Reader, Ticket
+from .direct_io import Interrupted, Read, Reader, Ticket
 
 
 @dataclass
-class Turn:
+class Pending:
     """A place of the order that has been asked for: its number in the endless order, where it lies, its reads."""
 
     number: int
@@ -25,25 +25,25 @@ class Turn:
     ticket: Ticket
 
 
-class Turns:
+class ReadAhead:
     """`ask(place, taken)` gives (where, reads) for a place of the order, or None while no memory is free beside what is `taken`, the
     `where` of others. `count`: places of the order. `cancelled` is asked while somebody waits."""
 
     def __init__(self, reader: Reader, ask: Callable[[int, Sequence[Hashable]], tuple[Hashable, Sequence[Read]] | None],
                  cancelled: Callable[[], bool], count: int = 0) -> None:
         self._reader, self._ask, self._cancelled, self.count = reader, ask, cancelled, count
-        self._turns: deque[Turn] = deque()  # in memory or on their way, in order; the first may be in use
-        self._stale: list[Turn] = []  # given up while a read was under way
+        self._turns: deque[Pending] = deque()  # in memory or on their way, in order; the first may be in use
+        self._stale: list[Pending] = []  # given up while a read was under way
         self._next = 0  # the number of the next to be read
         self._entered = 0  # of `_turns`, those in use
 
     def __len__(self) -> int:
         return len(self._turns)
 
-    def __iter__(self) -> Iterator[Turn]:
+    def __iter__(self) -> Iterator[Pending]:
         return iter(self._turns)
 
-    def enter(self, place: int) -> Turn:
+    def enter(self, place: int) -> Pending:
         """Wait for a place of the order and for nothing else; until `leave` it stays. Raises CheckpointError, Interrupted."""
         self._entered = 0
         first = self._turns[0].number if self._turns else self._next
@@ -80,7 +80,7 @@ class Turns:
         self._entered += 1
         return True
 
-    def come(self, most: int) -> list[Turn]:
+    def come(self, most: int) -> list[Pending]:
         """The one that was entered and those behind it whose reads are made, at most `most`; they stay until as many `leave`."""
         come = takewhile(lambda turn: not turn.ticket.left and turn.ticket.error is None, islice(self._turns, 1, most))
         return [self._turns[0], *come]
@@ -114,7 +114,7 @@ class Turns:
             if asked is None:
                 return
             where, reads = asked
-            self._turns.append(Turn(self._next, where, self._reader.submit(reads)))
+            self._turns.append(Pending(self._next, where, self._reader.submit(reads)))
             self._next += 1
 
     def wait(self, ticket: Ticket) -> None:
@@ -123,7 +123,7 @@ class Turns:
             raise Interrupted
         self._reader.wait(ticket, self._cancelled)
 
-    def _give_up(self, turn: Turn) -> None:
+    def _give_up(self, turn: Pending) -> None:
         self._reader.drop(turn.ticket)
         if turn.ticket.left:
             self._stale.append(turn)

@@ -2,7 +2,7 @@
 
 A thread that reads wakes for every read, and where kernels compute on all processors it wakes late: the disk then waits for the threads.
 Linux' asynchronous I/O (io_submit) starts all at once and notes what is done by itself. Not every system has it, or allows it (a
-container's filter may not); then `ReadQueue` raises OSError, and threads read as ever.
+container's filter may not); then `AioQueue` raises OSError, and threads read as ever.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ EVENT_COLUMNS, RESULT = 4, 2
 
 
 @dataclass(frozen=True)
-class Asked:
+class AioRead:
     """A read of `nbytes` at `offset` from a descriptor for direct reads to an address: whole blocks, all of them."""
 
     descriptor: int
@@ -35,7 +35,7 @@ class Asked:
     nbytes: int
 
 
-class ReadQueue:
+class AioQueue:
     """At most `most` reads at a time."""
 
     def __init__(self, most: int) -> None:
@@ -60,7 +60,7 @@ class ReadQueue:
         """What is to be told of the reads that were not collected yet."""
         return self._kept.values()
 
-    def submit(self, reads: Sequence[tuple[object, Asked]]) -> int:
+    def submit(self, reads: Sequence[tuple[object, AioRead]]) -> int:
         """Begin reads, each with what `collect` is to call it; returns how many, the first of them, were taken."""
         reads = reads[: len(self._free)]
         if not reads:

@@ -25,7 +25,7 @@ class Digest:
     value: str
 
 
-class Stretches:
+class ByteRanges:
     """Sets of byte positions as sorted, disjoint [begin, end)."""
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ def head_line(size: int, digest: Digest | None) -> bytes:
     return (json.dumps({"format": "effllm-part", "size": size, "digest": digest.value if digest else None}) + "\n").encode()
 
 
-def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) -> tuple[Stretches, int] | None:
+def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) -> tuple[ByteRanges, int] | None:
     """What an earlier run noted, and the bytes of the journal that make sense; None where nothing is here of this very file."""
     try:
         lines = journal.read_bytes().splitlines(keepends=True)
@@ -74,7 +74,7 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
             return None
     except OSError:
         return None
-    stretches, kept = Stretches(), len(lines[0])
+    stretches, kept = ByteRanges(), len(lines[0])
     for line in lines[1:]:
         words = line.split()
         if not line.endswith(b"\n") or len(words) != 2 or not all(word.isdigit() for word in words):
@@ -87,7 +87,7 @@ def read_journal(path: Path, journal: Path, size: int, digest: Digest | None) ->
     return stretches, kept
 
 
-class PartFile:
+class PartialFile:
     """`path` holds the bytes, `journal` says which. Safe for many writers in one process; other processes are kept out by the caller.
     `lost`: bytes that were there, but no journal says which they are."""
 
@@ -96,7 +96,7 @@ class PartFile:
     def __init__(self, path: Path, journal: Path, size: int, digest: Digest | None) -> None:
         self.path, self.journal, self.size, self.digest = path, journal, size, digest
         self._lock = threading.Lock()
-        self._stretches = Stretches()
+        self._stretches = ByteRanges()
         self._head = head_line(size, digest)
         # No links: what they show may be another program's.
         self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
@@ -163,7 +163,7 @@ class PartFile:
     def restart(self, keep: int = 0) -> None:
         """Forget and free everything from `keep` on; the file keeps its length, the disk gets the space back."""
         with self._lock:
-            self._stretches = Stretches()
+            self._stretches = ByteRanges()
             os.ftruncate(self._log, 0)
             os.write(self._log, self._head)
             if keep:

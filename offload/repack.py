@@ -14,17 +14,17 @@ from queue import SimpleQueue
 import numpy as np
 
 from .checkpoint import CheckpointError
-from .direct import BLOCK, THREADS, Job, Read
-from .header import AGAIN
+from .direct_io import BLOCK, THREADS, Job, Read
 from .memory import anonymous
-from .streaming import Part, Range, lay_out, reads_of
+from .safetensors_header import AGAIN
+from .streaming_pager import Part, Range, lay_out, reads_of
 
-DESKS_NBYTES = 32 << 20  # of all desks together with what is between; one there always is
-BORDER = 64  # on which made tensors begin: what kernels want of a blob
+STAGING_NBYTES = 32 << 20  # of all desks together with what is between; one there always is
+ALIGNMENT = 64  # on which made tensors begin: what kernels want of a blob
 
 
 @dataclass(frozen=True)
-class Piece:
+class RepackStep:
     """`ranges` are read together; `put` gets their bytes (uint8, on any border) and the memory of all tensors of the arrival, and fills
     what of those is made of these. Several are put at the same time. `put` raises CheckpointError, ValueError for what is damaged."""
 
@@ -33,27 +33,28 @@ class Piece:
 
 
 @dataclass(frozen=True)
-class Arrival:
-    """How tensors of `nbytes` each are made out of `file_nbytes`. `desk_nbytes` holds any one of the `pieces` as it is read (`desk_of`),
-    `scratch_nbytes` the arrays between it and the tensors. `pieces` are looked up when they are needed: a model has very many."""
+class Repack:
+    """How tensors of `nbytes` each are made out of `file_nbytes`. `desk_nbytes` holds any one of the `pieces` as it is read
+    (`staging_buffer`), `scratch_nbytes` the arrays between it and the tensors. `pieces` are looked up when they are needed: a model has
+    very many."""
 
     nbytes: tuple[int, ...]
     file_nbytes: int
     desk_nbytes: int
     scratch_nbytes: int
-    pieces: Callable[[], Sequence[Piece]]
+    pieces: Callable[[], Sequence[RepackStep]]
 
 
-def desk_of(*nbytes: int) -> int:
+def staging_buffer(*nbytes: int) -> int:
     """Bytes of memory to read ranges of so many bytes into, wherever they lie."""
     return sum(-(-each // BLOCK) * BLOCK + BLOCK for each in nbytes)
 
 
 @dataclass(frozen=True)
-class MadePart(Part):
+class RepackedPart(Part):
     """Some of its tensors lie ready, in `ranges`; the others, which `made` numbers among all of them, come of the `arrival`."""
 
-    arrival: Arrival
+    arrival: Repack
     made: tuple[int, ...]
 
     @property
@@ -81,10 +82,10 @@ class MadePart(Part):
             at += _bordered(nbytes)
         return extents, list(self._all(ready, places))
 
-    def makings(self, memory: np.ndarray, places: Sequence[int], desks: Desks) -> list[Job]:
+    def makings(self, memory: np.ndarray, places: Sequence[int], desks: StagingBuffers) -> list[Job]:
         """What makes its other tensors in `memory`, where they begin at their `places`."""
         outs = tuple(memory[places[index] : places[index] + nbytes] for index, nbytes in zip(self.made, self.arrival.nbytes, strict=True))
-        return [Making(piece, outs, desks) for piece in self.arrival.pieces()]
+        return [RepackJob(piece, outs, desks) for piece in self.arrival.pieces()]
 
     def _all(self, ready: Sequence[int], made: Sequence[int]) -> tuple[int, ...]:
         """Something of each tensor, from what is known of those that lie ready and those that are made."""
@@ -93,7 +94,7 @@ class MadePart(Part):
 
 
 @dataclass(frozen=True)
-class DeskPlan:
+class StagingPlan:
     """`count` desks, each with memory for what is read and for what is between."""
 
     count: int = 0
@@ -105,20 +106,20 @@ class DeskPlan:
         return self.count * (self.desk_nbytes + self.scratch_nbytes)
 
 
-def plan_desks(parts: Sequence[Part]) -> DeskPlan:
+def plan_staging(parts: Sequence[Part]) -> StagingPlan:
     """Desks for any of `parts`, none where nothing is made: as many as there are threads to read, as far as DESKS_NBYTES go."""
-    arrivals = [part.arrival for part in parts if isinstance(part, MadePart)]
+    arrivals = [part.arrival for part in parts if isinstance(part, RepackedPart)]
     if not arrivals:
-        return DeskPlan()
+        return StagingPlan()
     desk = -(-max(arrival.desk_nbytes for arrival in arrivals) // BLOCK) * BLOCK
     scratch = max(arrival.scratch_nbytes for arrival in arrivals)
-    return DeskPlan(min(THREADS, max(1, DESKS_NBYTES // (desk + scratch))), desk, scratch)
+    return StagingPlan(min(THREADS, max(1, STAGING_NBYTES // (desk + scratch))), desk, scratch)
 
 
-class Desks:
+class StagingBuffers:
     """The desks of a plan. A thread waits for one only while another one works at it."""
 
-    def __init__(self, plan: DeskPlan) -> None:
+    def __init__(self, plan: StagingPlan) -> None:
         self.nbytes = plan.nbytes
         self._free: SimpleQueue[np.ndarray] = SimpleQueue()
         for _ in range(plan.count):
@@ -132,12 +133,12 @@ class Desks:
 
 
 @dataclass(frozen=True)
-class Making:
+class RepackJob:
     """A piece that is read and put: a job of a reader."""
 
-    piece: Piece
+    piece: RepackStep
     outs: tuple[np.ndarray, ...]
-    desks: Desks
+    desks: StagingBuffers
 
     def run(self, fill: Callable[[Read], int]) -> int:
         """Returns the bytes read. Raises CheckpointError."""
@@ -156,4 +157,4 @@ class Making:
 
 
 def _bordered(nbytes: int) -> int:
-    return -(-nbytes // BORDER) * BORDER
+    return -(-nbytes // ALIGNMENT) * ALIGNMENT
