@@ -14,8 +14,8 @@ from statistics import median
 import numpy as np
 
 from effllm.runtime.engine import Engine, open_prepared
-from effllm.runtime.generation.rounds import Rounds
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
+from effllm.runtime.generation.scheduler import Scheduler
 from effllm.runtime.measuring.bench import prepare_synthetic
 from effllm.runtime.planning.needed_kernels import Needs, kernel_kinds
 from effllm.runtime.prepare import EngineOptions
@@ -34,7 +34,7 @@ def written(engine: Engine, tokens: int):
 
 def run(engines: list[Engine], prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
     """Seconds from the first token to the last of all that read before, and what each wrote."""
-    rounds, said = Rounds(engines[0].shares), [[] for _ in engines]
+    rounds, said = Scheduler(engines[0].shares), [[] for _ in engines]
     for i, (engine, prompt) in enumerate(zip(engines, prompts, strict=True)):
         list(engine.prefill(prompt))
         engine._logits = engine._logits.copy()  # a view, which the next prompt takes back
@@ -55,7 +55,7 @@ def measured(options: argparse.Namespace, depth: int) -> list[Figure]:
                           spec="off")
     spec = f"{options.bits}bit" if options.bits < 16 else None
     engine = list(open_prepared(lambda: prepare_synthetic(options.shape, asked, spec), kernel_kinds(Needs(spec is not None), asked)))[-1]
-    engines, said = side_by_side(engine, max(COUNTS))
+    engines, said = open_sequences(engine, max(COUNTS))
     if said:
         raise SystemExit("\n".join(map(str, said)))
     rng = np.random.default_rng(0)

@@ -21,8 +21,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runtime.catalog import ModelRef
-    from ..runtime.generation.encodings import Encodings
-    from ..runtime.generation.replies import Replies
+    from ..runtime.generation.served_encoder import ServedEncoder
+    from ..runtime.generation.served_model import ServedModel
 
 OWN = frozenset(("model", "texts", "file", "prompt_name", "rank", "dimensions", "out"))  # flags that say nothing of how a model runs
 ARRAY, ELSEWHERE = ".npy", "give another place with -o"
@@ -74,7 +74,7 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
     with reading(context, find_any(model, screen), engine, weights, screen) as replies:
         if dimensions is not None and not 1 <= dimensions <= replies.vector_width:
             raise UsageError(f"--dimensions {dimensions} is not 1 to {replies.vector_width}", "leave it out for all")
-        names = replies.text_prompts
+        names = replies.embedding_prompts
         asked, told = (prompt_name, prompt_name) if question is None else (names.query, prompt_name or names.document)
         made = last(follow(replies.embed(lines, prompt_name=told), screen, Embedded))
         vectors, tokens = shortened(made.vectors, dimensions), made.tokens
@@ -100,24 +100,24 @@ def embed(context: typer.Context, model: Model, texts: Texts = None, file: File 
 
 @contextmanager
 def reading(context: typer.Context, found: ModelRef, engine: EngineFlags, weights: WeightFlags,
-            screen: Screen) -> Iterator[Replies | Encodings]:
+            screen: Screen) -> Iterator[ServedModel | ServedEncoder]:
     """The model with its weights in place, as what makes vectors by it."""
     from ..runtime.encoders import is_encoder
 
     if is_encoder(found.folder):
-        from ..runtime.generation.encodings import Encodings
+        from ..runtime.generation.served_encoder import ServedEncoder
         from .serve_encoder import demand_meant, opened
 
         demand_meant(context, found, OWN)
-        yield Encodings(opened(found, engine, screen))
+        yield ServedEncoder(opened(found, engine, screen))
         return
     from ..runtime.generation.embedding import pooling_of
-    from ..runtime.generation.replies import Replies
+    from ..runtime.generation.served_model import ServedModel
 
     pooling_of(found.folder)  # one that was not made for it is told before its weights are read
     options = engine.options()
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen) as at_hand:
-        yield Replies(at_hand.engine, at_hand.tokenizer)
+        yield ServedModel(at_hand.engine, at_hand.tokenizer)
 
 
 def texts_of(model: str, texts: Sequence[str] | None, file: str | None, screen: Screen) -> list[str]:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from ..runtime.constraints.constraint import Form
     from ..runtime.engine import Engine
     from ..runtime.events import Stats
-    from ..runtime.generation.replies import Wish
+    from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.prepare import EngineOptions
     from ..runtime.sampler import SamplerSettings
     from ..runtime.sessions.kept_prompts import KeptPrompts
@@ -177,8 +177,8 @@ class Sequences:
 def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: AnswerFlags, sampling: SamplingFlags, sequences: Sequences,
                 screen: Screen) -> None:
     """Until a signal ends it."""
-    from ..runtime.generation.replies import Replies
-    from ..runtime.generation.rounds import Rounds
+    from ..runtime.generation.scheduler import Scheduler
+    from ..runtime.generation.served_model import ServedModel
     from .server.answer_queue import AnswerQueue
     from .server.application import GenerationService
     from .server.guard import Guard
@@ -190,9 +190,9 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
     with ExitStack() as lasting, loaded(ref, options, screen, sees=True) as opened:
         wish = wish_of(answer, settings, form, opened.tokenizer.thinks, screen)
         engines = several(opened.engine, parallel, screen, lasting)
-        answer_queue = AnswerQueue(place.queue, parallel, Rounds(opened.engine.shares))
+        answer_queue = AnswerQueue(place.queue, parallel, Scheduler(opened.engine.shares))
         kept = kept_prompts(opened.engine, ref, keeping, sequences.for_good, screen, lasting)
-        service = GenerationService(Replies(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
+        service = GenerationService(ServedModel(opened.engine, opened.tokenizer, kept, engines[1:]), answer_queue, place.name,
                                     screen.note_once, place.also,
                                     place.shows_page, defaults=Defaults(wish, answer.system),
                                     slot_files=slot_files(sequences.slots, opened.engine, ref, keeping))
@@ -206,9 +206,9 @@ def serve_model(ref: ModelRef, options: EngineOptions, place: Place, answer: Ans
             leave_at_once()
 
 
-def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool, screen: Screen) -> Wish:
+def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, thinks: bool, screen: Screen) -> GenerationOptions:
     """What an answer is to be where its request does not say it. A limit of reasoning for a model that has none is told of, once."""
-    from ..runtime.generation.replies import Wish
+    from ..runtime.generation.served_model import GenerationOptions
     from ..runtime.text import NOTHING_TO_LIMIT
     from ..runtime.tokens.stream_filters import StopStrings
 
@@ -216,7 +216,7 @@ def wish_of(answer: AnswerFlags, settings: SamplerSettings, form: Form | None, t
     if most is not None and not thinks:
         screen.note(NOTHING_TO_LIMIT)
         most = None
-    return Wish(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form, most_thought=most)
+    return GenerationOptions(settings, think, StopStrings(answer.stop or ()).stops, answer.max_tokens, form=form, most_thought=most)
 
 
 def names_beside(name: str | None, has_router: bool, *typed: str) -> frozenset[str] | None:
@@ -309,9 +309,9 @@ def is_origin(text: str) -> bool:
 
 def several(engine: Engine, sequences: int, screen: Screen, lasting: ExitStack) -> list[Engine]:
     """The engines of so many answers at once, whose caches go with `lasting`."""
-    from ..runtime.generation.side_by_side import side_by_side
+    from ..runtime.generation.batching import open_sequences
 
-    engines, said = side_by_side(engine, sequences)
+    engines, said = open_sequences(engine, sequences)
     for other in engines[1:]:
         lasting.callback(other.cache.close)
     for line in said:

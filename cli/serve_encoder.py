@@ -28,7 +28,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
     """Until a signal ends it."""
     router_link = screen.environment.router_link
     demand_meant(context, ref, None if router_link is None else frozenset(each.name for each in context.command.params))
-    from ..runtime.generation.encodings import Encodings
+    from ..runtime.generation.served_encoder import ServedEncoder
     from .serve import say_ready, say_request
     from .server.answer_queue import AnswerQueue
     from .server.encoder_service import EncoderService
@@ -37,7 +37,7 @@ def serve_encoder(context: typer.Context, ref: ModelRef, engine: RunFlags, place
 
     encoder = opened(ref, engine, screen)
     answer_queue = AnswerQueue(place.queue)
-    service = EncoderService(Encodings(encoder), answer_queue, place.name, screen.note_once, place.also, False)
+    service = EncoderService(ServedEncoder(encoder), answer_queue, place.name, screen.note_once, place.also, False)
 
     does = "ranks documents" if encoder.ranks else f"makes vectors of {encoder.width} numbers"
     ready = partial(say_ready, screen, place, f"which {does} of texts of up to {encoder.n_ctx} tokens", encoder.n_ctx,

@@ -40,7 +40,7 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
     from ..runtime.audio.transcript import Writing, cues
     from ..runtime.config import read_config
     from ..runtime.events import Done, TextDelta
-    from ..runtime.generation.replies import Replies, Wish
+    from ..runtime.generation.served_model import GenerationOptions, ServedModel
     from ..runtime.images.album import demand_sight
     from ..runtime.images.senses import RATE, SOUNDS
     from ..runtime.sampler import SamplerSettings
@@ -54,9 +54,9 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
         samples = read_sound(named_path("/dev/stdin" if file == "-" else file))
     options, plain = engine.options(), format == "text" and not json
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
-        writing = Writing(Replies(at_hand.engine, at_hand.tokenizer), language, hint, translate)
+        writing = Writing(ServedModel(at_hand.engine, at_hand.tokenizer), language, hint, translate)
         parts = writing.pieces(samples, timed=not plain)
-        made, wish = writing.transcript(parts), Wish(SamplerSettings(temperature=0.0))
+        made, wish = writing.transcript(parts), GenerationOptions(SamplerSettings(temperature=0.0))
         try:
             for part in parts:
                 for event in follow(writing.answer(part, wish), screen, TextDelta | Done):

@@ -27,7 +27,7 @@ from ..quant.kv import codec
 from .adapters.adapter_lengths import measured
 from .adapters.choosing import Choosing, scales_of
 from .cache import KVCache
-from .events import Notice, Progress, Turn
+from .events import Notice, Progress, Yield
 from .images.seeing import Seeing
 from .kv.cache_made import open_cache
 from .kv.cache_shape import layer_specs
@@ -47,8 +47,8 @@ from .speculate import speculation
 from .widths import dims
 
 if TYPE_CHECKING:
-    from .generation.side_by_side import SharedPasses
-    from .sampling.token_chances import Chances
+    from .generation.batching import BatchedPasses
+    from .sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Step:
 
     token: int
     finish: str | None
-    chances: Chances | None = None
+    chances: TokenLogprobs | None = None
 
 
 def open_engine(folder: Path, options: EngineOptions | None = None) -> Iterator[Progress | Notice | Engine]:
@@ -119,7 +119,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
         self.borrows = True  # pages that another sequence has read
         # is given a prompt and how many of its tokens are held, and may put more into the cache; returns how many then are, and notices
         self.recall: Callable[[list[int], int], tuple[int, list[str]]] = lambda ids, held: (held, [])
-        self.shares: SharedPasses | None = None  # passes shared with other sequences, which do not end when one is cancelled
+        self.shares: BatchedPasses | None = None  # passes shared with other sequences, which do not end when one is cancelled
         streams = prepared.streams and replace(prepared.streams, cancelled=lambda: self.shares is None and self.cancelled())
         with ExitStack() as unless_made:  # an engine that is not made leaves no thread and no file
             if backends is None:
@@ -236,7 +236,7 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
     # -- answer ----------------------------------------------------------------------------------------------------------------
 
     def generate(self, sampler: Sampler, max_tokens: int | None, stop_ids: frozenset[int],
-                 ignore_eos: bool = False, may_shift: bool = True) -> Iterator[Step | Turn]:
+                 ignore_eos: bool = False, may_shift: bool = True) -> Iterator[Step | Yield]:
         """Sample until a stop token, `max_tokens` or the end of the context (unless the run, and this, may go on behind it). The token of a
         step is run only when the next is asked for; where passes are shared, a Turn comes before each and is to be served before it goes
         on."""
@@ -275,12 +275,12 @@ class Engine(Prefill, Scoring, Choosing, Seeing):
             if self._logits is None:
                 return
 
-    def _turn(self) -> Iterator[Turn]:
+    def _turn(self) -> Iterator[Yield]:
         """Before a piece of a prompt: lets other sequences go on, where there are some."""
         if self.shares is not None:
-            yield Turn()
+            yield Yield()
 
-    def _after(self, token: int, left: int | None) -> Generator[Turn, None, np.ndarray]:
+    def _after(self, token: int, left: int | None) -> Generator[Yield, None, np.ndarray]:
         """Hold `token`; returns the logits behind it. `left`: tokens that may still be asked for (None: no limit)."""
         if self.shares is not None:
             return (yield from self.shares.after(self, token, left))

@@ -11,7 +11,7 @@ from ..offload.notes import Detail
 if TYPE_CHECKING:
     import numpy as np
 
-    from .sampling.token_chances import Chances
+    from .sampling.logprobs import TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Notice:
 
 
 @dataclass(frozen=True)
-class Turn:
+class Yield:
     """An answer that is written beside others lets them go on. `want`: the pass that it waits for before it is asked for more, of
     `side_by_side.py`; None where it has a piece of a prompt to read next. Whoever writes several answers at once sees it, nobody else."""
 
@@ -62,7 +62,7 @@ class TextDelta:
 
     text: str
     kind: str = "answer"
-    tokens: tuple[Chances, ...] = ()
+    tokens: tuple[TokenLogprobs, ...] = ()
 
 
 @dataclass(frozen=True)

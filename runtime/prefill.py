@@ -18,7 +18,7 @@ from .passes import SHORTEST, as_in_one_reading, goes_on_from, joined, too_long
 if TYPE_CHECKING:
     from .cache import KVCache
     from .config import ModelConfig
-    from .generation.side_by_side import SharedPasses
+    from .generation.batching import BatchedPasses
     from .model import Model
     from .prepare import EngineOptions, Prepared
     from .speculate import Speculation
@@ -41,7 +41,7 @@ class Prefill:
     read: int
     truncated: bool
     prefill_s: float
-    shares: SharedPasses | None
+    shares: BatchedPasses | None
     speculation: Speculation | None
     recall: Callable[[list[int], int], tuple[int, list[str]]]
     demand_prompt: Callable[[Sequence[int]], None]

@@ -21,8 +21,8 @@ import numpy as np
 from .. import EffllmError, UsageError
 from ..kernels.cpu import sampling
 from ..kernels.workspace import address
+from .sampling.logprobs import TokenLogprobs, token_logprobs
 from .sampling.mirostat import LOOKED_AT, Mirostat
-from .sampling.token_chances import Chances, chances
 
 if TYPE_CHECKING:
     from .sampling.dry import Breakers
@@ -238,7 +238,7 @@ class Sampler:
         self._mirostat = Mirostat(settings.mirostat_tau, settings.mirostat_eta) if settings.mirostat else None
         self.narrow: Callable[[np.ndarray], None] | None = None  # takes away in place what may not be drawn, see `constraint.py`
         self.tells: int | None = None  # of how many tokens beside the drawn one it is told how likely they were, in `chances`
-        self.chances: Chances | None = None
+        self.chances: TokenLogprobs | None = None
         self.reset(settings.seed)
 
     def reset(self, seed: int | None = None) -> None:
@@ -252,7 +252,7 @@ class Sampler:
         """The next token after `history`, from float32 logits[V]. Raises EffllmError when they hold NaN or infinity."""
         token = self._drawn(self._penalised(logits, history))
         if self.tells is not None:
-            self.chances = chances(logits, token, self.tells)
+            self.chances = token_logprobs(logits, token, self.tells)
         return token
 
     def _drawn(self, values: np.ndarray) -> int:

@@ -18,7 +18,7 @@ from .. import EffllmError, UsageError
 from ..offload.notes import Fallback, refuse_fallbacks
 from .engine import Engine
 from .events import Call, Done, Event, Notice, Stats
-from .generation.answering import Answer, Reasoning
+from .generation.answer import Answer, Reasoning
 from .images.album import sighted
 from .images.senses import PICTURES, Sense, sense_of
 from .sampler import Sampler, SamplerSettings

@@ -12,7 +12,7 @@ from test_speculation import Guesser, Ticks
 from transformers import PreTrainedModel
 
 from effllm.runtime.engine import Engine
-from effllm.runtime.generation.side_by_side import Want, side_by_side
+from effllm.runtime.generation.batching import PendingToken, open_sequences
 from effllm.runtime.last_layers import KEPT, narrows
 from effllm.runtime.sessions.saved_cache import identity, save_cache
 from effllm.runtime.sessions.saved_format import SavedSession
@@ -109,12 +109,12 @@ def assert_company_changes_nothing(folder: Path, prompts: Sequence[list[int]]) -
     for prompt in prompts:
         anew(engine, prompt)
         alone.append([engine.forward_logits([token])[0].copy() for token in IDS[500:540]])
-    engines, said = side_by_side(engine, len(prompts))
+    engines, said = open_sequences(engine, len(prompts))
     assert not said
     for each, prompt in zip(engines, prompts, strict=True):
         anew(each, prompt)
     for step, token in enumerate(IDS[500:540]):
-        wants = [Want(each, token) for each in engines]
+        wants = [PendingToken(each, token) for each in engines]
         engine.shares.run(wants)
         for want, rows in zip(wants, alone, strict=True):
             assert want.error is None and np.array_equal(want.logits, rows[step])

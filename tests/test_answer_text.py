@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from effllm.runtime.events import Call
 from effllm.runtime.generation.answer_text import AnswerText
-from effllm.runtime.sampling.token_chances import Chances
+from effllm.runtime.sampling.logprobs import TokenLogprobs
 from effllm.runtime.tokens.reasoning import ChannelFilter, ThinkFilter
 from effllm.runtime.tool_calls.filter import CallFilter
 from effllm.runtime.tool_calls.formats import FORMATS
@@ -43,7 +43,7 @@ def written(pieces: Sequence[str], think=None, stops: Sequence[str] = (), calls:
                              thought=[], calls=[], marks=None if calls is None else {})
     text, events = AnswerText(answer, Spoken()), []
     for number, piece in enumerate(pieces):
-        events += text.took(SimpleNamespace(token=piece, finish=None, chances=Chances(number, 0.0)))
+        events += text.took(SimpleNamespace(token=piece, finish=None, chances=TokenLogprobs(number, 0.0)))
         if text.is_over:
             break
     events += text.ended()

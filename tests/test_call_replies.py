@@ -12,7 +12,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.constraints.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call, Done, Notice, TextDelta
-from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.templates.template import ChatTemplate
@@ -21,7 +21,7 @@ from effllm.runtime.tool_calls.calling import NO_TOOLS, UNHELD, Calling, tools_o
 from effllm.runtime.tool_calls.style import ARGUMENTS, NAME, TOOL
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-WISH = Wish(SamplerSettings(temperature=0), max_tokens=160)
+WISH = GenerationOptions(SamplerSettings(temperature=0), max_tokens=160)
 ASKED = {"role": "user", "content": "Tell me of the fox."}
 WEATHER = {"type": "function", "function": {"name": "weather", "description": "Tells it.", "parameters": {
     "type": "object", "properties": {"place": {"enum": ["Oslo", "Bergen"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
@@ -44,7 +44,7 @@ def engine():
 @pytest.fixture
 def replies(engine):
     engine.reset()
-    return Replies(engine, Tokenizer.load(FABLE, engine.config))
+    return ServedModel(engine, Tokenizer.load(FABLE, engine.config))
 
 
 def calls_of(events) -> list[tuple[str, dict]]:
@@ -143,7 +143,7 @@ def test_what_is_refused(replies):
         [*replies.reply([ASKED], WISH, tools_of([WEATHER], "time.now"))]
     replies.tokenizer.template = None
     with pytest.raises(EffllmError, match="base model"):
-        [*Replies(replies.engine, replies.tokenizer).reply([ASKED], WISH, tools_of([WEATHER]))]
+        [*ServedModel(replies.engine, replies.tokenizer).reply([ASKED], WISH, tools_of([WEATHER]))]
 
 
 def marked(engine, template, *words):

@@ -21,8 +21,8 @@ from effllm import UsageError
 from effllm.kernels.cpu import lora
 from effllm.runtime.adapters.merge import merge
 from effllm.runtime.engine import Engine
-from effllm.runtime.generation.replies import Replies, Wish
-from effllm.runtime.generation.side_by_side import Want, side_by_side
+from effllm.runtime.generation.batching import PendingToken, open_sequences
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sessions.kept_prompts import KeptPrompts
 from effllm.runtime.sessions.saved import SavedSessions
@@ -121,7 +121,7 @@ def test_texts_of_different_choices_share_a_pass(base: Path, pair: tuple[str, ..
 def alone_and_together(base: Path, pair: tuple[object, ...]) -> list[np.ndarray]:
     """What texts of CHOICES have alone, after it was seen that they have the same bits in passes that they share."""
     engine = opened(base, *pair, kv="16bit", parallel=len(CHOICES))
-    engines, said = side_by_side(engine, len(CHOICES))
+    engines, said = open_sequences(engine, len(CHOICES))
     assert not said
     alone = [logits_of(engine, choice)[1:11] for choice in CHOICES]
     for each, choice in zip(engines, CHOICES):
@@ -129,7 +129,7 @@ def alone_and_together(base: Path, pair: tuple[object, ...]) -> list[np.ndarray]
         each.reset()
         list(each.prefill(IDS[:140]))
     for at, token in enumerate(IDS[140:150]):
-        wants = [Want(each, token) for each in engines]
+        wants = [PendingToken(each, token) for each in engines]
         engine.shares.run(wants)
         for want, expected in zip(wants, alone):
             assert want.error is None and np.array_equal(want.logits, expected[at])
@@ -213,16 +213,16 @@ def test_a_saved_cache_says_what_was_chosen(pair: tuple[str, ...]) -> None:
     plain.close()
 
 
-def wanted(choice: tuple[float, ...] | None, most: int = 24) -> Wish:
-    return Wish(SamplerSettings(temperature=0), max_tokens=most, ignore_eos=True, choice=choice)
+def wanted(choice: tuple[float, ...] | None, most: int = 24) -> GenerationOptions:
+    return GenerationOptions(SamplerSettings(temperature=0), max_tokens=most, ignore_eos=True, choice=choice)
 
 
 @pytest.mark.slow
 def test_answers_at_once_have_each_its_own(pair: tuple[str, ...]) -> None:
     """Of the same prompt, which none of them takes from another; one that says nothing has what is usual, which may change."""
     engine = opened(FABLE, *pair, kv="16bit", ctx=1024, parallel=4)
-    engines, _ = side_by_side(engine, 4)
-    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    engines, _ = open_sequences(engine, 4)
+    replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
     ask = {str(choice): lambda choice=choice: replies.complete(TALE, wanted(choice)) for choice in (*CHOICES[:3], None)}
     alone = one_by_one(replies, ask)
     as_they_are = one_by_one(replies, {"": lambda: replies.complete(TALE, wanted((1.0, 1.0)))})
@@ -246,7 +246,7 @@ def test_prompts_that_are_kept_come_back_for_the_same_choice(pair: tuple[str, ..
     for usual in (CHOICES[1], CHOICES[0]):
         engine = opened(FABLE, *(f"{own}:{scale}" for own, scale in zip(pair, usual)), kv="16bit", ctx=1024)
         kept = KeptPrompts(engine, SavedSessions(SessionStore(tmp_path), "fable", 1 << 30))
-        replies = Replies(engine, Tokenizer.load(FABLE, engine.config), kept)
+        replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), kept)
         for choice in (*CHOICES[:3], *CHOICES[:3]):
             *_, done = replies.complete(TALE, wanted(choice))
             answers.setdefault(choice, []).append((done.stats.token_ids, done.stats.cached_tokens > 256))

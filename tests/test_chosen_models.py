@@ -32,7 +32,7 @@ from transformers import PreTrainedModel
 from effllm import UsageError
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.engine import Engine
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
 from effllm.runtime.planning import fitted, forecast
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sessions.saved_cache import identity, refuse_other, restore_cache
@@ -118,7 +118,7 @@ def test_answers_at_once_are_what_each_is_alone(folder: Path) -> None:
 
 def test_what_another_sequence_has_read_is_copied(folder: Path) -> None:
     engine = opened(folder, parallel=2)
-    engines, _ = side_by_side(engine, 2)
+    engines, _ = open_sequences(engine, 2)
     expected = anew(engines[0], IDS[:460])
     held, _ = copied(engines[1], engines[:1], IDS[:460], 0)
     assert held > 300 and np.array_equal(read(engines[1], IDS[:460]), expected) and engines[1].reused == held

@@ -16,7 +16,7 @@ from effllm.cli.embed import write_array
 from effllm.cli.environment import Environment
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.generation.text_prompts import prompts_of
+from effllm.runtime.generation.embedding_prompts import prompts_of
 from effllm.runtime.text import Tokenizer
 
 PROMPTS = "config_sentence_transformers.json"

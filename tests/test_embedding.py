@@ -17,7 +17,7 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.generation.embedding import LAST, MEAN, pooling_of, unit, vector
-from effllm.runtime.generation.replies import Replies
+from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.text import Tokenizer
 
 TEXTS = ("Once upon a time there was a fox.", "The king saw the fox and the fox saw the king. " * 40)
@@ -83,7 +83,7 @@ def test_gguf_files_say_it_themselves(tmp_path: Path) -> None:
         [*open_engine(kinds["CLS"], EngineOptions())]
     *_, engine = open_engine(kinds["LAST"], EngineOptions())
     tokenizer = Tokenizer.load(kinds["LAST"], engine.config)
-    *_, embedded = Replies(engine, tokenizer).embed(TEXTS)
+    *_, embedded = ServedModel(engine, tokenizer).embed(TEXTS)
     engine.close()
     for text, own in zip(TEXTS, embedded.vectors, strict=True):
         ids = tokenizer.encode(text)
@@ -102,7 +102,7 @@ def test_what_has_no_vector(engine: Engine) -> None:
 def test_a_text_that_is_refused_costs_no_pass(tmp_path: Path) -> None:
     """Be it the last of many: neither the texts before it, nor what the cache holds."""
     *_, engine = open_engine(embedder(tmp_path / "model"), EngineOptions(ctx=256))
-    replies = Replies(engine, Tokenizer.load(FABLE, engine.config))
+    replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config))
     list(engine.prefill([5, 6, 7]))
     for last, kind in ((TEXTS[1], ContextOverflow), ([5] * 257, ContextOverflow), ([1 << 20], UsageError)):
         with pytest.raises(kind):

@@ -19,7 +19,7 @@ from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import GLOBAL, LOCAL
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.generation.embedding import MEAN, behind_the_mean, pooling_of, vector, vectors
-from effllm.runtime.generation.replies import Replies
+from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.kv.both_ways import LONGEST, as_one_pass
 from effllm.runtime.kv.texts_cache import takes_texts
 from effllm.runtime.text import Tokenizer
@@ -189,7 +189,7 @@ def test_gguf_files(tmp_path: Path) -> None:
         for count, own in zip((1, 60), whole, strict=True):
             assert np.abs(made(engine, ids_of(count)) - own).max() <= near * np.abs(own).max(), kind
         tokenizer = Tokenizer.load(path, engine.config)
-        *_, embedded = Replies(engine, tokenizer).embed(["The fox."])
+        *_, embedded = ServedModel(engine, tokenizer).embed(["The fox."])
         assert np.array_equal(embedded.vectors[0], made(engine, [*tokenizer.encode("The fox."), *engine.config.eos_token_ids]))
         engine.close()
 

@@ -13,7 +13,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.encoder import headers
-from effllm.runtime.generation.encodings import Encodings
+from effllm.runtime.generation.served_encoder import ServedEncoder
 from effllm.runtime.library.local_model import local_model
 
 LONG = ["the fox is king, ? . who rules [SEP] of Beasts", "foxs foxx boat zzz \u00e4rger", "A b\tc\n\nD"]
@@ -75,7 +75,7 @@ def test_a_tokenizer_that_merges_bytes(tmp_path: Path) -> None:
 def test_a_head_that_ranks(tmp_path: Path) -> None:
     folder = made_encoder(tmp_path / "m", random_model("Bert", "ForSequenceClassification", num_labels=1), pooling=None)
     file = write_encoder(folder, tmp_path / "m.gguf", pooling="rank")
-    own, other = ([*Encodings(opened(each)).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1] for each in (file, folder))
+    own, other = ([*ServedEncoder(opened(each)).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1] for each in (file, folder))
     assert own.scores == other.scores
 
 
@@ -91,7 +91,7 @@ def test_xlm_roberta(tmp_path: Path, head: str, pooling: str) -> None:
         assert own.tokenizer.pair(text, "a fox") == other.tokenizer.pair(text, "a fox")
     assert own.n_ctx == other.n_ctx == 398
     if more:
-        made, wanted = ([*Encodings(each).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1].scores for each in (own, other))
+        made, wanted = ([*ServedEncoder(each).rank(TEXTS[1], [TEXTS[0], TEXTS[2]])][-1].scores for each in (own, other))
         assert made == wanted
         return
     rows = [row for row in rows_of() if len(row) <= own.n_ctx]
@@ -120,7 +120,7 @@ def test_the_head_of_a_distilbert(tmp_path: Path) -> None:
     """Which is another than BERT's; a file says so by having no types of tokens."""
     model = random_model("DistilBert", "ForSequenceClassification", num_labels=1, **KINDS["distilbert"][1])
     folder = made_encoder(tmp_path / "m", model, pooling=None)
-    own, other = (Encodings(opened(each)) for each in (write_encoder(folder, tmp_path / "m.gguf", pooling="rank"), folder))
+    own, other = (ServedEncoder(opened(each)) for each in (write_encoder(folder, tmp_path / "m.gguf", pooling="rank"), folder))
     rows = rows_of((9, 20))
     made, wanted = (returned(each.encoder.scores(rows, [[0] * len(row) for row in rows], never)) for each in (own, other))
     assert made == wanted
@@ -163,7 +163,7 @@ def test_vectors_are_those_of_llama_cpp(tmp_path: Path, arch: str, kind: str) ->
     file = write_encoder(folder, tmp_path / "m.gguf", arch)
     peer = llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=256, n_batch=256, n_threads=2)
     texts = [*TEXTS, "the fox was king of all beasts in the forest " * 3]
-    *_, made = Encodings(opened(file)).embed(texts)
+    *_, made = ServedEncoder(opened(file)).embed(texts)
     for text, own in zip(texts, made.vectors, strict=True):
         other = np.array(peer.embed(text, normalize=True))
         assert own @ other > 0.9999

@@ -19,7 +19,7 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.shape import read_encoder_config
-from effllm.runtime.generation.encodings import Encodings
+from effllm.runtime.generation.served_encoder import ServedEncoder
 from effllm.runtime.library.local_model import local_model
 
 # What the published config states beside the sizes.
@@ -60,7 +60,7 @@ def test_scores_are_those_of_the_model_it_is(tmp_path: Path) -> None:
     model = flash(tmp_path / "m")
     assert is_encoder(tmp_path / "m") and not read_encoder_config(tmp_path / "m", strict=True).warnings
     assert local_model("m", tmp_path / "m").family == "xlm_roberta_flash"
-    encodings = Encodings(opened(tmp_path / "m"))
+    encodings = ServedEncoder(opened(tmp_path / "m"))
     assert encodings.encoder.n_ctx == 398
     documents = [TEXTS[0], TEXTS[2], "a king"]
     *_, ranked = encodings.rank(TEXTS[1], documents)
@@ -73,7 +73,7 @@ def test_scores_are_those_of_the_model_it_is(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match=r"ranks documents and writes nothing \(xlm_roberta_flash\)"):
         read_config(tmp_path / "m")
     file = write_encoder(tmp_path / "m", tmp_path / "m.gguf", pooling="rank")
-    *_, again = Encodings(opened(file)).rank(TEXTS[1], documents)
+    *_, again = ServedEncoder(opened(file)).rank(TEXTS[1], documents)
     assert again.scores == ranked.scores
 
 
@@ -153,7 +153,7 @@ def test_adapters_of_tasks(tmp_path: Path) -> None:
     models = with_tasks(tmp_path / "m")
     config = read_encoder_config(tmp_path / "m", strict=True)
     assert not config.warnings and [name for name, _ in config.tasks] == [*TASKS] and config.context_length == 400
-    encodings = Encodings(opened(tmp_path / "m", threads=2))
+    encodings = ServedEncoder(opened(tmp_path / "m", threads=2))
     texts = [TEXTS[0], " ".join(TEXTS * 12)]
     found = {}
     for task, model in models.items():
@@ -172,7 +172,7 @@ def test_adapters_of_tasks(tmp_path: Path) -> None:
         other = server.ask("POST", "/v1/embeddings", {"input": texts[:1], "task": "clustering"})
     for told, task in ((reply, "retrieval.query"), (other, None)):
         np.testing.assert_allclose(told.json["data"][0]["embedding"], found[task], atol=1e-6, rtol=0)
-    assert (encodings.text_prompts.query, encodings.text_prompts.document) == ("retrieval.query", "retrieval.passage")
+    assert (encodings.embedding_prompts.query, encodings.embedding_prompts.document) == ("retrieval.query", "retrieval.passage")
 
 
 @pytest.mark.peer
@@ -182,8 +182,8 @@ def test_llama_cpp_ranks_by_the_same_file(tmp_path: Path, monkeypatch: pytest.Mo
     llama_cpp = pytest.importorskip("llama_cpp")
     flash(tmp_path / "m")
     file = write_encoder(tmp_path / "m", tmp_path / "m.gguf", pooling="rank")
-    encodings, peer = Encodings(opened(file)), llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=256, n_batch=256,
-                                                               pooling_type=llama_cpp.LLAMA_POOLING_TYPE_RANK, n_threads=2)
+    encodings, peer = ServedEncoder(opened(file)), llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=256, n_batch=256,
+                                                                   pooling_type=llama_cpp.LLAMA_POOLING_TYPE_RANK, n_threads=2)
     *_, ranked = encodings.rank(TEXTS[1], [TEXTS[0], TEXTS[2]])
     for document, score in zip((TEXTS[0], TEXTS[2]), ranked.scores, strict=True):
         ids, _ = encodings.tokenizer.pair(TEXTS[1], document)

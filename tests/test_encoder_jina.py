@@ -18,7 +18,7 @@ from effllm.runtime.encoders import is_encoder
 from effllm.runtime.encoders.jina_bert import slopes_of
 from effllm.runtime.encoders.shape import family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
-from effllm.runtime.generation.encodings import Encodings
+from effllm.runtime.generation.served_encoder import ServedEncoder
 
 CODE = pytest.mark.parametrize("of_code", [False, True], ids=["text", "code"])
 
@@ -126,6 +126,6 @@ def test_vectors_are_those_of_llama_cpp(tmp_path: Path, of_code: bool, split: bo
     file = write_encoder(folder, tmp_path / "m.gguf", "jina-bert-v2", split_gates=split)
     peer = llama_cpp.Llama(str(file), embedding=True, verbose=False, n_ctx=512, n_batch=512, n_ubatch=512, n_threads=2)
     texts = [*TEXTS, "the fox was king of all beasts in the forest " * 30]
-    *_, made = Encodings(opened(file)).embed(texts)
+    *_, made = ServedEncoder(opened(file)).embed(texts)
     for text, own in zip(texts, made.vectors, strict=True):
         assert own @ np.array(peer.embed(text, normalize=True)) > 0.9999

@@ -23,7 +23,7 @@ from effllm.runtime.encoders.encoder import Encoder, EncoderOptions, open_encode
 from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.events import Embedded, Progress, Ranked
-from effllm.runtime.generation.encodings import Encodings
+from effllm.runtime.generation.served_encoder import ServedEncoder
 from effllm.runtime.images.tower_parts import CURVES
 
 Result = TypeVar("Result")
@@ -122,8 +122,8 @@ def test_gte_as_it_is_published(tmp_path: Path, head: str) -> None:
     assert not read_encoder_config(folder, strict=True).warnings
     encoder, row = opened(folder), rows_of((30,))[0]
     if encoder.config.ranks:
-        *_, ranked = Encodings(encoder).rank(TEXTS[1], [TEXTS[0]])
-        ids, _ = Encodings(encoder).tokenizer.pair(TEXTS[1], TEXTS[0])
+        *_, ranked = ServedEncoder(encoder).rank(TEXTS[1], [TEXTS[0]])
+        ids, _ = ServedEncoder(encoder).tokenizer.pair(TEXTS[1], TEXTS[0])
         with torch.no_grad():
             logit = model.double()(torch.tensor([ids]), attention_mask=torch.ones(1, len(ids))).logits[0, 0]
         assert ranked.scores[0] == pytest.approx(float(torch.sigmoid(logit)), abs=2e-6)
@@ -228,7 +228,7 @@ HEADS = {**{kind: KINDS[kind] for kind in
 def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
     name, more = HEADS[kind]
     model = random_model(name, "ForSequenceClassification", num_labels=1, **more)
-    encodings = Encodings(opened(made_encoder(tmp_path / "m", model, pooling=None)))
+    encodings = ServedEncoder(opened(made_encoder(tmp_path / "m", model, pooling=None)))
     *_, ranked = encodings.rank(TEXTS[1], [TEXTS[0], TEXTS[2], "a [SEP] b"])
     assert isinstance(ranked, Ranked)
     model.double()
@@ -249,7 +249,7 @@ def test_scores_are_the_sigmoid_of_the_head(kind: str, tmp_path: Path) -> None:
 
 
 def test_texts_and_ids(bert: Path) -> None:
-    encodings = Encodings(opened(bert))
+    encodings = ServedEncoder(opened(bert))
     *_, embedded = encodings.embed(TEXTS)
     assert isinstance(embedded, Embedded) and embedded.tokens == sum(len(encodings.tokenizer.encode(text)) for text in TEXTS)
     assert all(np.linalg.norm(each) == pytest.approx(1, abs=1e-6) for each in embedded.vectors)

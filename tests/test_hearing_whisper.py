@@ -17,7 +17,7 @@ from effllm.runtime.audio.transcription import conversation
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done
-from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.senses import RATE, SOUNDS
@@ -39,7 +39,7 @@ PUBLISHED = {
     "median_filter_width": 7, "model_type": "whisper", "num_hidden_layers": 32, "num_mel_bins": 128, "pad_token_id": 50256,
     "scale_embedding": False, "torch_dtype": "float16", "use_cache": True, "use_weighted_layer_sum": False, "vocab_size": 51866}
 OPTIONS = EngineOptions(kv="32bit", device="cpu", strict=True, exact=True)
-GREEDY = Wish(SamplerSettings(temperature=0), max_tokens=24)
+GREEDY = GenerationOptions(SamplerSettings(temperature=0), max_tokens=24)
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +103,7 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
     folder, model = whisper
     engine = engine_of(folder)
     try:
-        replies = Replies(engine, Tokenizer.load(folder, engine.config))
+        replies = ServedModel(engine, Tokenizer.load(folder, engine.config))
         samples = sound(0.8, seed=3)
         heard, hearing = engine.album.take(samples), engine.album.sights[SOUNDS]
         messages = conversation(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
@@ -145,7 +145,7 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
     model = written_whisper(tmp_path, several=False)
     engine = engine_of(tmp_path)
     try:
-        replies = Replies(engine, Tokenizer.load(tmp_path, engine.config))
+        replies = ServedModel(engine, Tokenizer.load(tmp_path, engine.config))
         samples, hearing = sound(0.8), engine.album.sights[SOUNDS]
         heard = engine.album.take(samples)
         messages = conversation(hearing, replies.tokenizer.added, heard.mark, "en")

@@ -9,7 +9,7 @@ from pictured_models import picture, written_with_words
 
 from effllm import UsageError
 from effllm.runtime.engine import open_engine
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import PICTURED, Album
 from effllm.runtime.images.senses import PICTURES
@@ -123,7 +123,7 @@ def test_passes_are_not_cut_inside_a_picture_beside_others(engine):
     engine.reset()
     list(engine.prefill(ids))
     alone = engine._logits.copy()
-    engines, _ = side_by_side(engine, 2)
+    engines, _ = open_sequences(engine, 2)
     try:
         engine.reset()
         list(engine.prefill(ids))

@@ -9,9 +9,9 @@ from pictured_models import CASE, TorchSight, picture, written_with_words
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Progress, TextDelta
-from effllm.runtime.generation.replies import Replies, Wish
-from effllm.runtime.generation.rounds import Rounds
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
+from effllm.runtime.generation.scheduler import Scheduler
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import Album
 from effllm.runtime.images.marks import mark
@@ -77,10 +77,10 @@ def test_others_are_answered_while_a_picture_is_looked_at_which_is_once(made) ->
     """One writes to its end before the tower is done; a second question about the same picture waits for what the first one sees."""
     engine = list(open_engine(made[0], replace(OPTIONS, parallel=3)))[-1]
     engine.album = Album({PICTURES: (sight := Slow(made[1]))})
-    engines, _ = side_by_side(engine, 3)
-    replies, rounds = Replies(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Rounds(engine.shares)
+    engines, _ = open_sequences(engine, 3)
+    replies, rounds = ServedModel(engine, Tokenizer.load(made[0], engine.config), None, engines[1:]), Scheduler(engine.shares)
     points, others = engine.album.take(picture(4)), engine.album.take(picture(5))
-    wish = Wish(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
+    wish = GenerationOptions(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
     asked = {"looks": f"{mark(points.digest)}{mark(others.digest)} Who?", "looks too": f"{mark(others.digest)} Who?", "writes": "Who?"}
     ends, seen = {}, {}
     for key, text in asked.items():

@@ -13,8 +13,8 @@ from sight_models import turned_in_pairs
 from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.generation.replies import Replies, Wish
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.images import PLACE, Seen
 from effllm.runtime.images.album import Album
 from effllm.runtime.images.senses import PICTURES
@@ -141,10 +141,10 @@ def test_answers_go_on_where_the_picture_ends(made, session):
 
 def test_sequences_side_by_side_have_each_their_own_places(made, session):
     _, _, engine = made
-    engines, _ = side_by_side(engine, 2)
+    engines, _ = open_sequences(engine, 2)
     try:
-        replies = Replies(engines[0], session.tokenizer, beside=engines[1:])
-        wish = Wish(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
+        replies = ServedModel(engines[0], session.tokenizer, beside=engines[1:])
+        wish = GenerationOptions(SamplerSettings(temperature=0), max_tokens=8, ignore_eos=True)
         prompts = [prompt_of(session, "Who?", picture(seed, *size)) for seed, size in ((5, (81, 61)), (6, (40, 120)))]
         alone = []
         for ids in prompts:
@@ -171,21 +171,21 @@ def test_sequences_side_by_side_have_each_their_own_places(made, session):
 
 
 def _steps(engine, wish):
-    from effllm.runtime.events import Turn
+    from effllm.runtime.events import Yield
     from effllm.runtime.sampler import Sampler
 
     shares, engine.shares = engine.shares, None
     try:
         yield from (step for step in engine.generate(Sampler(wish.settings, engine.config.vocab_size), 8, frozenset(), True)
-                    if not isinstance(step, Turn))
+                    if not isinstance(step, Yield))
     finally:
         engine.shares = shares
 
 
 def _want(engine):
-    from effllm.runtime.generation.side_by_side import Want
+    from effllm.runtime.generation.batching import PendingToken
 
-    return Want(engine, int(engine._logits.argmax()))
+    return PendingToken(engine, int(engine._logits.argmax()))
 
 
 def test_places_follow_from_the_tokens_alone():

@@ -8,7 +8,7 @@ import effllm
 from effllm import UsageError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
-from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.images.turning import PICTURED
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
@@ -19,7 +19,7 @@ from effllm.runtime.sessions.session_store import SessionStore
 from effllm.runtime.text import Tokenizer
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
-WISH = Wish(SamplerSettings(temperature=0.8, seed=3), max_tokens=40)
+WISH = GenerationOptions(SamplerSettings(temperature=0.8, seed=3), max_tokens=40)
 FOX, SEA = ("The fox asked the king for bread and the king gave him none. " * 24,
             "The sea was calm and the boat was far from the shore. " * 30)
 BUDGET = 1 << 30
@@ -32,10 +32,10 @@ def engine(request):
     engine.close()
 
 
-def replies(engine, folder: Path | None, budget: int = BUDGET) -> Replies:
+def replies(engine, folder: Path | None, budget: int = BUDGET) -> ServedModel:
     engine.reset()
     kept = folder and KeptPrompts(engine, SavedSessions(SessionStore(folder), "fable", budget))
-    return Replies(engine, Tokenizer.load(FABLE, engine.config), kept)
+    return ServedModel(engine, Tokenizer.load(FABLE, engine.config), kept)
 
 
 class Talk:
@@ -44,7 +44,7 @@ class Talk:
     def __init__(self, about: str) -> None:
         self.messages, self.stats, self.said = [{"role": "user", "content": about}], None, []
 
-    def go_on(self, replies: Replies, message: str = "") -> str:
+    def go_on(self, replies: ServedModel, message: str = "") -> str:
         if message:
             self.messages.append({"role": "user", "content": message})
         events = list(replies.reply(self.messages, WISH))

@@ -26,7 +26,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.generation.side_by_side import Want, side_by_side
+from effllm.runtime.generation.batching import PendingToken, open_sequences
 from effllm.runtime.images import Work
 from effllm.runtime.images.album import album_of
 from effllm.runtime.images.marks import PictureGone
@@ -234,12 +234,12 @@ def test_answers_at_once_are_what_each_is_alone(made) -> None:
     for text in texts:
         read(engine, text)
         alone.append([engine.forward_logits([token])[0].copy() for token in (21, 22, 23)])
-    engines, said = side_by_side(engine, 4)
+    engines, said = open_sequences(engine, 4)
     assert not said
     for each, text in zip(engines, texts, strict=True):
         read(each, text)
     for step, token in enumerate((21, 22, 23)):
-        wants = [Want(each, token) for each in engines]
+        wants = [PendingToken(each, token) for each in engines]
         engine.shares.run(wants)
         for want, rows in zip(wants, alone, strict=True):
             assert want.error is None and np.array_equal(want.logits, rows[step])
@@ -275,7 +275,7 @@ def test_adapters_are_beside_layers_that_attend_to_pictures(made, tmp_path: Path
             parts[f"{module}.weight"] += pairs[name.replace("lora_A", "lora_B")] @ pairs[name]
     assert_close(with_it, wanted(model, ids, points_of(("photo",))))
     assert np.abs(with_it - without).max() > 0.01 * np.abs(without).max()
-    engines, _ = side_by_side(engine, 2)
+    engines, _ = open_sequences(engine, 2)
     engines[1].choice = (1.0,)
     rows = {}
     for each in engines:
@@ -283,7 +283,7 @@ def test_adapters_are_beside_layers_that_attend_to_pictures(made, tmp_path: Path
         rows[id(each)] = each.forward_logits([21])[0].copy()
         each.reset()
         read(each, ids)
-    wants = [Want(each, 21) for each in engines]
+    wants = [PendingToken(each, 21) for each in engines]
     engine.shares.run(wants)
     for want in wants:
         assert want.error is None and np.array_equal(want.logits, rows[id(want.engine)])

@@ -14,8 +14,8 @@ from rankers import MODULES, TEMPLATE, WORDS, expected, prompt, ranker
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import EngineOptions, open_engine
-from effllm.runtime.generation.ranking import Ranking, ranking_of
-from effllm.runtime.generation.replies import Replies
+from effllm.runtime.generation.reranker import Reranker, ranking_of
+from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.text import Tokenizer
 
 QUERY, DOCUMENTS = "Who is king?", ("The fox was made king of all beasts.", "The sea was calm. " * 30, "A boat {query} {document}.")
@@ -32,13 +32,13 @@ def words(tokenizer: Tokenizer) -> dict[str, int]:
     return {"true_token_id": yes, "false_token_id": no}
 
 
-def asked_of(folder: Path) -> Ranking:
+def asked_of(folder: Path) -> Reranker:
     return ranking_of(folder, Tokenizer.load(folder, read_config(folder)))
 
 
 def test_scores_are_those_of_transformers(tmp_path: Path, tokenizer: Tokenizer, words: dict[str, int]) -> None:
     *_, engine = open_engine(ranker(tmp_path / "ranks", words), EngineOptions(ctx=512))
-    replies = Replies(engine, Tokenizer.load(tmp_path / "ranks", engine.config))
+    replies = ServedModel(engine, Tokenizer.load(tmp_path / "ranks", engine.config))
     list(engine.prefill([5, 6, 7]))
     *_, ranked = replies.rank(QUERY, DOCUMENTS)
     *_, told = replies.rank(QUERY, DOCUMENTS[:1], "Say whether it is of the king.")
@@ -80,7 +80,7 @@ def test_a_gguf_file_says_it_itself(tmp_path: Path, tokenizer: Tokenizer, words:
         return tmp_path / name
 
     *_, engine = open_engine(made("own.gguf", [*WORDS]), EngineOptions(ctx=512))
-    replies = Replies(engine, Tokenizer.load(tmp_path / "own.gguf", engine.config))
+    replies = ServedModel(engine, Tokenizer.load(tmp_path / "own.gguf", engine.config))
     *_, ranked = replies.rank(QUERY, DOCUMENTS)
     for own, document in zip(ranked.scores, DOCUMENTS, strict=True):
         assert abs(own - expected(tokenizer.encode(prompt(QUERY, document), False), *words.values())) < 1e-4

@@ -12,7 +12,7 @@ from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.constraints.constraint import grammar_form, schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, Progress, PromptRead, TextDelta
-from effllm.runtime.generation.replies import Replies, Wish
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -23,7 +23,7 @@ from effllm.runtime.tool_calls.calling import tools_of
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 QUESTION = "Tell me a story about the fox and the king."
-GREEDY = Wish(SamplerSettings(temperature=0), max_tokens=24)
+GREEDY = GenerationOptions(SamplerSettings(temperature=0), max_tokens=24)
 ASKED = {"role": "user", "content": QUESTION}
 SHOW_ALL = "{{ {'messages': messages, 'tools': tools, 'mood': mood, 'think': enable_thinking} | tojson }}"
 SHOW_CONTENT = "{% for message in messages %}{{ message.role }}: {{ message.content }}\n{% endfor %}"
@@ -44,7 +44,7 @@ def tokenizer(engine):
 
 @pytest.fixture
 def replies(engine, tokenizer):
-    return Replies(engine, tokenizer)
+    return ServedModel(engine, tokenizer)
 
 
 def text_of(events) -> str:
@@ -83,8 +83,8 @@ def test_what_the_cache_holds_of_a_conversation_is_not_read_again(replies):
 
 def test_nothing_of_a_wish_is_left_in_the_next(replies):
     plain = list(replies.reply([ASKED], GREEDY))[-1].stats
-    held = Wish(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
-                form=grammar_form('root ::= "yes" | "no"'))
+    held = GenerationOptions(SamplerSettings(temperature=1.5, seed=3, frequency_penalty=1.0), stops=("e",), max_tokens=9, ignore_eos=True,
+                             form=grammar_form('root ::= "yes" | "no"'))
     assert text_of(replies.reply([ASKED], held)) in ("y", "yes", "no")
     after = list(replies.reply([ASKED], GREEDY))[-1].stats
     assert (after.text, after.token_ids) == (plain.text, plain.token_ids)
@@ -152,7 +152,7 @@ def test_texts_and_tokens_are_continued(replies, engine, tokenizer):
 
 def test_a_base_model_goes_on_with_what_was_said(replies, engine, tokenizer):
     tokenizer.template = None
-    events = list(Replies(engine, tokenizer).reply([{"role": "user", "content": "Once upon a time"}], GREEDY))
+    events = list(ServedModel(engine, tokenizer).reply([{"role": "user", "content": "Once upon a time"}], GREEDY))
     assert [event.text for event in events if isinstance(event, Notice)] == [NO_TEMPLATE]
     assert text_of(events) == text_of(replies.complete("Once upon a time", GREEDY))
 

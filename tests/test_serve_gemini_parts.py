@@ -22,7 +22,7 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import EventStream, Listener, ListStream, Record
 from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.events import Call, PromptRead, TextDelta
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 
 
@@ -59,7 +59,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     assert chat.tools[0]["function"]["parameters"] == {
         "type": "object", "properties": {"place": {"type": "string", "enum": ["Oslo", "Bergen"]}}, "required": ["place"]}
     tokenizer = SimpleNamespace(thinks=True, template=None)
-    wish, _ = reasoning_of(chat, Wish(SamplerSettings()), tokenizer)
+    wish, _ = reasoning_of(chat, GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, wish.most_thought) == ("on", 9)
     with pytest.raises(Problem, match="functionCall is said by the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")

@@ -15,11 +15,11 @@ import effllm
 from effllm.cli.server.logprobs import TokenColumns
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Call, Progress, TextDelta
-from effllm.runtime.generation.replies import Replies
-from effllm.runtime.generation.side_by_side import side_by_side
+from effllm.runtime.generation.batching import open_sequences
+from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
-from effllm.runtime.sampling.token_chances import LEAST, Chances, Trail, chances
+from effllm.runtime.sampling.logprobs import LEAST, LogprobTrail, TokenLogprobs, token_logprobs
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.reasoning import ThinkFilter
 from effllm.runtime.tokens.stream_filters import StopStrings
@@ -165,7 +165,7 @@ def test_what_stands_before_a_stop_string_at_the_very_end_is_told(server: Served
 def test_a_special_token_takes_no_place_in_the_text(tokenizer: Tokenizer) -> None:
     """As where an answer goes on behind the end of a text. An echoed prompt has it as it is written."""
     end, letters = min(tokenizer.stop_ids), tokenizer.encode("ab", add_special_tokens=False)
-    told = [Chances(token, -1.0) for token in (letters[0], end, letters[-1])]
+    told = [TokenLogprobs(token, -1.0) for token in (letters[0], end, letters[-1])]
     written = tokenizer.decode(letters[:1])
     assert TokenColumns(tokenizer).told(told, tokenizer.decode([letters[0], letters[-1]]))["text_offset"] == [0, len(written), len(written)]
     echoed = tokenizer.decode([each.token for each in told], False)
@@ -262,8 +262,8 @@ def test_an_echoed_prompt_is_scored(server: Served, engine: Engine, tokenizer: T
 def test_others_write_while_a_prompt_is_scored(tokenizer: Tokenizer) -> None:
     """Between its chunks, with the numbers that it has alone."""
     first = opened()
-    engines, _ = side_by_side(first, 2)
-    replies, scored = Replies(first, tokenizer, None, engines[1:]), wish(max_tokens=0, tells=1, echo=True)
+    engines, _ = open_sequences(first, 2)
+    replies, scored = ServedModel(first, tokenizer, None, engines[1:]), wish(max_tokens=0, tells=1, echo=True)
 
     def numbers(came) -> list[float]:
         return [each.logprob for key, event in came if key == "scores" and isinstance(event, TextDelta) for each in event.tokens]
@@ -310,11 +310,11 @@ def test_chances_are_those_of_a_softmax() -> None:
     wide = logits.astype(np.float64)
     expected = np.maximum(wide - np.log(np.exp(wide - wide.max()).sum()) - wide.max(), LEAST)
     for top in (0, 2, 20, 500, 900):
-        told = chances(logits, 20, top)
+        told = token_logprobs(logits, 20, top)
         assert told.logprob == LEAST and len(told.top) == min(top, 500)
         assert [token for token, _ in told.top][:3] == [3, 7, 9][:top]
         assert [value for _, value in told.top] == pytest.approx(np.sort(expected)[::-1][: len(told.top)].tolist(), abs=1e-9)
-    assert chances(logits, 5, 0) == Chances(5, pytest.approx(expected[5], abs=1e-9))
+    assert token_logprobs(logits, 5, 0) == TokenLogprobs(5, pytest.approx(expected[5], abs=1e-9))
     sampler = Sampler(SamplerSettings(), 500)
     sampler.sample(np.where(np.isfinite(logits), logits, -30).astype(np.float32))
     assert sampler.chances is None
@@ -323,7 +323,7 @@ def test_chances_are_those_of_a_softmax() -> None:
 def spoken(tokens: list[str], think: ThinkFilter | None, stops: tuple[str, ...] = (),
            calls: bool = False) -> list[tuple[str, str, list[int]]]:
     """Texts of tokens on the way of an answer: (kind, text, numbers of its tokens) of each piece."""
-    trail, stop, made = Trail(), StopStrings(stops), []
+    trail, stop, made = LogprobTrail(), StopStrings(stops), []
     for number, text in enumerate([*tokens, None]):
         certain = stop.push(text) if text is not None else stop.flush()
         at_answer, may_open = think is None or think.at_answer, think is not None and think.may_open
@@ -332,7 +332,7 @@ def spoken(tokens: list[str], think: ThinkFilter | None, stops: tuple[str, ...] 
             parts += think.flush() if think else []
         else:
             is_answer = (at_answer or may_open) and (think is None or think.at_answer)
-            trail.took(Chances(number, 0.0), text, None if may_open and think.may_open else "answer" if is_answer else "thinking")
+            trail.took(TokenLogprobs(number, 0.0), text, None if may_open and think.may_open else "answer" if is_answer else "thinking")
         parts = [("call", Call("f", "{}")) if calls and kind == "answer" and "(" in part else (kind, part) for kind, part in parts]
         for event in trail.events(parts, len(certain)):
             if isinstance(event, TextDelta):

@@ -15,7 +15,7 @@ from effllm.cli.server.own_tools import KNOWN
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.wishes import reasoning_of
 from effllm.runtime.events import Call, PromptRead, TextDelta
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 
 TOOL = {"name": "weather", "description": "Tells it.", "input_schema": WEATHER["function"]["parameters"]}
@@ -226,7 +226,7 @@ def test_blocks_become_messages() -> None:
 def test_wishes_for_thinking(fields: dict, think: str, variables: dict) -> None:
     """Effort alone asks for none: what the command line says of it stays."""
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
-    wish, told = reasoning_of(chat_of(asked(**fields))[0], Wish(SamplerSettings()), tokenizer)
+    wish, told = reasoning_of(chat_of(asked(**fields))[0], GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, told) == (think, variables)
 
 

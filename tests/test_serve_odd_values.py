@@ -17,7 +17,7 @@ from effllm.cli.server.responses_fields import chat_of as response_of
 from effllm.cli.server.tools import tools_asked
 from effllm.cli.server.wishes import Defaults
 from effllm.runtime.config import read_config
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tool_calls.calling import Calling
@@ -98,4 +98,4 @@ def test_what_was_reasoned_is_a_list_of_texts(odd: object) -> None:
 
 def test_a_time_of_very_many_digits(tokenizer: Tokenizer) -> None:
     asked = parsed(CompletionAsked, f'{{"prompt": "a", "t_max_predict_ms": {10**400}}}'.encode())
-    assert completion_wish(asked, Defaults(Wish(SamplerSettings())), tokenizer).most_s > 1e8
+    assert completion_wish(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).most_s > 1e8

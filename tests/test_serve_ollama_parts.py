@@ -26,7 +26,7 @@ from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
@@ -81,10 +81,11 @@ def test_options_become_a_wish() -> None:
     options = {"temperature": 0.5, "top_k": 7.0, "top_p": 0.5, "min_p": 0.1, "typical_p": 0.9, "repeat_penalty": 1.1, "repeat_last_n": 64,
                "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 2.0,
                "mirostat_tau": 4, "mirostat_eta": 0.2}
-    usual = Defaults(Wish(SamplerSettings(), max_tokens=9))
+    usual = Defaults(GenerationOptions(SamplerSettings(), max_tokens=9))
     wish = wish_of(chat_of(body(OllamaChat, options=options))[0], usual, None)
-    assert wish == Wish(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4, mirostat_eta=0.2, seed=3),
-                        stops=("x",), max_tokens=5)
+    assert wish == GenerationOptions(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4, mirostat_eta=0.2,
+                                                     seed=3),
+                                     stops=("x",), max_tokens=5)
     assert wish_of(raw_of(body(OllamaText, prompt="a", options=options)), usual, None) == wish
     assert wish_of(chat_of(body(OllamaChat))[0], usual, None) == usual.wish
 
@@ -95,7 +96,7 @@ def test_options_become_a_wish() -> None:
 def test_wishes_for_thinking(think: bool | str | None, wished: str, variables: dict) -> None:
     asked = body(OllamaChat, think=think)
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
-    wish, told = reasoning_of(chat_of(asked)[0], Wish(SamplerSettings()), tokenizer)
+    wish, told = reasoning_of(chat_of(asked)[0], GenerationOptions(SamplerSettings()), tokenizer)
     assert (wish.think, told) == (wished, variables) and judged(asked, "m", True, 9) is None
     if think:
         with pytest.raises(Problem, match='^"m" does not support thinking'):

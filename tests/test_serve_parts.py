@@ -33,7 +33,7 @@ from effllm.cli.server.streams import EventStream, Listener, Record, whole
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
 from effllm.runtime.constraints.constraint import form_of_schema
 from effllm.runtime.events import Done, Event, Notice, Progress, TextDelta
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 
 STATS = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=3, cached_tokens=1, read_tokens=2, reasoning_tokens=0,
@@ -311,20 +311,21 @@ def test_what_is_not_here_is_what_changes_something() -> None:
 def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None:
     asked = parsed(ChatAsked, json.dumps({"messages": [], **fields}).encode())
     template = SimpleNamespace(variables=frozenset({"reasoning_effort"}))
-    wish, more = reasoning_of(asked, Wish(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
+    wish, more = reasoning_of(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
     assert (wish.think, more) == (think, variables)
-    wish, more = reasoning_of(asked, Wish(SamplerSettings()), SimpleNamespace(thinks=False, template=None))
+    wish, more = reasoning_of(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=False, template=None))
     assert wish.think == "auto" and more == fields.get("chat_template_kwargs", {})
 
 
 def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
-    usual = Wish(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True, form_of_schema({"type": "object"}, "--schema", "json"))
+    usual = GenerationOptions(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True,
+                              form_of_schema({"type": "object"}, "--schema", "json"))
     tokenizer = SimpleNamespace()  # asked for what biases are of
     assert wish_of(parsed(ChatAsked, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
     said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
     wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual), tokenizer)
-    assert wish == Wish(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
+    assert wish == GenerationOptions(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
 
 
 def test_tokens_are_told_beside_the_loop(answer_queue: AnswerQueue) -> None:
@@ -342,7 +343,7 @@ def test_tokens_are_told_beside_the_loop(answer_queue: AnswerQueue) -> None:
             return {"<0xF0>": 0, "\u2581b": 1}
 
     service = GenerationService(SimpleNamespace(tokenizer=Words()), answer_queue, "m", seen.append,
-                                defaults=Defaults(Wish(SamplerSettings())))
+                                defaults=Defaults(GenerationOptions(SamplerSettings())))
 
     async def receive() -> dict:
         return {"type": "http.request", "body": b'{"content": "a b", "with_pieces": true}', "more_body": False}

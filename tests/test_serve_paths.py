@@ -13,7 +13,7 @@ from effllm.cli.server.application import GenerationService
 from effllm.cli.server.fields import Asked
 from effllm.cli.server.router import Router
 from effllm.cli.server.wishes import SAMPLING, Defaults
-from effllm.runtime.generation.replies import Wish
+from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 
 DOCS = Path(effllm.__path__[0]) / "docs"
@@ -22,7 +22,7 @@ OF_ONE = {("/lora-adapters", "GET"), ("/lora-adapters", "POST"), ("/v1/responses
 
 def of_one_model() -> set[tuple[str, str]]:
     replies = SimpleNamespace(adapted=SimpleNamespace(names=(), scales=()), tokenizer=None, config=None, engine=None)
-    return paths(GenerationService(replies, MagicMock(), "m", print, defaults=Defaults(Wish(SamplerSettings()))).routes())
+    return paths(GenerationService(replies, MagicMock(), "m", print, defaults=Defaults(GenerationOptions(SamplerSettings()))).routes())
 
 
 def paths(routes: list[Route]) -> set[tuple[str, str]]:

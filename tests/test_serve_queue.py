@@ -12,7 +12,7 @@ from test_serve_parts import DONE
 
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.problems import Problem
-from effllm.runtime.events import Event, TextDelta, Turn
+from effllm.runtime.events import Event, TextDelta, Yield
 
 
 def test_who_reads_the_end_finds_the_place_free(answer_queue: AnswerQueue) -> None:
@@ -51,7 +51,7 @@ def test_several_are_written_at_once_and_the_next_begins_where_one_ends() -> Non
         began.append(name)
         while not ends.is_set() and not left():
             yield TextDelta(name)
-            yield Turn()
+            yield Yield()
         yield DONE
 
     async def test() -> None:

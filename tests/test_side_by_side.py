@@ -14,10 +14,10 @@ from effllm import EffllmError, UsageError
 from effllm.runtime.constraints.constraint import grammar_form
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done, Event, TextDelta
+from effllm.runtime.generation.batching import MOST, open_sequences
 from effllm.runtime.generation.parallel import drafts_nbytes
-from effllm.runtime.generation.replies import Replies, Wish
-from effllm.runtime.generation.rounds import Rounds
-from effllm.runtime.generation.side_by_side import MOST, side_by_side
+from effllm.runtime.generation.scheduler import Scheduler
+from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
 from effllm.runtime.planning.process_memory import baseline
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import SamplerSettings
@@ -40,7 +40,7 @@ def opened(**options) -> Engine:
 def engines(request) -> Iterator[list[Engine]]:
     engine = opened(kv=request.param)
     engine.speculation = Speculation((SuffixMatch(), RecycledTokens()), clock=Ticks())
-    made, said = side_by_side(engine, SEQUENCES)
+    made, said = open_sequences(engine, SEQUENCES)
     assert len(made) == SEQUENCES and not said
     yield made
     for other in made[1:]:
@@ -49,26 +49,26 @@ def engines(request) -> Iterator[list[Engine]]:
 
 
 @pytest.fixture
-def replies(engines) -> Replies:
+def replies(engines) -> ServedModel:
     for engine in engines:
         engine.reset()
-    return Replies(engines[0], Tokenizer.load(FABLE, engines[0].config), None, engines[1:])
+    return ServedModel(engines[0], Tokenizer.load(FABLE, engines[0].config), None, engines[1:])
 
 
 def asked(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
 
 
-def wish(**more) -> Wish:
-    return Wish(**{"settings": GREEDY, "max_tokens": 60, "ignore_eos": True, **more})
+def wish(**more) -> GenerationOptions:
+    return GenerationOptions(**{"settings": GREEDY, "max_tokens": 60, "ignore_eos": True, **more})
 
 
-def rounds_of(replies: Replies) -> Rounds[str]:
+def rounds_of(replies: ServedModel) -> Scheduler[str]:
     """Each turn takes a second: after a piece of a prompt there is one pass of the others."""
-    return Rounds(replies.engine.shares, count().__next__)
+    return Scheduler(replies.engine.shares, count().__next__)
 
 
-def written(replies: Replies, wanted: dict[str, Iterator[Event]], rounds: Rounds | None = None,
+def written(replies: ServedModel, wanted: dict[str, Iterator[Event]], rounds: Scheduler | None = None,
             ) -> tuple[dict[str, Done], list[tuple[str, Event]]]:
     """How answers ended, an error in the place of what it cost, and all events in the order in which they came."""
     rounds = rounds_of(replies) if rounds is None else rounds
@@ -87,7 +87,7 @@ def tokens_of(ends) -> dict[str, tuple[int, ...]]:
     return {key: done.stats.token_ids for key, done in ends.items()}
 
 
-def one_by_one(replies: Replies, wanted) -> dict[str, tuple[int, ...]]:
+def one_by_one(replies: ServedModel, wanted) -> dict[str, tuple[int, ...]]:
     found = {}
     for key, start in wanted.items():
         found |= tokens_of(written(replies, {key: start()})[0])
@@ -120,7 +120,7 @@ def test_an_answer_drafts_while_it_is_alone(replies):
         return replies.complete(text, wish(max_tokens=most))
 
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=1024, kv=replies.engine.options.kv, spec="off")))[-1]
-    plain = Replies(engine, replies.tokenizer, None)
+    plain = ServedModel(engine, replies.tokenizer, None)
     expected = {}
     for key, (text, most) in texts.items():
         engine.reset()
@@ -141,7 +141,7 @@ def test_an_answer_drafts_while_it_is_alone(replies):
 def test_what_drafts_know_of_the_model_serves_all_and_is_planned():
     """What passes cost and which tokens are likely is learned once; places in a text are each one's own, and counted."""
     engine = opened(spec="lookup")
-    engines, _ = side_by_side(engine, SEQUENCES)
+    engines, _ = open_sequences(engine, SEQUENCES)
     one, *others = (each.speculation for each in engines)
     assert len({id(each) for each in (one, *others)}) == SEQUENCES
     for other in others:
@@ -166,8 +166,8 @@ def test_passes_are_of_all_and_come_again(replies, monkeypatch):
 
 def test_more_than_a_pass_takes_go_in_groups():
     engine = opened()
-    engines, _ = side_by_side(engine, MOST + 2)
-    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    engines, _ = open_sequences(engine, MOST + 2)
+    replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
     wanted = {str(i): lambda i=i: replies.complete("The fox " * (i + 1), wish(max_tokens=12)) for i in range(MOST + 2)}
     alone = one_by_one(replies, wanted)
     try:
@@ -335,8 +335,8 @@ def test_calls_of_tools_are_each_answers_own(replies):
 
 def test_a_context_that_shifts_lets_others_go_on():
     engine = list(open_engine(FABLE, EngineOptions(device="cpu", ctx=256, parallel=2, overflow="shift")))[-1]
-    engines, _ = side_by_side(engine, 2)
-    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    engines, _ = open_sequences(engine, 2)
+    replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
     wanted = {"shifts": lambda: replies.complete(FOX * 10, wish(max_tokens=200)), "other": lambda: replies.complete("The", wish())}
     try:
         alone = one_by_one(replies, wanted)
@@ -348,8 +348,8 @@ def test_a_context_that_shifts_lets_others_go_on():
 
 def test_what_cannot_share_a_pass_takes_turns():
     engine = opened(kv="4bit+mikv")
-    engines, said = side_by_side(engine, 2)
-    replies = Replies(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
+    engines, said = open_sequences(engine, 2)
+    replies = ServedModel(engine, Tokenizer.load(FABLE, engine.config), None, engines[1:])
     wanted = {who: lambda who=who: replies.complete(f"The {who}" + FOX * 20, wish(max_tokens=250)) for who in ("fox", "sea")}
     try:
         assert len(said) == 1 and "take turns" in said[0] and "4bit+mikv" in said[0]

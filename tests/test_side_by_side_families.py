@@ -10,7 +10,7 @@ from saved_models import saved
 from streamed_models import paging, random_model, streaming
 
 from effllm.runtime.engine import Engine, open_engine
-from effllm.runtime.generation.side_by_side import Want, side_by_side
+from effllm.runtime.generation.batching import PendingToken, open_sequences
 from effllm.runtime.prepare import EngineOptions
 
 # One case of each family.
@@ -22,7 +22,7 @@ def assert_rows_alone(engine: Engine) -> None:
     """Passes of several against passes of as many other sequences alone, prompts in pieces against prompts in chunks; now and then one of
     the several goes on by itself, with drafts of which some come true."""
     try:
-        engines, said = side_by_side(engine, 2 * len(LENGTHS))
+        engines, said = open_sequences(engine, 2 * len(LENGTHS))
         together, alone, rows = engines[: len(LENGTHS)], engines[len(LENGTHS) :], engine.config.vocab_size
         rng, passes = np.random.default_rng(0), engine.shares
         for length, one, other in zip(LENGTHS, together, alone, strict=True):
@@ -42,7 +42,7 @@ def assert_rows_alone(engine: Engine) -> None:
             expected = []
             for other, token in zip(alone, tokens, strict=True):
                 expected.append(engine.model.logits(engine.model.forward(np.array([token], np.int64), other.cache))[0].copy())
-            wants = [Want(one, token) for one, token in zip(together, tokens, strict=True)]
+            wants = [PendingToken(one, token) for one, token in zip(together, tokens, strict=True)]
             passes.run(wants)
             for want, right in zip(wants, expected, strict=True):
                 assert want.error is None and np.array_equal(want.logits, right)

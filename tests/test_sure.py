@@ -9,7 +9,7 @@ from gguf_samples import FABLE, fable_gguf
 
 from effllm.runtime.config import read_config
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.sampling.sure import Sure
+from effllm.runtime.sampling.infill_sampler import InfillSampler
 from effllm.runtime.text import Tokenizer
 
 TOP = {"top_k": 40, "top_p": 0.99}
@@ -28,8 +28,8 @@ def logits(size: int, **chances: float) -> np.ndarray:
     return np.log(values).astype(np.float32)
 
 
-def sure(tokenizer: Tokenizer, **settings: float) -> Sure:
-    return Sure(tokenizer, tokenizer.stop_ids, SamplerSettings(**{**TOP, **settings}))
+def sure(tokenizer: Tokenizer, **settings: float) -> InfillSampler:
+    return InfillSampler(tokenizer, tokenizer.stop_ids, SamplerSettings(**{**TOP, **settings}))
 
 
 def numbers(tokenizer: Tokenizer, *texts: str) -> list[int]:
@@ -62,14 +62,15 @@ def test_tokens_that_begin_alike_are_one(tokenizer: Tokenizer) -> None:
 
 def test_where_nothing_is_sure_it_ends(tokenizer: Tokenizer) -> None:
     values = np.zeros(tokenizer.vocab_size, np.float32)
-    chooses = Sure(tokenizer, tokenizer.stop_ids, SamplerSettings(top_k=7, top_p=1.0))
+    chooses = InfillSampler(tokenizer, tokenizer.stop_ids, SamplerSettings(top_k=7, top_p=1.0))
     far = np.random.default_rng(1).permutation(tokenizer.vocab_size)[:7]
     values[far] = 1.0
     assert chooses.chosen(values) in tokenizer.stop_ids
     left = values.copy()
     chooses.narrow(left)
     assert np.isfinite(left).sum() == 1 and int(left.argmax()) in tokenizer.stop_ids
-    assert Sure(tokenizer, (), SamplerSettings(**TOP)).chosen(values) in range(tokenizer.vocab_size), "without an end there is none"
+    chosen = InfillSampler(tokenizer, (), SamplerSettings(**TOP)).chosen(values)
+    assert chosen in range(tokenizer.vocab_size), "without an end there is none"
 
 
 @pytest.mark.peer
@@ -84,7 +85,7 @@ def test_llama_cpp_keeps_what_is_chosen(tokenizer: Tokenizer, tmp_path: Path) ->
     first, second = peer.llama_sampler_init_top_k(40), peer.llama_sampler_init_top_p(ctypes.c_float(0.9), 1)
     samplers = [first, second, peer.llama_sampler_init_infill(vocab)]
     ends = frozenset(token for token in range(tokenizer.vocab_size) if peer.llama_vocab_is_eog(vocab, token))
-    chooses, ended, alone = Sure(tokenizer, ends, SamplerSettings(top_k=40, top_p=0.9)), 0, 0
+    chooses, ended, alone = InfillSampler(tokenizer, ends, SamplerSettings(top_k=40, top_p=0.9)), 0, 0
     for scale in np.repeat([1.0, 2.0, 3.0, 4.0, 6.0], 80):
         values = (rng.standard_normal(tokenizer.vocab_size) * scale).astype(np.float32)
         values[[*ends]] += np.float32(rng.choice([0, 2, 3]) * scale)

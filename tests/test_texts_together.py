@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from effllm.runtime.engine import Engine, EngineOptions, open_engine
 from effllm.runtime.events import Progress
 from effllm.runtime.generation.embedding import LAST, MEAN, vector, vectors
-from effllm.runtime.generation.ranking import Ranking, scores
+from effllm.runtime.generation.reranker import Reranker, scores
 from effllm.runtime.kv.texts_cache import RAW, TextsCache, bounds_of, passes_of, takes_texts
 from effllm.runtime.last_layers import KEPT
 from effllm.runtime.passes import FEW
@@ -71,7 +71,7 @@ def test_the_state_of_the_last_token_has_the_same_bits_where_others_are_spared_t
 
 
 def test_so_have_scores(engine: Engine) -> None:
-    ranking, rows = Ranking(5, 9, None), texts()
+    ranking, rows = Reranker(5, 9, None), texts()
     assert made(scores(engine, rows, ranking, never)) == [made(scores(engine, [row], ranking, never))[0] for row in rows]
 
 

@@ -32,7 +32,7 @@ from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
-from effllm.runtime.sampling.thought_limit import ThoughtLimit
+from effllm.runtime.sampling.reasoning_budget import ReasoningBudget
 from effllm.runtime.session import Session
 from effllm.runtime.text import NOTHING_TO_LIMIT, Tokenizer
 
@@ -84,7 +84,7 @@ def test_on_channels_the_next_message_is_not_reasoning_again(engine, tmp_path):
     assert told(engine, tokenizer, script, len(LONG) + 1) == (LONG, "#", [])
 
     think = SimpleNamespace(is_thinking=True)
-    limit, ids = ThoughtLimit(0, tokenizer, think), partial(tokenizer.encode, add_special_tokens=False)
+    limit, ids = ReasoningBudget(0, tokenizer, think), partial(tokenizer.encode, add_special_tokens=False)
     for token in ids("<|end|><|start|>assistant"):
         assert allowed(limit, tokenizer) == {token}
         limit.took(token)
@@ -98,7 +98,7 @@ def test_on_channels_the_next_message_is_not_reasoning_again(engine, tmp_path):
     assert allowed(limit, tokenizer) == everything
 
 
-def allowed(limit: ThoughtLimit, tokenizer: Tokenizer) -> set[int]:
+def allowed(limit: ReasoningBudget, tokenizer: Tokenizer) -> set[int]:
     """The tokens that it leaves."""
     logits = np.zeros(tokenizer.vocab_size, np.float32)
     limit.narrow(logits)

@@ -15,7 +15,7 @@ from effllm.cli.transcript import as_json, as_markdown
 from effllm.runtime.constraints.constraint import schema_form
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, TextDelta
-from effllm.runtime.generation.replies import Replies
+from effllm.runtime.generation.served_model import ServedModel
 from effllm.runtime.mcp import stdio
 from effllm.runtime.mcp.configuration import ServerEntry
 from effllm.runtime.mcp.rounds import GIVEN_UP, REFUSED, STOPPED, Question, Running, Told, Writing, rounds
@@ -171,7 +171,7 @@ def test_a_prompt_is_the_one_that_programs_get_for_the_same_messages(engine, tok
             said = [{"role": "system", "content": system}] if system else []
             for tools in (box.tools, None):
                 session.tools = tools
-                assert session._prompt() == Replies(engine, tokenizer).rendered([*said, *messages], tools=tools)
+                assert session._prompt() == ServedModel(engine, tokenizer).rendered([*said, *messages], tools=tools)
 
 
 @pytest.mark.parametrize(("word", "said"), [("nix", "Error: there is no tool nix; there are: weather, broken"),

@@ -20,7 +20,7 @@ from .problems import LEAVE_ONE, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from ...runtime.generation.replies import Replies
+    from ...runtime.generation.served_model import ServedModel
 
 PATH, LORA = "/lora-adapters", "lora"
 
@@ -28,7 +28,7 @@ PATH, LORA = "/lora-adapters", "lora"
 class Adapters:
     """`taken`: names that the model itself goes by."""
 
-    def __init__(self, replies: Replies, taken: Container[str]) -> None:
+    def __init__(self, replies: ServedModel, taken: Container[str]) -> None:
         self._replies = replies
         own = replies.adapted
         self.names, self._scales = own.names, own.scales

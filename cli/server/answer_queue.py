@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...runtime.events import Done, Event
-from ...runtime.generation.rounds import Rounds
+from ...runtime.generation.scheduler import Scheduler
 from .problems import AGAIN, BUSY, Problem, closing
 
 Start = Callable[[Callable[[], bool]], Iterator[Event]]  # starts an answer, given a function that says whether it was cancelled
@@ -91,9 +91,9 @@ class AnswerQueue:
     """Runs `parallel` answers at once by `rounds`, with at most `max_waiting` others queued. All methods but `_serve` run on the event
     loop."""
 
-    def __init__(self, max_waiting: int, parallel: int = 1, rounds: Rounds[Job] | None = None) -> None:
+    def __init__(self, max_waiting: int, parallel: int = 1, rounds: Scheduler[Job] | None = None) -> None:
         self.max_waiting, self.parallel, self.is_closed = max_waiting, parallel, False
-        self._rounds: Rounds[Job] = Rounds() if rounds is None else rounds
+        self._rounds: Scheduler[Job] = Scheduler() if rounds is None else rounds
         self._jobs: list[Job] = []  # running and waiting, in order of arrival
         self._waiting: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._serve, name="effllm-answers", daemon=True)

@@ -16,7 +16,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import EffllmError
-from ...runtime.generation.replies import Replies, Wish
+from ...runtime.generation.served_model import GenerationOptions, ServedModel
 from ...runtime.tokens.infill import Gap
 from . import messages_fields, ollama_fields, papers, responses_fields
 from . import pictures as pictures_sent
@@ -71,7 +71,7 @@ class PreparedRequest:
     """What a request for an answer to messages comes to. `pictures` are held here, until it is answered."""
 
     messages: list[dict[str, Any]]
-    wish: Wish
+    wish: GenerationOptions
     tools: Tools | None
     variables: dict[str, Any]
     pictures: tuple[Picture, ...] = ()
@@ -81,7 +81,7 @@ class PreparedRequest:
 class GenerationService(SingleModelService):
     """A model that writes, and what its answers are by default. In `slot_files` programs save what sequences hold, None: nowhere."""
 
-    replies: Replies
+    replies: ServedModel
     defaults: Defaults = field(kw_only=True)
     slot_files: SlotFiles | None = field(default=None, kw_only=True)
 
@@ -225,7 +225,7 @@ class GenerationService(SingleModelService):
         starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in with_seeds(wish, each)]
         return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
 
-    async def demand_room(self, prompts: Sequence[str | list[int]], wish: Wish) -> None:
+    async def demand_room(self, prompts: Sequence[str | list[int]], wish: GenerationOptions) -> None:
         """Of several prompts that are answered in turn one that cannot be is told of before the first is. Raises Problem that names it."""
         for number, prompt in enumerate(prompts if len(prompts) > 1 else ()):
             try:
@@ -241,7 +241,7 @@ class GenerationService(SingleModelService):
             self.note(remark)
         return asked
 
-    async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> Wish:
+    async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> GenerationOptions:
         """Raises Problem that names the field, as it is `called` where the request comes from."""
         try:
             wish = await asyncio.to_thread(wish_of, asked, self.defaults, self.replies.tokenizer)
@@ -249,7 +249,7 @@ class GenerationService(SingleModelService):
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
 
-    async def _completed(self, prompt: str | list[int], suffix: str | None, wish: Wish) -> Start:
+    async def _completed(self, prompt: str | list[int], suffix: str | None, wish: GenerationOptions) -> Start:
         """What begins an answer to a prompt that is taken as it stands, or to what belongs between it and a suffix. Raises Problem,
         EffllmError."""
         if not suffix:
@@ -287,7 +287,7 @@ class GenerationService(SingleModelService):
     def reply(self, wanted: PreparedRequest, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
 
-    def _completion(self, kind: type[Completion], asked: Asked, wish: Wish) -> Completion:
+    def _completion(self, kind: type[Completion], asked: Asked, wish: GenerationOptions) -> Completion:
         told_by = None if wish.tells is None else self.replies.tokenizer
         made = kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
         made.says_none = asked.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece

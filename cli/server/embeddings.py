@@ -31,8 +31,8 @@ from .streams import GONE, Listener, json_response, made
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.generation.encodings import Encodings
-    from ...runtime.generation.replies import Replies
+    from ...runtime.generation.served_encoder import ServedEncoder
+    from ...runtime.generation.served_model import ServedModel
     from .adapters import Adapters
 
 MOST = 2048  # texts of a request, as at OpenAI
@@ -88,7 +88,7 @@ class Embeddings:
     """What has vectors of one model. `note` is told the remarks of the engine, `demand` raises Problem for the name of another; that of one
     of the `adapters` is none."""
 
-    def __init__(self, replies: Replies | Encodings, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
+    def __init__(self, replies: ServedModel | ServedEncoder, answer_queue: AnswerQueue, name: str, note: Callable[[str], None],
                  demand: Callable[[str, str | None], None], adapters: Adapters) -> None:
         self._replies, self._answer_queue, self._name, self._note, self._demand = replies, answer_queue, name, note, demand
         self._adapters = adapters
@@ -115,7 +115,7 @@ class Embeddings:
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
         name = asked.prompt_name
-        if name is None and asked.task in self._replies.text_prompts.named:
+        if name is None and asked.task in self._replies.embedding_prompts.named:
             name = asked.task
         return await self._answer(request, asked.model, texts, False, told, name)
 
@@ -176,7 +176,7 @@ class Embeddings:
             if len({getattr(each, field) for each in asked}) > 1:
                 raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=BY_PARTS)
         self._demand_width(width := asked[0].output_dimensionality or None)
-        prompts = self._replies.text_prompts
+        prompts = self._replies.embedding_prompts
         task = ASKING.get(asked[0].task_type or "")
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 

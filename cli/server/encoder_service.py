@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.generation.encodings import Encodings
+from ...runtime.generation.served_encoder import ServedEncoder
 from .compaction import COMPACT
 from .gemini_models import COUNTED as GEMINI_COUNTED
 from .gemini_models import GENERATED
@@ -29,7 +29,7 @@ WRITING = (*CHATS, *TEXTS, "/completion", "/completions", "/infill", "/apply-tem
 class EncoderService(SingleModelService):
     """An encoder. It has no page for browsers, which shows a chat."""
 
-    replies: Encodings
+    replies: ServedEncoder
 
     def routes(self) -> list[Route]:
         return [*super().routes(), *OllamaEncoder(self.name, self.replies, self.demand_model).routes(), *TokenPaths(self).routes(),

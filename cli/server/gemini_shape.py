@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.sampling.token_chances import Chances
+from ...runtime.sampling.logprobs import TokenLogprobs
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 from ...runtime.tool_calls.cursor import parsed
@@ -26,7 +26,7 @@ class Candidate:
 
     index: int
     parts: list[dict[str, Any]] = field(default_factory=list)
-    tokens: list[Chances] = field(default_factory=list)
+    tokens: list[TokenLogprobs] = field(default_factory=list)
     calls: CallList = field(default_factory=CallList)
 
     def add(self, part: dict[str, Any]) -> None:
@@ -94,7 +94,7 @@ class GeminiShape(Shape):
     def _last(self, candidate: Candidate, stats: Stats) -> dict[str, object]:
         return {**_candidate(candidate.index, []), **_ended(stats)}
 
-    def _told(self, tokens: Sequence[Chances]) -> dict[str, object]:
+    def _told(self, tokens: Sequence[TokenLogprobs]) -> dict[str, object]:
         """How likely tokens were, where it is told of any."""
         if self._tokenizer is None or not tokens:
             return {}

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, ClassVar
 
-from ...runtime.generation.replies import Wish
+from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
@@ -66,7 +66,7 @@ class InfillAsked(CompletionAsked):
                    tuple((each.filename or "tmp", each.text) for each in self.input_extra or ()))
 
 
-def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
+def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
     wish = wish_of(asked, defaults, tokenizer)
     tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
@@ -117,6 +117,6 @@ def _one_prompt(prompt: object, tokenizer: Tokenizer, param: str) -> str | list[
     return made
 
 
-def most_tokens(wish: Wish) -> int:
+def most_tokens(wish: GenerationOptions) -> int:
     """As llama.cpp writes a limit, or that there is none."""
     return NO_LIMIT if wish.max_tokens is None else wish.max_tokens

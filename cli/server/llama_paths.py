@@ -12,7 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
 
-from ...runtime.generation.replies import Wish
+from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.images.marks import unmarked
 from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read
@@ -133,11 +133,11 @@ class LlamaPaths(TokenPaths):
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.tally.said(self._service.answer_queue), media_type=TEXT)
 
-    async def _wish(self, asked: CompletionAsked) -> Wish:
+    async def _wish(self, asked: CompletionAsked) -> GenerationOptions:
         wish = await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
         return replace(wish, choice=self._service.adapters.choice(asked))
 
-    async def _answer(self, request: Request, asked: CompletionAsked, prompts: list[str | list[int]], wish: Wish,
+    async def _answer(self, request: Request, asked: CompletionAsked, prompts: list[str | list[int]], wish: GenerationOptions,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
         """One answer, or a list: to each prompt, and to each as many as are asked for."""
         service, tokenizer = self._service, self._service.replies.tokenizer

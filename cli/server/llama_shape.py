@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.generation.replies import Wish
+from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.text import Tokenizer
 from .llama_fields import most_tokens
 from .logprobs import TokenList
@@ -32,7 +32,7 @@ class Settings:
     is_cut: bool = False
 
 
-def generation_settings(wish: Wish, stream: bool, grammar: str = "") -> dict[str, object]:
+def generation_settings(wish: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
     """What an answer is made by, under llama.cpp's names."""
     values = {name: getattr(wish.settings, field) for name, field in SAMPLING.items() if name not in NOT_ITS}
     return {**values, "seed": RANDOM if wish.settings.seed is None else wish.settings.seed,

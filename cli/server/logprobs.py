@@ -5,7 +5,7 @@ from __future__ import annotations
 import codecs
 from collections.abc import Sequence
 
-from ...runtime.sampling.token_chances import Chances
+from ...runtime.sampling.logprobs import TokenLogprobs
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.token_bytes import bytes_of
 
@@ -16,7 +16,7 @@ class TokenList:
     def __init__(self, tokenizer: Tokenizer) -> None:
         self._bytes = bytes_of(tokenizer)
 
-    def told(self, tokens: Sequence[Chances]) -> list[dict[str, object]]:
+    def told(self, tokens: Sequence[TokenLogprobs]) -> list[dict[str, object]]:
         return [{**self._one(each.token, each.logprob), "top_logprobs": [self._one(*other) for other in each.top]} for each in tokens]
 
     def _one(self, token: int, logprob: float | None) -> dict[str, object]:
@@ -32,7 +32,7 @@ class TokenColumns:
         self._bytes, self._letters, self._decoder = bytes_of(tokenizer), 0, codecs.getincrementaldecoder("utf-8")("replace")
         self._begun, self._tokenizer, self._marks = False, tokenizer, frozenset(tokenizer.added.values())
 
-    def told(self, tokens: Sequence[Chances], text: str) -> dict[str, object]:
+    def told(self, tokens: Sequence[TokenLogprobs], text: str) -> dict[str, object]:
         """Of the next piece of text."""
         places = []
         for each in tokens:
@@ -54,7 +54,7 @@ class TokenColumns:
         said = self._bytes(token)
         return spelled(said) if is_text(said) else f"bytes:{spelled(said)}"
 
-    def _likeliest(self, told: Chances) -> dict[str, float] | None:
+    def _likeliest(self, told: TokenLogprobs) -> dict[str, float] | None:
         """With the token itself, which may be none of them. Of two that are written alike it is the likelier one's."""
         if told.logprob is None:
             return None

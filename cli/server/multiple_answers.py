@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
-from ...runtime.generation.replies import Wish
+from ...runtime.generation.served_model import GenerationOptions
 from .answer_queue import Start
 from .problems import Problem
 from .shapes import Completion, Shape, timings, usage
@@ -30,7 +30,7 @@ def choice_count(n: int | None, prompts: int = 1, field: str = "n") -> int:
     return count
 
 
-def with_seeds(wish: Wish, count: int) -> list[Wish]:
+def with_seeds(wish: GenerationOptions, count: int) -> list[GenerationOptions]:
     """The wishes of so many answers to one prompt: each has a seed of its own, where one is stated the numbers from it on."""
     seed = wish.settings.seed
     return [wish] * count if seed is None else [replace(wish, settings=replace(wish.settings, seed=seed + i)) for i in range(count)]

@@ -23,8 +23,8 @@ from .problems import OLLAMA, Problem
 from .streams import json_response
 
 if TYPE_CHECKING:
-    from ...runtime.generation.encodings import Encodings
-    from ...runtime.generation.replies import Replies
+    from ...runtime.generation.served_encoder import ServedEncoder
+    from ...runtime.generation.served_model import ServedModel
     from .wishes import Defaults
 
 # Of Ollama, the one whose API this is: programs ask for 0.6.4 and later (calls of tools, reasoning apart), or for 0.14.2, the first with
@@ -40,7 +40,7 @@ METHODS = ["GET", "POST", "PUT", "DELETE"]
 class OllamaModels:
     """One model as Ollama's API has it. `demand` raises Problem for the name of another."""
 
-    def __init__(self, name: str, replies: Replies | Encodings, defaults: Defaults | None,
+    def __init__(self, name: str, replies: ServedModel | ServedEncoder, defaults: Defaults | None,
                  demand: Callable[[str, str | None], None]) -> None:
         self._name, self._replies, self._defaults, self._demand = name, replies, defaults, demand
         self._since = time.time()
@@ -87,7 +87,7 @@ class OllamaModels:
 class OllamaEncoder(OllamaModels):
     """An encoder as Ollama's API has it."""
 
-    def __init__(self, name: str, replies: Encodings, demand: Callable[[str, str | None], None]) -> None:
+    def __init__(self, name: str, replies: ServedEncoder, demand: Callable[[str, str | None], None]) -> None:
         super().__init__(name, replies, None, demand)
 
     async def running(self, request: Request) -> Response:

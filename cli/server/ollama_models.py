@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...runtime.config import ModelConfig
     from ...runtime.encoders.shape import EncoderConfig
     from ...runtime.engine import Engine
-    from ...runtime.generation.replies import Replies, Wish
+    from ...runtime.generation.served_model import GenerationOptions, ServedModel
     from ...runtime.text import Tokenizer
     from .wishes import Defaults
 
@@ -147,7 +147,7 @@ class Files:
     hears: bool = False
 
 
-def of_engine(replies: Replies) -> Files:
+def of_engine(replies: ServedModel) -> Files:
     prepared = replies.engine.prepared
     noted = prepared.container and prepared.container.licence
     return Files(prepared.folder, replies.engine.config, replies.tokenizer, replies.engine.n_ctx, noted, replies.sees, replies.hears)
@@ -193,7 +193,7 @@ def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 
 
-def _parameters(context: int, wish: Wish | None) -> str:
+def _parameters(context: int, wish: GenerationOptions | None) -> str:
     """What answers are by default, a line for each, as programs read the context and stop strings from there."""
     said = {"num_ctx": context}
     if wish is not None:

@@ -25,7 +25,7 @@ from .turns import TOOL
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...runtime.generation.replies import Replies
+    from ...runtime.generation.served_model import ServedModel
     from ...runtime.images.album import Picture
     from .fields import ChatAsked
     from .gemini_fields import GenerateAsked
@@ -119,7 +119,7 @@ class Taking:
     """Takes the pictures of requests to one model, of one request at a time: what a decoder needs is there once, and the others' threads
     are not full of it. Raises Problem that names the field."""
 
-    def __init__(self, replies: Replies, note: Callable[[str], None]) -> None:
+    def __init__(self, replies: ServedModel, note: Callable[[str], None]) -> None:
         """`note` is told what is left out of what tools gave back."""
         self._replies, self._note, self._turn = replies, note, asyncio.Lock()
 
@@ -137,7 +137,7 @@ class Taking:
             return await asyncio.to_thread(_named, where, lambda: self._replies.samples(data, where))
 
 
-def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) -> tuple[Picture, ...]:
+def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], None]) -> tuple[Picture, ...]:
     pictures, points, samples = [], 0, 0
     if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
@@ -165,7 +165,7 @@ def _taken(sent: Iterable[Sent], replies: Replies, note: Callable[[str], None]) 
     return tuple(pictures)
 
 
-def _one(sent: Sent, replies: Replies) -> list[tuple[str, Picture]]:
+def _one(sent: Sent, replies: ServedModel) -> list[tuple[str, Picture]]:
     """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
     def taken() -> list[tuple[str, Picture]]:
         if sent.sense is SOUNDS:

@@ -29,8 +29,8 @@ from .reranking import Reranking
 from .streams import GONE, LEFT, json_response, problem_response
 
 if TYPE_CHECKING:
-    from ...runtime.generation.encodings import Encodings
-    from ...runtime.generation.replies import Replies
+    from ...runtime.generation.served_encoder import ServedEncoder
+    from ...runtime.generation.served_model import ServedModel
 
 SERVED = ("/v1/chat/completions, /v1/completions, /v1/responses, /v1/messages, /v1/models, /v1beta/models, /api/chat, /api/generate, "
           "/completion and /infill")
@@ -47,7 +47,7 @@ class SingleModelService:
     """One model by its `name`. `also` are other names that it is asked for by, None: any; `note` is told what the engine remarks;
     `shows_page`: to browsers."""
 
-    replies: Replies | Encodings
+    replies: ServedModel | ServedEncoder
     answer_queue: AnswerQueue
     name: str
     note: Callable[[str], None]

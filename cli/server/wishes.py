@@ -8,7 +8,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from ... import UsageError
-from ...runtime.generation.replies import Wish
+from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.text import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
@@ -36,11 +36,11 @@ TAKEN = ("messages", "tools", "add_generation_prompt", "self")  # what a templat
 class Defaults:
     """What answers are where a request does not say it: the command line's flags. `system` is the system prompt of one without."""
 
-    wish: Wish
+    wish: GenerationOptions
     system: str | None = None
 
 
-def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> Wish:
+def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
     wish = defaults.wish
     return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
@@ -67,7 +67,7 @@ def _tells(asked: Asked) -> int | None:
     return tokens
 
 
-def reasoning_of(asked: ChatAsked, wish: Wish, tokenizer: Tokenizer) -> tuple[Wish, dict[str, Any]]:
+def reasoning_of(asked: ChatAsked, wish: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
     """The wish with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
     variables: Mapping[str, Any] = asked.chat_template_kwargs or {}
     for name in TAKEN:

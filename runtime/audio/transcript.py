@@ -16,7 +16,7 @@ from .transcription import Said, conversation
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..generation.replies import Replies, Wish
+    from ..generation.served_model import GenerationOptions, ServedModel
 
 SHORTEST_S, WIDE = 10.0, ("F", "W")
 
@@ -26,7 +26,7 @@ class Writing:
     """How a model is asked to write down what it hears: in a `language`, None for the one that it hears; `hint`: words that may be in it;
     or a translation into English. Raises UsageError for what the model cannot."""
 
-    replies: Replies
+    replies: ServedModel
     language: str | None = None
     hint: str | None = None
     translates: bool = False
@@ -54,7 +54,7 @@ class Writing:
             most /= 2
         return pieces(samples, min(most, TIMED_S) if timed else most)
 
-    def answer(self, piece: Piece, wish: Wish, before: Sequence[dict[str, Any]] = (), variables: dict[str, Any] | None = None,
+    def answer(self, piece: Piece, wish: GenerationOptions, before: Sequence[dict[str, Any]] = (), variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a piece, whose rows are not held longer, behind messages that stand `before` it."""
         sound = (album := self.replies.demand_hearing()).take(piece.samples)

@@ -17,7 +17,7 @@ from ...offload import hardware
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import is_gguf
 from ...offload.size import format_size, parse_size
-from ..events import Progress, Turn
+from ..events import Progress, Yield
 from ..images import Left, Work
 from ..images.tower_parts import Crew
 from ..text import Tokenizer
@@ -146,7 +146,7 @@ class Encoder:
                              "use a model that was made for it, such as BAAI/bge-reranker-v2-m3")
 
     def vectors(self, rows: Sequence[Sequence[int]], cancelled: Callable[[], bool],
-                task: str | None = None) -> Generator[Progress | Turn, None, list[np.ndarray] | None]:
+                task: str | None = None) -> Generator[Progress | Yield, None, list[np.ndarray] | None]:
         """A vector float32 [D] of each text's token ids, by the adapter of a task if it is one of the model's; None where it was
         cancelled. Raises UsageError where the model makes none."""
         self.demand_vectors()
@@ -154,14 +154,15 @@ class Encoder:
         return (yield from self._each(rows, None, self._pooling, "embedding", cancelled, stack))
 
     def scores(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]],
-               cancelled: Callable[[], bool]) -> Generator[Progress | Turn, None, list[float] | None]:
+               cancelled: Callable[[], bool]) -> Generator[Progress | Yield, None, list[float] | None]:
         """The sigmoid of the head's number for each pair of texts, 0 to 1; None where it was cancelled. Raises UsageError for a model
         without such a head."""
         self.demand_ranking()
         return (yield from self._each(rows, types, lambda states: sigmoid(self._head.logit(states)), "ranking", cancelled))
 
     def _each(self, rows: Sequence[Sequence[int]], types: Sequence[Sequence[int]] | None, make: Callable[[np.ndarray], Made],
-              phase: str, cancelled: Callable[[], bool], stack: Stack | None = None) -> Generator[Progress | Turn, None, list[Made] | None]:
+              phase: str, cancelled: Callable[[], bool],
+              stack: Stack | None = None) -> Generator[Progress | Yield, None, list[Made] | None]:
         """What each text's states become, in order; the texts themselves are read by their lengths."""
         order, made, done = sorted(range(len(rows)), key=lambda at: len(rows[at])), {}, 0
         while done < len(order):
@@ -181,7 +182,7 @@ class Encoder:
             for at in some:  # what lies behind the layers may be damaged too
                 _demand_finite(made[at])
             done += len(some)
-            yield Progress(phase, done, len(order), "texts") if done < len(order) else Turn()
+            yield Progress(phase, done, len(order), "texts") if done < len(order) else Yield()
         return [made[at] for at in range(len(rows))]
 
 

@@ -7,14 +7,14 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..events import Call, TextDelta
-from ..sampling.token_chances import Trail
+from ..sampling.logprobs import LogprobTrail
 from ..tokens.stream_filters import Indented, StopStrings
 from ..tokens.text_stream import TextStream
 
 if TYPE_CHECKING:
     from ..engine import Step
     from ..tokens.reasoning import Part
-    from .answering import Answer
+    from .answer import Answer
 
 
 class AnswerText:
@@ -28,7 +28,7 @@ class AnswerText:
         self._apart, self._calls = (answer.think, None) if answer.marks is None else (answer.think.think, answer.think)
         self.stops, self.indented = StopStrings(answer.stops, answer.said), Indented(answer.indent)
         self.has_line = self.is_thought = self.reasons = False
-        self._trail = None if answer.sampler.tells is None else Trail()
+        self._trail = None if answer.sampler.tells is None else LogprobTrail()
         self._made = self._through = self._waiting = 0  # letters: all, those that are through the stop strings, those that these hold
         self._shown = answer.shown
         self._into = {"answer": answer.shown, "thinking": answer.thought, "call": answer.calls}

@@ -20,7 +20,7 @@ from ...offload.direct_io import Interrupted
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
-from ..events import Progress, Turn
+from ..events import Progress, Yield
 from ..files.small_file import JSON_NBYTES, read_whole
 from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
@@ -124,14 +124,14 @@ def read_json(path: Path) -> object:
 
 
 def vector(engine: Engine, ids: Sequence[int], pooling: str, cancelled: Callable[[], bool],
-           dense: Sequence[Dense] = ()) -> Generator[Turn, None, np.ndarray | None]:
+           dense: Sequence[Dense] = ()) -> Generator[Yield, None, np.ndarray | None]:
     """`vectors` of one text."""
     made = yield from vectors(engine, [ids], pooling, cancelled, dense)
     return None if made is None else made[0]
 
 
 def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancelled: Callable[[], bool],
-            dense: Sequence[Dense] = ()) -> Generator[Turn | Progress, None, list[np.ndarray] | None]:
+            dense: Sequence[Dense] = ()) -> Generator[Yield | Progress, None, list[np.ndarray] | None]:
     """The vector float32 [D] of each text's token ids, of length 1, having gone through `dense`; None where they were cancelled. The
     sequence that the engine held is forgotten. Raises ContextOverflow."""
     for ids in texts:
@@ -156,7 +156,7 @@ def vectors(engine: Engine, texts: Sequence[Sequence[int]], pooling: str, cancel
 
 
 def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, cancelled: Callable[[], bool],
-                 see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Turn | Progress, None, bool]:
+                 see: Callable[[int, np.ndarray, bool], None], wanted: int | None = None) -> Generator[Yield | Progress, None, bool]:
     """Read texts of token ids, each alone: those that are short several in a pass, where the engine has passes for it. `see` is shown the
     states of each piece, of which text it is, and whether it is that one's last; of a text's last `wanted` tokens at least, None for all.
     False where it was cancelled. The sequence that the engine held is forgotten."""
@@ -168,13 +168,13 @@ def read_through(engine: Engine, texts: Sequence[Sequence[int]], phase: str, can
                     see(place, states, True)
                 if cancelled():
                     return False
-                yield Turn()
+                yield Yield()
             else:
                 for start, states in engine.states(texts[places[0]], wanted=wanted):
                     see(places[0], states, start + len(states) == len(texts[places[0]]))
                     if cancelled():
                         return False
-                    yield Turn()
+                    yield Yield()
             read += len(places)
             if read < len(texts):
                 yield Progress(phase, read, len(texts), "texts")

@@ -24,7 +24,7 @@ from .schema import closed
 from .style import CallStyle, find_style
 
 if TYPE_CHECKING:
-    from ..generation.answering import Reasoning
+    from ..generation.answer import Reasoning
 
 AUTO, REQUIRED = "auto", "required"
 NO_TOOLS = "this model's chat template knows no tools: a system prompt tells of them"

@@ -18,7 +18,7 @@ BLOCK = 64  # tokens
 LEAST = -9999.0  # what OpenAI's API says of a token that has no chance
 
 
-class Chances(NamedTuple):
+class TokenLogprobs(NamedTuple):
     """A token with the natural logarithm of its probability, None for one that stands before all others, and the likeliest tokens with
     theirs, in order."""
 
@@ -27,14 +27,14 @@ class Chances(NamedTuple):
     top: tuple[tuple[int, float], ...] = ()
 
 
-def chances(logits: np.ndarray, token: int, top: int) -> Chances:
+def token_logprobs(logits: np.ndarray, token: int, top: int) -> TokenLogprobs:
     """Of `token` and the `top` likeliest by float32 logits[V], in float64. Equal ones come by their number."""
     largest = float(logits.max())
     log_total = math.log(np.exp(logits.astype(np.float64) - largest).sum()) + largest
     near = _near_the_top(logits, top)
     near = near[np.argsort(-logits[near], kind="stable")][:top]
-    return Chances(token, max(LEAST, float(logits[token]) - log_total),
-                   tuple((int(each), max(LEAST, float(logits[each]) - log_total)) for each in near))
+    return TokenLogprobs(token, max(LEAST, float(logits[token]) - log_total),
+                         tuple((int(each), max(LEAST, float(logits[each]) - log_total)) for each in near))
 
 
 def _near_the_top(logits: np.ndarray, top: int) -> np.ndarray:
@@ -45,16 +45,16 @@ def _near_the_top(logits: np.ndarray, top: int) -> np.ndarray:
     return np.flatnonzero(logits >= np.partition(largest, -top)[-top]) if top < len(largest) else np.arange(len(logits))
 
 
-class Trail:
+class LogprobTrail:
     """The tokens of an answer on their way through the filters of its text: each leaves with the piece that holds its first letter. What no
     piece holds (the end of a text, a stop string, a call of a tool, tags around reasoning) is dropped."""
 
     def __init__(self) -> None:
-        self._waiting: list[tuple[Chances, int, str | None]] = []  # with the letters before it, and its kind where that is known
-        self._ready: list[tuple[Chances, str | None]] = []
+        self._waiting: list[tuple[TokenLogprobs, int, str | None]] = []  # with the letters before it, and its kind where that is known
+        self._ready: list[tuple[TokenLogprobs, str | None]] = []
         self._made = self._out = 0  # letters that tokens made, and that are through the stop strings
 
-    def took(self, token: Chances, text: str, kind: str | None) -> None:
+    def took(self, token: TokenLogprobs, text: str, kind: str | None) -> None:
         """A token came, which completed `text`; `kind` is answer or thinking, None where that is not decided."""
         self._waiting.append((token, self._made, kind))
         self._made += len(text)

@@ -15,10 +15,10 @@ import numpy as np
 from ... import UsageError
 from ...kernels.reference import normalise
 from ..engine import Engine
-from ..events import Progress, Turn
+from ..events import Progress, Yield
 from ..text import Tokenizer
 from .embedding import behind_the_mean, demand_room, read_through
-from .plain_parts import Part, tokens_of
+from .prompt_segments import Segment, encode_segments
 
 ENDS_DOCUMENT, ENDS_QUERY = "<|embed_token|>", "<|rerank_token|>"
 MOST = 125  # documents of a text
@@ -33,7 +33,7 @@ ANSWER = "\n</query><|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
 
 
 @dataclass(frozen=True)
-class Listwise:
+class ListwiseReranker:
     """How one model is asked: the tokens behind a document and behind the query."""
 
     document: int
@@ -60,16 +60,16 @@ class Listwise:
             done += count
 
     def _asked(self, query: str, documents: Sequence[str], instruction: str | None) -> list[int]:
-        parts: list[Part] = [(SYSTEM + TASK.format(len(documents)), False), (query, True), ("\n", False)]
+        parts: list[Segment] = [(SYSTEM + TASK.format(len(documents)), False), (query, True), ("\n", False)]
         if instruction:
             parts += [("<instruct>\n", False), (instruction, True), ("\n</instruct>\n", False)]
         for number, document in enumerate(documents):
             parts += [(f'<passage id="{number}">\n', False), (document, True), (f"{ENDS_DOCUMENT}\n</passage>\n", False)]
         parts += [("<query>\n", False), (query, True), (ENDS_QUERY + ANSWER, False)]
-        return tokens_of(parts, self.tokenizer)
+        return encode_segments(parts, self.tokenizer)
 
     def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
-               cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+               cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
         """The cosine of each document of all texts with the query, -1 to 1; None where they were cancelled. The sequence that the engine
         held is forgotten. Raises EffllmError for numbers that are none."""
         norm, dense = engine.model.read_norm(), behind_the_mean(engine)
@@ -101,10 +101,10 @@ def _cosines(documents: np.ndarray, query: np.ndarray) -> np.ndarray:
     return documents @ query / np.where(lengths, lengths, 1)
 
 
-def listwise_of(tokenizer: Tokenizer) -> Listwise:
+def listwise_of(tokenizer: Tokenizer) -> ListwiseReranker:
     """How a model is asked that has such a head. Raises UsageError where its vocabulary lacks the marks."""
     added = tokenizer.added
     if ENDS_DOCUMENT not in added or ENDS_QUERY not in added:
         raise UsageError(f"this model ranks documents by the tokens {ENDS_DOCUMENT} and {ENDS_QUERY}, which its tokenizer does not have",
                          "its files belong to different models: download it again")
-    return Listwise(added[ENDS_DOCUMENT], added[ENDS_QUERY], tokenizer)
+    return ListwiseReranker(added[ENDS_DOCUMENT], added[ENDS_QUERY], tokenizer)

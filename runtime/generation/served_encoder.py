@@ -1,4 +1,4 @@
-"""What a server asks of an encoder: vectors of texts, scores of documents, by the calls of `Readings`."""
+"""What a server asks of an encoder: vectors of texts, scores of documents, by the calls of `EmbeddingRequests`."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from ... import UsageError
 from ..adapters.adapted import NOTHING
 from ..encoders.encoder import Encoder
 from ..encoders.shape import EncoderConfig
-from ..events import Embedded, Event, Notice, Ranked, Turn
+from ..events import Embedded, Event, Notice, Ranked, Yield
 from .embedding import demand_room, unit
-from .readings import known, never
-from .text_prompts import TextPrompts, prompts_of
+from .embedding_prompts import EmbeddingPrompts, prompts_of
+from .embedding_requests import known, never
 
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
@@ -23,7 +23,7 @@ LONGER = "shorten it: this is what the model takes"
 NO_INSTRUCTION = "this model has no place for an instruction"
 
 
-class Encodings:
+class ServedEncoder:
     """Of one encoder, which takes no adapters and no pictures."""
 
     adapted, usual, sees, hears = NOTHING, (), False, False
@@ -45,7 +45,7 @@ class Encodings:
         return self.encoder.width
 
     @cached_property
-    def text_prompts(self) -> TextPrompts:
+    def embedding_prompts(self) -> EmbeddingPrompts:
         """What the model was trained to see before texts of which vectors are made."""
         found = prompts_of(self.encoder.folder)
         return replace(found, named={**dict(self.config.tasks), **found.named})
@@ -62,7 +62,7 @@ class Encodings:
         a text that is longer than the model takes, its end is left out with `cut`, but for the token that ends every text. Raises
         EffllmError where the model makes none, or of these none."""
         self.encoder.demand_vectors()
-        rows, before = [], self.text_prompts.before(prompt_name)
+        rows, before = [], self.embedding_prompts.before(prompt_name)
         for text in texts:
             ids = self.tokenizer.encode(before + text) if isinstance(text, str) else known(text, self.config.vocab_size)
             if cut and len(ids) > self.n_ctx:
@@ -73,8 +73,8 @@ class Encodings:
             rows.append(ids)
             if cancelled():
                 return
-            yield Turn()
-        made = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.text_prompts.usual)
+            yield Yield()
+        made = yield from self.encoder.vectors(rows, cancelled, prompt_name or self.embedding_prompts.usual)
         if made is not None:
             yield Embedded([unit(each) for each in made], sum(map(len, rows)))
 
@@ -93,7 +93,7 @@ class Encodings:
             kinds.append(types)
             if cancelled():
                 return
-            yield Turn()
+            yield Yield()
         made = yield from self.encoder.scores(rows, kinds, cancelled)
         if made is not None:
             yield Ranked(made, sum(map(len, rows)))

@@ -17,7 +17,7 @@ from ... import ContextOverflow, EffllmError, UsageError
 from ...offload.notes import Fallback, refuse_fallbacks
 from ..audio.sound_file import decode_sound
 from ..engine import Engine
-from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Turn
+from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Yield
 from ..images.album import sighted
 from ..images.picture_file import decode_picture
 from ..images.senses import PICTURES, SOUNDS, Sense
@@ -25,14 +25,14 @@ from ..images.video_file import decode_video
 from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
 from ..sampling.dry import breakers_of
-from ..sampling.token_chances import Chances, chances
+from ..sampling.logprobs import TokenLogprobs, token_logprobs
 from ..templates.prompting import Prompts
 from ..text import Tokenizer
 from ..tokens.infill import Gap, Marks, Prompt, marks_of, prompt_of
 from ..tokens.plain_text import PlainText
-from .answering import Answer, Reasoning
-from .asking import Asking, Message
-from .readings import Readings, known, never
+from .answer import Answer, Reasoning
+from .chat_prompts import ChatPrompts, Message
+from .embedding_requests import EmbeddingRequests, known, never
 from .slot import Slot
 
 if TYPE_CHECKING:
@@ -51,13 +51,13 @@ USUAL = 256  # tokens that are kept free behind a gap that is filled in, where n
 
 
 @dataclass(frozen=True)
-class Wish:
+class GenerationOptions:
     """What one answer is to be. `think`: auto leaves reasoning to the model, on and off ask its template for it. `stops` end the answer,
     `max_tokens` too (None: no limit); with `ignore_eos` it goes on behind the model's end of text. `form` is what it is held to.
     `tells`: how likely each token was is told, and of so many of the likeliest beside it (None: nothing is). `echo`: a text comes first
     that it is to continue, with the same of its tokens. `most_s`: seconds behind its first token after which it ends, if it has a whole
     line by then. `indent`: it ends before a line that is indented by fewer blanks. `sure`: it has what the model is sure of, and ends
-    where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `Replies.usual` says.
+    where that is nothing, unless it has a form. `choice`: how much of each adapter it has, None for what `ServedModel.usual` says.
     `most_thought`: so many of its tokens may be reasoning (None: no limit). `translates`, `shifts`: as of `Answer`. `anew`: its prompt
     is read as if nothing of it were held."""
 
@@ -79,7 +79,7 @@ class Wish:
     anew: bool = False
 
 
-class Replies(Asking, Readings):
+class ServedModel(ChatPrompts, EmbeddingRequests):
     """One model and one sequence, as Engine, for one answer after the other; `beside` are engines of others, for as many more at once.
     `cancelled` of an answer is asked between tokens, between chunks of the prompt and while the disk is waited for, and ends it. `usual`:
     how much of each adapter answers have that do not say it."""
@@ -137,7 +137,7 @@ class Replies(Asking, Readings):
         album = self.engine.album
         return album is not None and sense in album.sights
 
-    def reply(self, messages: Sequence[Message], wish: Wish, tools: Tools | None = None,
+    def reply(self, messages: Sequence[Message], wish: GenerationOptions, tools: Tools | None = None,
               variables: Mapping[str, Any] | None = None, cancelled: Callable[[], bool] = never) -> Iterator[Event]:
         """Answer messages. They are dicts of `role`, `content` (a text, parts `{"type": "text", "text": ...}` of one, or None) and whatever
         else the chat template reads (`reasoning_content`, `name`), which reaches it as it is; so do `variables`, over what `think` asks.
@@ -178,9 +178,9 @@ class Replies(Asking, Readings):
         for event in self._other_prompts().see(prompt, self.engine, cancelled):
             yield event
             if self.engine.shares is not None and isinstance(event, Progress):
-                yield Turn()
+                yield Yield()
 
-    def complete(self, prompt: str | Sequence[int], wish: Wish, cancelled: Callable[[], bool] = never,
+    def complete(self, prompt: str | Sequence[int], wish: GenerationOptions, cancelled: Callable[[], bool] = never,
                  lasting: int | None = None) -> Iterator[Event]:
         """Continue a text, or token ids, as they stand, without a template; reasoning is a part of the text. Behind a place to fill in, as
         `around` or a program marks it, other marks end what is written. `lasting`: tokens of the prompt that are worth keeping when another
@@ -199,7 +199,7 @@ class Replies(Asking, Readings):
                 yield from self._echoed(own.engine, prompt, ids, wish, cancelled)
             yield from self._answer(own.engine, ids, wish, cancelled, None, raw=True, is_scored=is_scored, ends=ends)
 
-    def demand_room(self, prompt: str | Sequence[int], wish: Wish) -> None:
+    def demand_room(self, prompt: str | Sequence[int], wish: GenerationOptions) -> None:
         """From any thread: raises, as `complete` does, for a prompt that cannot be continued."""
         count, engine = len(self._ids(prompt)), self.engine
         may_shift = engine.options.overflow == "shift" and engine.n_ctx >= SHORTEST and not (wish.echo and wish.tells is not None)
@@ -237,7 +237,7 @@ class Replies(Asking, Readings):
         return prompt_of(self.marks, gap, self._plain.first, self._plain.going_on, self.tokenizer.bos_id if begins else None,
                          self.engine.n_ctx, USUAL if most is None else most, may_cut)
 
-    def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], wish: Wish,
+    def _echoed(self, engine: Engine, prompt: str | Sequence[int], ids: list[int], wish: GenerationOptions,
                 cancelled: Callable[[], bool]) -> Iterator[Event]:
         """The text of a prompt, with how likely its tokens are where that is told: they are read from the first one on."""
         room, may_shift = engine.n_ctx, engine.options.overflow == "shift" and wish.tells is None
@@ -248,15 +248,15 @@ class Replies(Asking, Readings):
             yield TextDelta(text)
             return
         engine.cancelled = cancelled
-        found = [Chances(ids[0], None)]
+        found = [TokenLogprobs(ids[0], None)]
         for start, logits in engine.score(ids):
             engine.demand_finite(logits)
-            found += [chances(row, token, wish.tells) for row, token in zip(logits, ids[start + 1 :])]
+            found += [token_logprobs(row, token, wish.tells) for row, token in zip(logits, ids[start + 1 :])]
             yield Progress("reading the prompt", start + len(logits), len(ids), "tokens")
             if cancelled():
                 return
             if engine.shares is not None and start + len(logits) == len(engine.tokens):  # what another's pass writes over was read
-                yield Turn()
+                yield Yield()
         is_added = isinstance(prompt, str) and ids[0] == self.tokenizer.bos_id and ids[0] not in self.tokenizer.encode(prompt, False)[:1]
         yield TextDelta(text, tokens=tuple(found[is_added:]))
 
@@ -264,7 +264,7 @@ class Replies(Asking, Readings):
         """Token ids of a program. Raises UsageError for one that there is not, before they are taken for text."""
         return known(ids, self.engine.config.vocab_size)
 
-    def _choice(self, wish: Wish) -> Choice:
+    def _choice(self, wish: GenerationOptions) -> Choice:
         return self.usual if wish.choice is None else wish.choice
 
     @contextmanager
@@ -290,12 +290,12 @@ class Replies(Asking, Readings):
         while not own.is_free:
             if cancelled():
                 return
-            yield Turn()
+            yield Yield()
         with self._taken(own):
             yield from act(own)
 
-    def _answer(self, engine: Engine, ids: list[int], wish: Wish, cancelled: Callable[[], bool], think: Reasoning | CallFilter | None,
-                said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
+    def _answer(self, engine: Engine, ids: list[int], wish: GenerationOptions, cancelled: Callable[[], bool],
+                think: Reasoning | CallFilter | None, said: str = "", raw: bool = False, marks: Mapping[int, str] | None = None,
                 is_scored: bool = False, ends: frozenset[int] = frozenset()) -> Generator[Event, None, Answer]:
         engine.cancelled = cancelled
         sampler = Sampler(wish.settings, engine.config.vocab_size, breakers_of(self.tokenizer, wish.settings))

@@ -17,7 +17,7 @@ from ..tokens.reasoning import ChannelFilter
 ROLE, ANALYSIS = "assistant", "analysis"  # in headers
 
 
-class Reasoned(Protocol):
+class ReasoningTracker(Protocol):
     """What tells reasoning from the answer."""
 
     @property
@@ -25,11 +25,12 @@ class Reasoned(Protocol):
         """Is what comes next reasoning, as far as it is known?"""
 
 
-class ThoughtLimit:
+class ReasoningBudget:
     """Of one answer, `most` of whose tokens may be reasoning, marks not counted. `think` follows the text; `otherwise` is what else says
     which tokens may come, None where any may."""
 
-    def __init__(self, most: int, tokenizer: Tokenizer, think: Reasoned, otherwise: Callable[[np.ndarray], None] | None = None) -> None:
+    def __init__(self, most: int, tokenizer: Tokenizer, think: ReasoningTracker,
+                 otherwise: Callable[[np.ndarray], None] | None = None) -> None:
         self._left, self._think, self._otherwise = most, think, otherwise
         self._closing, self._barred = _of_channels(tokenizer) if tokenizer.channels else (_of_tags(tokenizer), {})
         self._coming: list[int] = []  # what closes it and has not come yet

@@ -21,7 +21,7 @@ QUERY, DOCUMENT = ("query", "retrieval.query"), ("document", "passage", "corpus"
 
 
 @dataclass(frozen=True)
-class TextPrompts:
+class EmbeddingPrompts:
     """By name what goes before a text. `usual`: the name of what goes before one of which nothing is said. `left_out`: of the mean."""
 
     named: Mapping[str, str] = field(default_factory=dict)
@@ -52,13 +52,13 @@ class TextPrompts:
         return next((name for name in DOCUMENT if name in self.named), self.usual)
 
 
-def prompts_of(path: Path | None) -> TextPrompts:
+def prompts_of(path: Path | None) -> EmbeddingPrompts:
     """What the model at `path` has; a GGUF file says nothing of it. Raises ConfigError."""
     if path is None or is_gguf(path) or (stated := read_json(path / PROMPTS)) is None:
-        return TextPrompts()
+        return EmbeddingPrompts()
     named, usual = (stated.get("prompts") or {}, stated.get("default_prompt_name")) if isinstance(stated, dict) else (None, None)
     known = isinstance(named, dict) and all(isinstance(each, str) for each in named.values())
     if not known or usual is not None and not (isinstance(usual, str) and usual in named):
         raise ConfigError(f"{path / PROMPTS}: prompts are texts by name, and default_prompt_name is one of the names")
     pooling = next((found for name in (POOLING, POOLING_KEPT) if (found := read_json(path / name)) is not None), None)
-    return TextPrompts(named, usual, isinstance(pooling, dict) and pooling.get("include_prompt") is False)
+    return EmbeddingPrompts(named, usual, isinstance(pooling, dict) and pooling.get("include_prompt") is False)

@@ -19,7 +19,7 @@ from ...kernels.layout import REPEATED
 from ...offload.notes import Fallback, refuse_fallbacks
 from ...quant.kv import codec
 from ..adapters.choosing import scales_of
-from ..events import Turn
+from ..events import Yield
 from ..images.seeing import looked_together, turned_together
 from ..kv.joint_cache import JointCache
 from ..sessions.shared_prefix import is_coming, lend
@@ -33,7 +33,7 @@ MOST = REPEATED  # tokens of a pass at most: as many as any kernel takes as toke
 
 
 @dataclass
-class Want:
+class PendingToken:
     """A token that a sequence wants to hold, and what came of it: the logits behind it, float32 [V], a view that the next pass takes back,
     or why there are none. `took_s`: seconds of its pass."""
 
@@ -44,21 +44,21 @@ class Want:
     took_s: float = 0.0
 
 
-class SharedPasses:
+class BatchedPasses:
     """Passes for sequences of one model. `apart`: why each has passes of its own, empty where they are shared."""
 
     def __init__(self, engine: Engine) -> None:
-        self._model, self._host, self.apart = engine.model, engine.backends["cpu"], hindrance(engine)
+        self._model, self._host, self.apart = engine.model, engine.backends["cpu"], why_unbatched(engine)
         self.others: dict[int, list[Engine]] = {}  # of each engine, by identity
         self._known: dict[int, tuple[object, ...]] = {}
         self.is_alone = False  # no other waits for the one that goes on
         # Every pass would read weights from the disk, or copy them to a card, again.
         self._cuts, self._rate = engine.model.pager.stays and "cuda" not in engine.backends, 0.0
 
-    def waits(self, engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Turn]:
+    def waits(self, engine: Engine, ids: Sequence[int], cancelled: Callable[[], bool]) -> Iterator[Yield]:
         """Before a prompt is read: let another sequence go on that reads its beginning, which is copied then."""
         while is_coming(engine, self.others[id(engine)], ids) and not cancelled():
-            yield Turn()
+            yield Yield()
 
     def pieces(self, tokens: int) -> Iterator[tuple[int, int]]:
         """Lengths of the passes over so many tokens of a prompt, which change nothing of it, each with how many are left: where others
@@ -79,18 +79,18 @@ class SharedPasses:
         """Tokens that one pass takes."""
         return 1 if self.apart else MOST
 
-    def after(self, engine: Engine, token: int, left: int | None) -> Generator[Turn, None, np.ndarray]:
+    def after(self, engine: Engine, token: int, left: int | None) -> Generator[Yield, None, np.ndarray]:
         """Wait for the pass that holds `token`; returns the logits behind it. An answer that nobody waits beside has passes of its own, of
         drafts too; `left`: tokens that it may still ask for (None: no limit)."""
         drafts = engine.speculation
         if drafts is not None and drafts.has_next(engine, token):  # no pass has been run since
             return drafts.after(engine, token, left)
         if drafts is not None and self.is_alone:
-            yield Turn()
+            yield Yield()
             if self.is_alone:
                 return drafts.after(engine, token, left)
-        want = Want(engine, token)
-        yield Turn(want)
+        want = PendingToken(engine, token)
+        yield Yield(want)
         engine.passes_s += want.took_s
         if want.error is not None:
             raise want.error
@@ -98,7 +98,7 @@ class SharedPasses:
             raise RuntimeError("an answer went on before its pass")
         return want.logits
 
-    def run(self, wants: Sequence[Want]) -> None:
+    def run(self, wants: Sequence[PendingToken]) -> None:
         """One pass for `most` wants or fewer. Their logits must be read before the next pass, of whomever."""
         started = time.perf_counter()
         try:
@@ -109,7 +109,7 @@ class SharedPasses:
         for want in wants:
             want.took_s = time.perf_counter() - started
 
-    def _run(self, wants: Sequence[Want]) -> None:
+    def _run(self, wants: Sequence[PendingToken]) -> None:
         engines = [want.engine for want in wants]
         for engine in engines:
             engine.watch.look(engine.cache)
@@ -126,7 +126,7 @@ class SharedPasses:
                 want.logits = logits[row]
 
 
-def hindrance(engine: Engine) -> str:
+def why_unbatched(engine: Engine) -> str:
     """Why sequences of this engine's model cannot share a pass; empty where they can."""
     placement = engine.placement
     if "cuda" in placement.devices:
@@ -136,12 +136,12 @@ def hindrance(engine: Engine) -> str:
     return ""
 
 
-def side_by_side(engine: Engine, sequences: int) -> tuple[list[Engine], list[Fallback]]:
+def open_sequences(engine: Engine, sequences: int) -> tuple[list[Engine], list[Fallback]]:
     """Engines for so many sequences, the given one the first, and what is to be said of it. Whoever closes that one closes the caches of
     the others too. Raises UsageError with `strict` where they would take turns."""
     if sequences == 1:
         return [engine], []
-    engine.shares = shared = SharedPasses(engine)
+    engine.shares = shared = BatchedPasses(engine)
     said = []
     if shared.apart:
         said.append(Fallback(f"answers take turns, a pass each, since {shared.apart}: {sequences} at once are no quicker than one by one"))

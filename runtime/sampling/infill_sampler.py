@@ -20,7 +20,7 @@ ENDING = 3  # an end is likely enough with this, times the tokens that are looke
 LOOKED_AT = 40  # tokens, where nobody says how many
 
 
-class Sure:
+class InfillSampler:
     """Of one answer; `ends`: the tokens that end it."""
 
     def __init__(self, tokenizer: Tokenizer, ends: Iterable[int], settings: SamplerSettings) -> None:

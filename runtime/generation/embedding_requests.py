@@ -12,16 +12,16 @@ from ... import UsageError
 from ..adapters.adapted import Adapted
 from ..config import ModelConfig
 from ..engine import Engine
-from ..events import Embedded, Event, Notice, Ranked, Turn
+from ..events import Embedded, Event, Notice, Ranked, Yield
 from ..text import Tokenizer
 from .slot import Slot
 
 if TYPE_CHECKING:
     from ..adapters.choosing import Choice
     from .dense import Dense
-    from .listwise import Listwise
-    from .ranking import Ranking
-    from .text_prompts import TextPrompts
+    from .embedding_prompts import EmbeddingPrompts
+    from .listwise_reranker import ListwiseReranker
+    from .reranker import Reranker
 
 Made = TypeVar("Made")
 
@@ -37,8 +37,8 @@ def known(ids: Sequence[int], rows: int) -> list[int]:
     return list(ids)
 
 
-class Readings:
-    """What `Replies` has for it."""
+class EmbeddingRequests:
+    """What `ServedModel` has for it."""
 
     engine: Engine
     tokenizer: Tokenizer
@@ -66,7 +66,7 @@ class Readings:
         EffllmError where the model makes none, or of these none."""
         from .embedding import demand_room, vectors
 
-        pooling, room, before = self._pooling, self.engine.n_ctx, self.text_prompts.before(prompt_name)
+        pooling, room, before = self._pooling, self.engine.n_ctx, self.embedding_prompts.before(prompt_name)
         dense = self._dense
         rows: list[list[int]] = []
         for text in texts:  # all of them before the first costs a pass, and what the cache holds
@@ -79,7 +79,7 @@ class Readings:
             rows.append(ids)
             if cancelled():
                 return
-            yield Turn()
+            yield Yield()
         made = yield from self._each(choice, lambda engine: vectors(engine, rows, pooling, cancelled, dense))
         if made is not None:
             yield Embedded(made, sum(map(len, rows)))
@@ -93,7 +93,7 @@ class Readings:
             rows.append(ids)
             if cancelled():
                 return
-            yield Turn()
+            yield Yield()
         made = yield from self._each(choice, lambda engine: ranking.scores(engine, rows, cancelled))
         if made is not None:
             yield Ranked(made, sum(map(len, rows)))
@@ -110,20 +110,20 @@ class Readings:
             return (yield from read(own.engine))
 
     @cached_property
-    def ranking(self) -> Ranking | Listwise:
+    def ranking(self) -> Reranker | ListwiseReranker:
         """How the model is asked to rank documents. Raises UsageError where it was not made for it."""
         if self.config.ranks_lists:
-            from .listwise import listwise_of
+            from .listwise_reranker import listwise_of
 
             return listwise_of(self.tokenizer)
-        from .ranking import ranking_of
+        from .reranker import ranking_of
 
         return ranking_of(self.engine.prepared.folder, self.tokenizer)
 
     @cached_property
-    def text_prompts(self) -> TextPrompts:
+    def embedding_prompts(self) -> EmbeddingPrompts:
         """What the model was trained to see before texts of which vectors are made."""
-        from .text_prompts import prompts_of
+        from .embedding_prompts import prompts_of
 
         return prompts_of(self.engine.prepared.folder)
 

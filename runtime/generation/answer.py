@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from ...offload import hardware
 from ..engine import Engine, Step
-from ..events import Call, Event, Notice, Progress, Stats, Turn
+from ..events import Call, Event, Notice, Progress, Stats, Yield
 from ..images.senses import SOUNDS
 from ..sampler import Sampler
 from ..text import Tokenizer
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..constraints.constraint import Vocabulary
-    from ..sampling.sure import Sure
-    from ..sampling.thought_limit import ThoughtLimit
+    from ..sampling.infill_sampler import InfillSampler
+    from ..sampling.reasoning_budget import ReasoningBudget
     from ..tool_calls.filter import CallFilter
 
 Reasoning = ThinkFilter | ChannelFilter
@@ -81,17 +81,17 @@ class Answer:
         return "".join(self.shown)
 
     @property
-    def _sure(self) -> Sure:
-        from ..sampling.sure import Sure  # of few answers
+    def _sure(self) -> InfillSampler:
+        from ..sampling.infill_sampler import InfillSampler  # of few answers
 
-        return Sure(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
+        return InfillSampler(self.tokenizer, self.tokenizer.stop_ids | self.ends, self.sampler.settings)
 
-    def _thought_limit(self, otherwise: Callable[[np.ndarray], None] | None) -> ThoughtLimit | None:
+    def _thought_limit(self, otherwise: Callable[[np.ndarray], None] | None) -> ReasoningBudget | None:
         if self.most_thought is None:
             return None
-        from ..sampling.thought_limit import ThoughtLimit  # of few answers
+        from ..sampling.reasoning_budget import ReasoningBudget  # of few answers
 
-        return ThoughtLimit(self.most_thought, self.tokenizer, self.think, otherwise)
+        return ReasoningBudget(self.most_thought, self.tokenizer, self.think, otherwise)
 
     def written(self, ids: list[int], inside: bool = False) -> Iterator[Event]:
         """Run the prompt `ids` and write the answer; `inside`: the prompt ends in the midst of it."""
@@ -134,7 +134,7 @@ class Answer:
         """Whether a middle may be left out to go on. What is heard has none: a model that repeats itself would never end."""
         return self.shifts and self._written_down is None
 
-    def _narrow(self, ids: list[int], inside: bool) -> ThoughtLimit | None:
+    def _narrow(self, ids: list[int], inside: bool) -> ReasoningBudget | None:
         """Let the sampler choose among what the answer may have: by its form, by what is sure, by how much it may reason."""
         held = self._held = self.held_to and self.held_to.begin(self.said, self.raw or inside, self.think, self.may_reason,
                                                                 ids if inside else ())
@@ -153,7 +153,7 @@ class Answer:
         for progress in engine.prefill(ids):
             yield progress
             if engine.shares is not None and isinstance(progress, Progress):
-                yield Turn()
+                yield Yield()
             if self.cancelled():
                 break
         self.finish = "cancelled" if self.cancelled() else self.finish
@@ -161,12 +161,12 @@ class Answer:
             yield Notice(f"the prompt of {len(ids)} tokens is longer than the context: its middle was dropped (--overflow shift)")
         self._read_before, self._cpu_before = engine.disk_traffic, hardware.cpu_time()
 
-    def _write(self, text: AnswerText, limit: ThoughtLimit | None) -> Iterator[Event]:
+    def _write(self, text: AnswerText, limit: ReasoningBudget | None) -> Iterator[Event]:
         """Token after token, until one of them ends the answer."""
         engine, held, dropped = self.engine, self._held, self.engine.truncated
         stop_ids = self.tokenizer.stop_ids | self.ends
         for step in engine.generate(self.sampler, self.max_tokens, stop_ids, self.ignore_eos and not held, self._may_shift):
-            if isinstance(step, Turn):
+            if isinstance(step, Yield):
                 yield step
                 continue
             self.tokens.append(step.token)

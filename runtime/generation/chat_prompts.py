@@ -17,8 +17,8 @@ Message = Mapping[str, Any]
 SYSTEM, DEVELOPER = "system", "developer"  # newer programs call the system prompt's role so
 
 
-class Asking:
-    """What `Replies` has for it."""
+class ChatPrompts:
+    """What `ServedModel` has for it."""
 
     tokenizer: Tokenizer
     _prompts: Prompts

@@ -12,23 +12,23 @@ from collections import deque
 from collections.abc import Callable, Hashable, Iterator
 from typing import TYPE_CHECKING, Generic, TypeVar
 
-from ..events import Event, Turn
+from ..events import Event, Yield
 
 if TYPE_CHECKING:
-    from .side_by_side import SharedPasses, Want
+    from .batching import BatchedPasses, PendingToken
 
 Key = TypeVar("Key", bound=Hashable)
 
 
-class Rounds(Generic[Key]):
+class Scheduler(Generic[Key]):
     """Answers that have begun and not ended, each by a key. `passes` are those of their engines, None for one answer at a time; `clock`
     tells seconds."""
 
-    def __init__(self, passes: SharedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
+    def __init__(self, passes: BatchedPasses | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self._passes, self._clock = passes, clock
         self._events: dict[Key, Iterator[Event]] = {}
         self._reading: deque[Key] = deque()
-        self._writing: deque[tuple[Key, Want]] = deque()
+        self._writing: deque[tuple[Key, PendingToken]] = deque()
         self._owed_s = 0.0  # to those that write, since a piece of a prompt was read
 
     def __len__(self) -> int:
@@ -59,7 +59,7 @@ class Rounds(Generic[Key]):
             self._passes.is_alone = len(self._events) == 1
         try:
             for event in self._events[key]:
-                if not isinstance(event, Turn):
+                if not isinstance(event, Yield):
                     yield key, event
                 elif event.want is None:
                     self._reading.append(key)

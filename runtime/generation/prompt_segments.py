@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from ..text import Tokenizer
 from ..tokens.plain_text import PlainText
 
-Part = tuple[str, bool]  # a text, and whether it is a person's
+Segment = tuple[str, bool]  # a text, and whether it is a person's
 
 
-def tokens_of(parts: Sequence[Part], tokenizer: Tokenizer) -> list[int]:
+def encode_segments(parts: Sequence[Segment], tokenizer: Tokenizer) -> list[int]:
     """Token ids of the whole; where a person's part holds a mark, of each part by itself."""
     if not any(mark in text for text, is_own in parts if is_own for mark in tokenizer.added):
         return tokenizer.encode("".join(text for text, _ in parts), False)

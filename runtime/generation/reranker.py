@@ -20,13 +20,13 @@ from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import show
 from ..engine import Engine
-from ..events import Progress, Turn
+from ..events import Progress, Yield
 from ..gguf.architecture import RANK
 from ..hub import MODULES, RANKING, RANKING_KEPT
 from ..templates.template import TemplateError
 from ..text import Tokenizer
 from .embedding import demand_room, read_json, read_through, stated_in
-from .plain_parts import tokens_of
+from .prompt_segments import encode_segments
 
 USUAL = {"transformer", "logitscore"}  # modules that do what is done here, by the last word of their type
 POOLING_TYPE, LABELS, TEMPLATE = "{}.pooling_type", "{}.classifier.output_labels", "tokenizer.chat_template.rerank"
@@ -37,7 +37,7 @@ NOT_MADE = "this model was not made for ranking documents: {} how to rank them"
 
 
 @dataclass(frozen=True)
-class Ranking:
+class Reranker:
     """How one model is asked: the tokens of its two words, and a GGUF file's `template`, None for the chat template's roles."""
 
     yes: int
@@ -53,7 +53,7 @@ class Ranking:
         if instruction is not None and INSTRUCTION not in framed:
             raise UsageError("this model's template has no place for an instruction", "leave it out")
         parts = re.split("|".join(f"({re.escape(each)})" for each in texts), framed)
-        return tokens_of([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
+        return encode_segments([(texts.get(part, part), part in texts) for part in parts if part], self.tokenizer)
 
     def prompts(self, query: str, documents: Sequence[str], instruction: str | None, room: int) -> Iterator[list[int]]:
         """`asked` for each document. Raises ContextOverflow for one that has no room in a context of so many tokens."""
@@ -63,7 +63,7 @@ class Ranking:
             yield ids
 
     def scores(self, engine: Engine, texts: Sequence[Sequence[int]],
-               cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+               cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
         return scores(engine, texts, self, cancelled)
 
     def _framed(self, instruction: str | None) -> str:
@@ -73,7 +73,7 @@ class Ranking:
         return self.tokenizer.render_chat([*said, {"role": "query", "content": QUERY}, {"role": "document", "content": DOCUMENT}])
 
 
-def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Ranking:
+def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Reranker:
     """How the model at `path` is asked. Raises UsageError for one that was not made for it, or in a way that does not run here."""
     if path is not None and is_gguf(path):
         found = _of_gguf(path, tokenizer)
@@ -93,28 +93,28 @@ def ranking_of(path: Path | None, tokenizer: Tokenizer) -> Ranking:
     return found
 
 
-def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Ranking:
+def _of_folder(path: Path, stated: object, tokenizer: Tokenizer) -> Reranker:
     modules = read_json(path / MODULES)
     for module in modules if isinstance(modules, list) else () if modules is None else (modules,):
         kind = module.get("type") if isinstance(module, dict) else None
         if not isinstance(kind, str) or kind.rpartition(".")[2].lower() not in USUAL:
             raise UsageError(f"this model's scores go through a module {show(kind)}, which does not run here", OTHERS)
     words = stated if isinstance(stated, dict) else {}
-    return Ranking(words.get("true_token_id"), words.get("false_token_id"), tokenizer)
+    return Reranker(words.get("true_token_id"), words.get("false_token_id"), tokenizer)
 
 
-def _of_gguf(path: Path, tokenizer: Tokenizer) -> Ranking:
+def _of_gguf(path: Path, tokenizer: Tokenizer) -> Reranker:
     labels, template = stated_in(path, LABELS), stated_in(path, TEMPLATE)
     if stated_in(path, POOLING_TYPE) != RANK or not isinstance(template, str):
         raise UsageError(NOT_MADE.format("its file does not say"), OTHERS)
     words = [tokenizer.encode(str(each), False) for each in labels] if isinstance(labels, list) else []
     if [len(each) for each in words] != [1, 1]:
         raise UsageError("this model ranks documents by a head of its own, which does not run here", OTHERS)
-    return Ranking(words[0][0], words[1][0], tokenizer, template)
+    return Reranker(words[0][0], words[1][0], tokenizer, template)
 
 
-def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Ranking,
-           cancelled: Callable[[], bool]) -> Generator[Turn | Progress, None, list[float] | None]:
+def scores(engine: Engine, texts: Sequence[Sequence[int]], ranking: Reranker,
+           cancelled: Callable[[], bool]) -> Generator[Yield | Progress, None, list[float] | None]:
     """How likely yes is behind the token ids of each text, against no, 0 to 1; None where they were cancelled. The sequence that the engine
     held is forgotten. Raises ContextOverflow."""
     for ids in texts:
