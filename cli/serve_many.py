@@ -59,9 +59,9 @@ class Served:
 def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, sampling: SamplingFlags, engine: RunFlags,
                weights: WeightFlags, keeping: SessionFlags, screen: Screen, slot_save_path: str | None = None) -> int:
     """Serve them until a signal ends it."""
-    for name, instead in ONE.items():
+    for name, alternatives in ONE.items():
         if is_typed(context, name):
-            raise UsageError(f"--{name} is for a server of one model", instead)
+            raise UsageError(f"--{name} is for a server of one model", alternatives)
     if context.params["name"] is not None:
         screen.note("EFFLLM_NAME is left out: each model has its own name")
     keep_s, silence_s = judged(served)

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_NAME, _parse_single_output
 
 from effllm import UsageError
-from effllm.cli.server.transcribing import TranscriptShape
+from effllm.cli.server.transcription import TranscriptSerializer
 from effllm.runtime.audio.pieces import Piece
 from effllm.runtime.audio.qwen3_asr import LANGUAGES, Qwen3Asr
 from effllm.runtime.audio.transcript import Transcript
@@ -142,7 +142,7 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
 def test_a_transcript_is_told_without_what_heads_it() -> None:
     told = [TextDelta(piece, "answer") for piece in ("language Ger", "man<asr_", "text> Guten", " Tag")]
     for events, text, language in ((told, "Guten Tag", "German"), (told[:1], "language Ger", "")):
-        shape = TranscriptShape("transcribe", Transcript([Piece(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
+        shape = TranscriptSerializer("transcribe", Transcript([Piece(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
         pieces = [each for event in events for each in shape.add(event)]
         assert all(each["type"] == "transcript.text.delta" for each in pieces)
         assert shape.whole(SimpleNamespace(token_ids=(7,))) == {

@@ -6,7 +6,7 @@ from served import ASKED, QUESTION, Reply, Served
 
 from effllm.cli.server.conversations import Conversations
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_requests import ResponsesRequest
 
 NEXT = "And then?"
 PATH = "/v1/conversations"
@@ -68,7 +68,7 @@ def test_those_that_were_used_last_are_held() -> None:
     item = {"role": "user", "content": "x" * 900}
     held = Conversations(3 * Conversations().begin([item], {}).nbytes)
     first, second, third = (held.begin([item], {}) for _ in range(3))
-    assert held.before(ResponsesAsked(conversation=first.id))[0]["content"][0]["text"] == item["content"]
+    assert held.before(ResponsesRequest(conversation=first.id))[0]["content"][0]["text"] == item["content"]
     held.begin([item], {})
     with pytest.raises(Problem, match="begin a new one"):
         held.find(second.id)

@@ -14,7 +14,7 @@ from effllm.cli.server.followed import Events, Pot
 from effllm.cli.server.kept_bytes import MOST_NBYTES
 from effllm.cli.server.kept_responses import KeptResponses
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.streams import Record
 
 NAME = "resp_1"
@@ -98,7 +98,7 @@ def test_one_that_comes_too_late_is_refused_before_anything_is_sent() -> None:
 def test_of_a_response_that_has_ended_the_newest_events_are_kept() -> None:
     kept, events = KeptResponses(20_000), Events()
     events.add([b"x" * 100] * 400)
-    asked = ResponsesAsked(input="Hello")
+    asked = ResponsesRequest(input="Hello")
     kept.keep(asked, kept.own(asked), {"id": NAME, "output": []}, events)
     assert kept.told(NAME)["id"] == NAME and kept.events(NAME) is events and 0 < events.first < 400 and events.nbytes < 20_000
     assert MOST_NBYTES > 20_000, "which is what there is in a server"

@@ -13,11 +13,11 @@ from test_serve_parts import STATS, Client
 
 from effllm.cli.server import papers, pictures, streams
 from effllm.cli.server.answer_queue import AnswerQueue
-from effllm.cli.server.fields import parsed
-from effllm.cli.server.gemini_fields import CALLED, CountAsked, GenerateAsked, chat_of
+from effllm.cli.server.gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
 from effllm.cli.server.gemini_schema import schema_of
-from effllm.cli.server.gemini_shape import GeminiShape
+from effllm.cli.server.gemini_serializer import GeminiSerializer
 from effllm.cli.server.multiple_answers import AnswerEnded
+from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import EventStream, Listener, ListStream, Record
 from effllm.cli.server.wishes import reasoning_of
@@ -26,8 +26,8 @@ from effllm.runtime.generation.served_model import GenerationOptions
 from effllm.runtime.sampler import SamplerSettings
 
 
-def asked(*parts: object, role: str = "user", **fields: object) -> GenerateAsked:
-    return parsed(GenerateAsked, json.dumps({"contents": [{"role": role, "parts": [*parts]}], **fields}).encode())
+def asked(*parts: object, role: str = "user", **fields: object) -> GenerateContentRequest:
+    return parse(GenerateContentRequest, json.dumps({"contents": [{"role": role, "parts": [*parts]}], **fields}).encode())
 
 
 def test_a_conversation_is_that_of_chat_completions() -> None:
@@ -42,7 +42,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
         {"role": "model", "parts": [{"executableCode": {"language": "PYTHON", "code": "1+1"}}, {"codeExecutionResult": {"output": "2"}}]}],
         "systemInstruction": {"parts": [{"text": "s"}, {"text": "t"}]}, "tools": TOOLS, "generationConfig": {
             "stopSequences": ["x"], "topK": 3.0, "presencePenalty": 0.5, "thinkingConfig": {"thinkingLevel": "LOW", "thinkingBudget": 9}}}
-    chat, made = chat_of(parsed(GenerateAsked, json.dumps(body).encode()), "m", stream=True)
+    chat, made = chat_of(parse(GenerateContentRequest, json.dumps(body).encode()), "m", stream=True)
 
     def text(*texts: str) -> list[dict]:
         return [{"type": "text", "text": each} for each in texts]
@@ -64,7 +64,7 @@ def test_a_conversation_is_that_of_chat_completions() -> None:
     with pytest.raises(Problem, match="functionCall is said by the model"):
         chat_of(asked({"functionCall": {"name": "f"}}), "m")
     assert CALLED["max_tokens"] == "generationConfig.maxOutputTokens"
-    assert parsed(CountAsked, b"{}").about.contents == []
+    assert parse(CountTokensRequest, b"{}").about.contents == []
 
 
 def test_schemas_are_read_as_json_schemas() -> None:
@@ -105,13 +105,13 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     happened = [PromptRead(3, 1), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so"), Call("f", '{"a": 1}'),
                 TextDelta("end"), AnswerEnded(STATS), TextDelta("other")]
     stats = SimpleNamespace(**{**vars(STATS), "reasoning_tokens": 1})
-    streamed, whole = (GeminiShape("m", shows_thoughts=True) for _ in range(2))
+    streamed, whole = (GeminiSerializer("m", shows_thoughts=True) for _ in range(2))
     pieces = [piece for event in happened for piece in streamed.add(event)]
     for event in happened:
         whole.add(event)
     with pytest.MonkeyPatch.context() as patched:
         made = SimpleNamespace(token_ids=(1, 2, 3, 4), reasoning_tokens=1)
-        patched.setattr("effllm.cli.server.gemini_shape.total_stats", lambda ended: made)
+        patched.setattr("effllm.cli.server.gemini_serializer.total_stats", lambda ended: made)
         final, (last,) = whole.whole(stats), streamed.last(stats)
     first, second = final["candidates"]
     parts = first["content"]["parts"]
@@ -124,7 +124,7 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
     assert streamed.waiting()[0]["candidates"][0]["content"]["parts"] == [{"text": "", "thought": True}]
     assert streamed.failed(Problem(503, "the server ends")) == [
         {"error": {"code": 503, "message": "the server ends", "status": "UNAVAILABLE"}}]
-    assert GeminiShape("m").add(TextDelta("h", "thinking")) == []
+    assert GeminiSerializer("m").add(TextDelta("h", "thinking")) == []
 
 
 @pytest.mark.parametrize(("kind", "in_list"), [(EventStream, False), (ListStream, True)])
@@ -150,7 +150,7 @@ def test_a_wait_is_a_piece_without_words_and_a_failure_ends_the_stream(monkeypat
                 going.set()
 
         listener = Listener(answer_queue.submit(start), lambda text: None, Record())
-        await kind(listener, GeminiShape("m", in_list))({"type": "http", "path": "/v1beta/models/m"}, client.receive, send)
+        await kind(listener, GeminiSerializer("m", in_list))({"type": "http", "path": "/v1beta/models/m"}, client.receive, send)
         answer_queue.close()
         return b"".join(message.get("body", b"") for message in sent)
 

@@ -3,17 +3,17 @@ said of theirs that this server never says."""
 
 import pytest
 
-from effllm.cli.server import messages_fields, responses_fields
-from effllm.cli.server.fields import ChatAsked, Message, messages_of
-from effllm.cli.server.messages_fields import MessagesAsked
+from effllm.cli.server import messages_requests, responses_requests
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.openai_requests import ChatRequest, Message, messages_of
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_requests import ResponsesRequest
 
 THOUGHT = "It is a question of foxes."
 
 
 def chat(message: dict) -> dict:
-    made, = messages_of(ChatAsked(messages=[Message(**message)]))
+    made, = messages_of(ChatRequest(messages=[Message(**message)]))
     return made
 
 
@@ -37,8 +37,8 @@ def test_what_was_reasoned_may_be_a_part(inside: object) -> None:
 def test_what_another_model_refused_is_what_it_said() -> None:
     refusal = {"type": "refusal", "refusal": "I will not."}
     assert chat({"role": "assistant", "content": [refusal]})["content"] == [{"type": "text", "text": "I will not."}]
-    _, messages, _ = responses_fields.chat_of(ResponsesAsked(input=[{"role": "user", "content": "Go."},
-                                                                    {"role": "assistant", "content": [refusal]}]))
+    _, messages, _ = responses_requests.chat_of(ResponsesRequest(input=[{"role": "user", "content": "Go."},
+                                                                        {"role": "assistant", "content": [refusal]}]))
     assert messages[1]["content"] == [{"type": "text", "text": "I will not."}]
 
 
@@ -53,12 +53,12 @@ def test_documents_of_text_are_read(source: dict) -> None:
     result = {"type": "tool_result", "tool_use_id": "a", "content": [block, {"type": "tool_reference", "tool_name": "look"}]}
     called = {"type": "tool_use", "id": "a", "name": "f", "input": {}}
     turns = [{"role": "user", "content": [block]}, {"role": "assistant", "content": [called]}, {"role": "user", "content": [result]}]
-    _, messages = messages_fields.chat_of(MessagesAsked(max_tokens=1, messages=turns))
+    _, messages = messages_requests.chat_of(MessagesRequest(max_tokens=1, messages=turns))
     assert [part["text"] for part in messages[0]["content"]] == told
     assert messages[2] == {"role": "tool", "tool_call_id": "a", "content": "\n".join([*told, "look"])}
 
 
 def test_what_a_search_found_is_read() -> None:
     found = {"type": "search_result", "source": "a.txt", "title": "Of foxes", "content": [{"type": "text", "text": "Foxes rule."}]}
-    _, messages = messages_fields.chat_of(MessagesAsked(max_tokens=1, messages=[{"role": "user", "content": [found]}]))
+    _, messages = messages_requests.chat_of(MessagesRequest(max_tokens=1, messages=[{"role": "user", "content": [found]}]))
     assert [part["text"] for part in messages[0]["content"]] == ["Of foxes", "a.txt", "Foxes rule."]

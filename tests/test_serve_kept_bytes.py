@@ -17,8 +17,8 @@ import effllm
 from effllm.cli.server.conversations import Conversations
 from effllm.cli.server.kept_bytes import KEPT_NBYTES, KINDS, MOST_NBYTES
 from effllm.cli.server.kept_responses import KeptResponses
-from effllm.cli.server.messages_fields import MessagesAsked
-from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.responses_requests import ResponsesRequest
 from effllm.cli.server.threads import Threads
 from effllm.runtime.prepare import EngineOptions, prepare
 
@@ -35,7 +35,7 @@ def responses(text: str) -> KeptResponses:
     """More of them than there is room for."""
     kept = KeptResponses(MOST)
     for _ in range(400):
-        asked = ResponsesAsked.model_validate_json(sent({"input": [{"role": "user", "content": text}]}))
+        asked = ResponsesRequest.model_validate_json(sent({"input": [{"role": "user", "content": text}]}))
         item = {"id": uuid.uuid4().hex, "type": "message", "content": [{"type": "output_text", "text": text, "annotations": []}]}
         kept.keep(asked, kept.own(asked), json.loads(sent({"id": uuid.uuid4().hex, "output": [item], "usage": {"input_tokens": 9999}})))
     return kept
@@ -53,8 +53,8 @@ def conversations(text: str) -> Conversations:
 def threads(text: str) -> Threads:
     held = Threads(MOST)
     for number in range(400):
-        asked = MessagesAsked.model_validate_json(sent({"max_tokens": 1, "messages": [{"role": "user", "content": text}],
-                                                        "thread": {"type": "create"}}))
+        asked = MessagesRequest.model_validate_json(sent({"max_tokens": 1, "messages": [{"role": "user", "content": text}],
+                                                          "thread": {"type": "create"}}))
         held.keep(asked, held.whole(asked), f"msg_{number}", json.loads(sent([{"type": "text", "text": text}])))
     return held
 

@@ -8,7 +8,7 @@ from test_serve_responses import TOOL
 from effllm.cli.server.kept_bytes import OF_AN_ENTRY, nbytes_of
 from effllm.cli.server.kept_responses import KeptResponses
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
+from effllm.cli.server.responses_requests import ResponsesRequest
 
 NEXT = "And then?"
 
@@ -55,31 +55,31 @@ def test_the_newest_are_kept_as_far_as_there_is_room() -> None:
     own = [{"role": "user", "content": "x" * 900}]
     kept = KeptResponses(3 * (OF_AN_ENTRY + nbytes_of([*own, response("r0", {"id": "0", "text": "y" * 90})])))
     for number in range(5):
-        asked = ResponsesAsked(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
+        asked = ResponsesRequest(input=own[0]["content"], previous_response_id=f"r{number - 1}" if number == 4 else None)
         kept.keep(asked, kept.own(asked), response(f"r{number}", {"id": str(number), "text": "y" * 90}))
-    kept.keep(ResponsesAsked(input="x", store=False), own, response("never", {"id": "never"}))
-    kept.keep(ResponsesAsked(input="x"), [{"role": "user", "content": "x" * 9000}], response("large", {"id": "large"}))
+    kept.keep(ResponsesRequest(input="x", store=False), own, response("never", {"id": "never"}))
+    kept.keep(ResponsesRequest(input="x"), [{"role": "user", "content": "x" * 9000}], response("large", {"id": "large"}))
     for name in ("r2", "r3", "r4"):
-        asked = ResponsesAsked(input="so", previous_response_id=name)
+        asked = ResponsesRequest(input="so", previous_response_id=name)
         assert kept.whole(asked, kept.own(asked)).input[-1] == {"role": "user", "content": "so"}
-        assert kept.own(ResponsesAsked(input=[{"id": name[1:]}])) == [{"id": name[1:], "text": "y" * 90}]
+        assert kept.own(ResponsesRequest(input=[{"id": name[1:]}])) == [{"id": name[1:], "text": "y" * 90}]
     assert len(kept.whole(asked, kept.own(asked)).input) == 5
     for name in ("r0", "r1", "never", "large"):
         with pytest.raises(Problem, match="send the whole conversation"):
-            kept.whole(ResponsesAsked(input="so", previous_response_id=name), own)
+            kept.whole(ResponsesRequest(input="so", previous_response_id=name), own)
         with pytest.raises(Problem, match="send the whole conversation"):
-            kept.own(ResponsesAsked(input=[{"id": name.removeprefix("r")}]))
+            kept.own(ResponsesRequest(input=[{"id": name.removeprefix("r")}]))
 
 
 def test_what_is_kept_is_what_was_sent() -> None:
     """Marks take the places of pictures in what is answered, not in what is kept."""
     picture = {"role": "user", "content": [{"type": "input_image", "image_url": "data:"}]}
-    kept, asked = KeptResponses(), ResponsesAsked(input=[picture])
+    kept, asked = KeptResponses(), ResponsesRequest(input=[picture])
     own = kept.own(asked)
     kept.whole(asked, own).input[0]["content"][0] = {"type": "text", "text": "mark"}
     kept.keep(asked, own, response("r"))
-    assert kept.whole(ResponsesAsked(input="so", previous_response_id="r"), []).input == [picture]
-    assert kept.whole(ResponsesAsked(input=QUESTION), own).input == QUESTION
+    assert kept.whole(ResponsesRequest(input="so", previous_response_id="r"), []).input == [picture]
+    assert kept.whole(ResponsesRequest(input=QUESTION), own).input == QUESTION
 
 
 def test_a_response_is_told_again_until_it_is_forgotten(server: Served) -> None:

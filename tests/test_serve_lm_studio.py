@@ -8,12 +8,12 @@ import pytest
 from served import QUESTION, Reply, Served, serving
 from test_serve import thinking_model
 
-from effllm.cli.server.fields import parsed
-from effllm.cli.server.lm_studio_chat import LmStudioAsked, LmStudioShape, arranged, responses_of
+from effllm.cli.server.lm_studio_chat import LmStudioChatRequest, LmStudioSerializer, arranged, responses_of
 from effllm.cli.server.ollama_models import Listed
+from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import Names
-from effllm.cli.server.responses_shape import ResponseShape
+from effllm.cli.server.responses_requests import ToolNames
+from effllm.cli.server.responses_serializer import ResponseSerializer
 from effllm.runtime.events import PromptRead, TextDelta
 
 CHAT, MODELS = "/api/v1/chat", "/api/v1/models"
@@ -146,8 +146,8 @@ def test_what_crush_asks_to_know_of_models(model: str | None) -> None:
 
 
 def test_requests_and_answers_as_values() -> None:
-    asked = parsed(LmStudioAsked, json.dumps({"input": [{"type": "text", "content": "a"}, {"type": "image", "data_url": "data:,b"}],
-                                              "system_prompt": "s", "reasoning": "on", "top_k": 3.0}).encode())
+    asked = parse(LmStudioChatRequest, json.dumps({"input": [{"type": "text", "content": "a"}, {"type": "image", "data_url": "data:,b"}],
+                                                   "system_prompt": "s", "reasoning": "on", "top_k": 3.0}).encode())
     meant = responses_of(asked)
     assert meant.input == [{"role": "system", "content": "s"}, {"role": "user", "content": [
         {"type": "input_text", "text": "a"}, {"type": "input_image", "image_url": "data:,b"}]}]
@@ -156,21 +156,21 @@ def test_requests_and_answers_as_values() -> None:
     assert arranged([old, user, new, user]) == [new, user, user] and arranged([user]) == [user]
     stats = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=9, cached_tokens=4, reasoning_tokens=1, decode_tps=5.0,
                             ttft_s=0.5)
-    shape = LmStudioShape("m", ResponseShape("m", meant, Names()))
+    shape = LmStudioSerializer("m", ResponseSerializer("m", meant, ToolNames()))
     happened = [PromptRead(9, 4), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so")]
     pieces = [*shape.first(), *(piece for event in happened for piece in shape.add(event)), *shape.last(stats)]
     assert [piece["type"] for piece in pieces] == [
         "chat.start", "prompt_processing.start", "prompt_processing.end", "reasoning.start", "reasoning.delta", "reasoning.delta",
         "reasoning.end", "message.start", "message.delta", "message.end", "chat.end"]
     assert pieces[-1]["result"]["output"] == [{"type": "reasoning", "content": "hm"}, {"type": "message", "content": "so"}]
-    assert LmStudioShape("m").failed(Problem(500, "it broke", "server_error")) == [
+    assert LmStudioSerializer("m").failed(Problem(500, "it broke", "server_error")) == [
         {"type": "error", "error": {"type": "internal_error", "message": "it broke"}}]
 
 
 def test_a_model_of_no_size_is_listed() -> None:
-    from effllm.cli.server.lm_studio import NOT_LOADED, Held
+    from effllm.cli.server.lm_studio import NOT_LOADED, LmStudioModel
 
-    broken = Held(Listed("org/gone", "", 0, "0bit", 0, "ab", 0.0), False, False, False, NOT_LOADED, None, None)
+    broken = LmStudioModel(Listed("org/gone", "", 0, "0bit", 0, "ab", 0.0), False, False, False, NOT_LOADED, None, None)
     card = broken.card_1()
     assert (card["type"], card["publisher"], card["quantization"]["bits_per_weight"]) == ("embedding", "org", None)
     assert card["loaded_instances"] == [] and "capabilities" not in card

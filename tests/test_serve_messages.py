@@ -8,9 +8,9 @@ from served import ASKED, QUESTION, Reply, Served, serving
 from test_call_replies import WEATHER
 from test_serve_responses import SCHEMA
 
-from effllm.cli.server.fields import parsed
-from effllm.cli.server.messages_fields import MessagesAsked, chat_of
-from effllm.cli.server.messages_shape import MessageShape
+from effllm.cli.server.messages_requests import MessagesRequest, chat_of
+from effllm.cli.server.messages_serializer import MessageSerializer
+from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.own_tools import KNOWN
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.wishes import reasoning_of
@@ -39,9 +39,9 @@ def prompt_of(usage: dict) -> int:
     return usage["input_tokens"] + usage["cache_read_input_tokens"]
 
 
-def asked(*content: object, role: str = "user", **fields: object) -> MessagesAsked:
+def asked(*content: object, role: str = "user", **fields: object) -> MessagesRequest:
     body = {"max_tokens": 9, "messages": [{"role": role, "content": [*content]}], **fields}
-    return parsed(MessagesAsked, json.dumps(body).encode())
+    return parse(MessagesRequest, json.dumps(body).encode())
 
 
 def test_an_answer_is_that_of_chat_completions(server: Served) -> None:
@@ -236,7 +236,7 @@ def test_what_was_reasoned_said_and_called_is_in_order() -> None:
                 TextDelta("end")]
     stats = SimpleNamespace(finish_reason="stop", token_ids=(1, 2), prompt_tokens=9, cached_tokens=4, reasoning_tokens=1,
                             stop_string=None)
-    streamed, whole = (MessageShape("m", asked()) for _ in range(2))
+    streamed, whole = (MessageSerializer("m", asked()) for _ in range(2))
     streamed.add(happened[0])
     events = [*streamed.first(), *(piece for event in happened[1:] for piece in streamed.add(event)), *streamed.last(stats)]
     for event in happened:

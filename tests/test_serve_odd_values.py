@@ -6,14 +6,14 @@ import pytest
 from test_call_replies import FABLE, WEATHER
 
 from effllm import UsageError
-from effllm.cli.server.fields import ChatAsked, messages_of, parsed
 from effllm.cli.server.forms import form_asked
-from effllm.cli.server.llama_fields import CompletionAsked, completion_wish
-from effllm.cli.server.ollama_fields import OllamaChat, chat_of
+from effllm.cli.server.llama_requests import LlamaCompletionRequest, completion_wish
+from effllm.cli.server.ollama_requests import OllamaChatRequest, chat_of
+from effllm.cli.server.openai_requests import ChatRequest, messages_of, parse
 from effllm.cli.server.pictures import in_chat
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
-from effllm.cli.server.responses_fields import chat_of as response_of
+from effllm.cli.server.responses_requests import ResponsesRequest
+from effllm.cli.server.responses_requests import chat_of as response_of
 from effllm.cli.server.tools import tools_asked
 from effllm.cli.server.wishes import Defaults
 from effllm.runtime.config import read_config
@@ -31,8 +31,8 @@ def tokenizer() -> Tokenizer:
     return Tokenizer.load(FABLE, read_config(FABLE))
 
 
-def chat(*messages: object, **fields: object) -> ChatAsked:
-    return parsed(ChatAsked, json.dumps({"messages": messages or [USER], **fields}).encode())
+def chat(*messages: object, **fields: object) -> ChatRequest:
+    return parse(ChatRequest, json.dumps({"messages": messages or [USER], **fields}).encode())
 
 
 def called(**changes: object) -> dict[str, object]:
@@ -70,7 +70,7 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
     text = json.dumps({"messages": [USER], "tools": [WEATHER]}).replace('"minimum": 1', f'"minimum": {number}')
     assert number in text
     with pytest.raises(Problem, match=r"tools\[0\] is not JSON: a number in it is beyond all numbers"):
-        tools_asked(parsed(ChatAsked, text.encode()))
+        tools_asked(parse(ChatRequest, text.encode()))
     for arguments in (f'{{"a": {number}}}', {"a": float(number)}):
         with pytest.raises(UsageError, match=r"messages\[0\]\.tool_calls\[0\]\.function\.arguments is not a JSON object"):
             Calling(tokenizer).prepared([called(function={"name": "weather", "arguments": arguments})], None)
@@ -79,7 +79,8 @@ def test_numbers_that_json_has_not(tokenizer: Tokenizer, number: str) -> None:
 @pytest.mark.parametrize("odd", ODD, ids=repr)
 def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
     for message in (called(function=odd), called(id=odd)):
-        asked = parsed(OllamaChat, json.dumps({"model": "fable", "messages": [USER, message, {"role": "tool", "content": "yes"}]}).encode())
+        asked = parse(OllamaChatRequest, json.dumps({"model": "fable", "messages": [USER, message,
+                                                                                    {"role": "tool", "content": "yes"}]}).encode())
         _, messages = chat_of(asked)
         if message["tool_calls"][0]["id"] == "a":
             with pytest.raises(UsageError, match=r"messages\[1\]\.tool_calls\[0\] has no function with a name"):
@@ -92,10 +93,10 @@ def test_calls_of_ollamas_programs(tokenizer: Tokenizer, odd: object) -> None:
 def test_what_was_reasoned_is_a_list_of_texts(odd: object) -> None:
     """Codex sends back what it was given, others send nothing: what is no list says nothing."""
     items = [{"type": "message", **USER}, {"type": "reasoning", "content": odd}]
-    _, messages, _ = response_of(parsed(ResponsesAsked, json.dumps({"input": items}).encode()))
+    _, messages, _ = response_of(parse(ResponsesRequest, json.dumps({"input": items}).encode()))
     assert [message["role"] for message in messages] == ["user"]
 
 
 def test_a_time_of_very_many_digits(tokenizer: Tokenizer) -> None:
-    asked = parsed(CompletionAsked, f'{{"prompt": "a", "t_max_predict_ms": {10**400}}}'.encode())
+    asked = parse(LlamaCompletionRequest, f'{{"prompt": "a", "t_max_predict_ms": {10**400}}}'.encode())
     assert completion_wish(asked, Defaults(GenerationOptions(SamplerSettings())), tokenizer).most_s > 1e8

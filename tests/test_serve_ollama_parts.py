@@ -18,10 +18,10 @@ import effllm
 from effllm import EffllmError
 from effllm.cli.server import streams
 from effllm.cli.server.answer_queue import AnswerQueue
-from effllm.cli.server.fields import Body, parsed
-from effllm.cli.server.ollama_fields import OllamaChat, OllamaText, chat_of, judged, raw_of
 from effllm.cli.server.ollama_models import Listed, Running, digest_of, known_by, listed, running, tags
-from effllm.cli.server.ollama_shape import OllamaMessage, OllamaResponse, stamp
+from effllm.cli.server.ollama_requests import OllamaChatRequest, OllamaGenerateRequest, chat_of, check_request, raw_completion
+from effllm.cli.server.ollama_serializer import OllamaChatSerializer, OllamaGenerateSerializer, timestamp
+from effllm.cli.server.openai_requests import Body, parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.streams import LineStream, Listener, Record
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
@@ -34,7 +34,7 @@ from effllm.runtime.tensors import check_tensors
 
 
 def body(kind: type[Body], **fields: object) -> Body:
-    return parsed(kind, json.dumps(fields).encode())
+    return parse(kind, json.dumps(fields).encode())
 
 
 def test_lists_take_any_number_of_models() -> None:
@@ -68,7 +68,7 @@ def test_messages_get_names_for_their_calls() -> None:
         {"role": "tool", "tool_name": "g", "content": "two"}, {"role": "tool", "tool_name": "f", "content": "one"},
         {"role": "tool", "tool_name": "f", "content": "three"}, {"role": "tool", "tool_call_id": "own", "content": "four"},
         {"role": "tool", "content": "five"}]
-    asked, made = chat_of(body(OllamaChat, messages=messages, tools=[WEATHER]))
+    asked, made = chat_of(body(OllamaChatRequest, messages=messages, tools=[WEATHER]))
     assert [message["role"] for message in made] == ["system", "user", "assistant", *["tool"] * 5] and asked.tools == [WEATHER]
     assert made[2]["reasoning_content"] == "hm" and made[2]["content"] == "I call."
     names = [(call["id"], call["function"]["name"]) for call in made[2]["tool_calls"]]
@@ -82,33 +82,33 @@ def test_options_become_a_wish() -> None:
                "presence_penalty": 0.2, "frequency_penalty": 0.3, "seed": 3, "stop": "x", "num_predict": 5, "num_keep": 4, "mirostat": 2.0,
                "mirostat_tau": 4, "mirostat_eta": 0.2}
     usual = Defaults(GenerationOptions(SamplerSettings(), max_tokens=9))
-    wish = wish_of(chat_of(body(OllamaChat, options=options))[0], usual, None)
-    assert wish == GenerationOptions(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4, mirostat_eta=0.2,
-                                                     seed=3),
-                                     stops=("x",), max_tokens=5)
-    assert wish_of(raw_of(body(OllamaText, prompt="a", options=options)), usual, None) == wish
-    assert wish_of(chat_of(body(OllamaChat))[0], usual, None) == usual.wish
+    wish = wish_of(chat_of(body(OllamaChatRequest, options=options))[0], usual, None)
+    assert wish == GenerationOptions(SamplerSettings(0.5, 7, 0.5, 0.1, 0.9, 1.1, 0.2, 0.3, 64, mirostat=2, mirostat_tau=4,
+                                                     mirostat_eta=0.2, seed=3),
+                        stops=("x",), max_tokens=5)
+    assert wish_of(raw_completion(body(OllamaGenerateRequest, prompt="a", options=options)), usual, None) == wish
+    assert wish_of(chat_of(body(OllamaChatRequest))[0], usual, None) == usual.wish
 
 
 @pytest.mark.parametrize(("think", "wished", "variables"), [
     (None, "auto", {}), (True, "on", {"enable_thinking": True}), (False, "off", {"enable_thinking": False}),
     ("low", "on", {"reasoning_effort": "low"}), ("max", "on", {"reasoning_effort": "high"})])
 def test_wishes_for_thinking(think: bool | str | None, wished: str, variables: dict) -> None:
-    asked = body(OllamaChat, think=think)
+    asked = body(OllamaChatRequest, think=think)
     tokenizer = SimpleNamespace(thinks=True, template=SimpleNamespace(variables=frozenset({"reasoning_effort"})))
     wish, told = reasoning_of(chat_of(asked)[0], GenerationOptions(SamplerSettings()), tokenizer)
-    assert (wish.think, told) == (wished, variables) and judged(asked, "m", True, 9) is None
+    assert (wish.think, told) == (wished, variables) and check_request(asked, "m", True, 9) is None
     if think:
         with pytest.raises(Problem, match='^"m" does not support thinking'):
-            judged(asked, "m", False, 9)
+            check_request(asked, "m", False, 9)
     else:
-        assert judged(asked, "m", False, 9) is None
+        assert check_request(asked, "m", False, 9) is None
 
 
 def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
     happened = [PromptRead(9, 4), TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so"), Call("f", '{"a": 1}'),
                 Call("g", "{}")]
-    streamed, whole = OllamaMessage("m"), OllamaMessage("m")
+    streamed, whole = OllamaChatSerializer("m"), OllamaChatSerializer("m")
     pieces = [piece["message"] for event in happened for piece in streamed.add(event)]
     for event in happened:
         whole.add(event)
@@ -121,7 +121,7 @@ def test_what_was_reasoned_said_and_called_is_streamed_as_it_is_whole() -> None:
     (last,) = streamed.last(STATS)
     assert (last["done_reason"], last["prompt_eval_count"], last["eval_count"]) == ("stop", 3, 2)
     assert (last["prompt_eval_duration"], last["eval_duration"]) == (100_000_000, 100_000_000)
-    shape = OllamaResponse("m")
+    shape = OllamaGenerateSerializer("m")
     assert [piece["response"] for event in happened[:4] for piece in shape.add(event)] == ["", "", "so"]
     assert shape.whole(STATS)["thinking"] == "hm" and shape.failed(Problem(500, "memory ran out")) == [{"error": "memory ran out"}]
 
@@ -142,7 +142,7 @@ def test_who_waits_gets_pieces_without_text(monkeypatch: pytest.MonkeyPatch) -> 
 
     async def heard(start: Callable, waits: int) -> Client:
         client, listener = Client(), Listener(answer_queue.submit(start), print, Record())
-        stream = LineStream(listener, OllamaMessage("m"))({"type": "http", "path": "/api/chat"}, client.receive, client.send)
+        stream = LineStream(listener, OllamaChatSerializer("m"))({"type": "http", "path": "/api/chat"}, client.receive, client.send)
         task = asyncio.ensure_future(stream)
         while client.body.count("\n") < waits:
             await asyncio.sleep(0.01)
@@ -177,7 +177,8 @@ def test_a_digest_is_of_all_that_a_model_answers_by(tmp_path: Path) -> None:
 
 def test_a_moment_that_no_date_has_is_the_nearest() -> None:
     """As a file may have that was touched with a clock gone wrong."""
-    assert stamp(1e15).startswith("9999-12-31") and stamp(-1e15).startswith("1970-01-01") and stamp(60) == "1970-01-01T00:01:00.000000Z"
+    assert timestamp(1e15).startswith("9999-12-31") and timestamp(-1e15).startswith("1970-01-01")
+    assert timestamp(60) == "1970-01-01T00:01:00.000000Z"
 
 
 def test_a_model_whose_files_have_gone_is_listed_still(tmp_path):

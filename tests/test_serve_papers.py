@@ -13,11 +13,11 @@ from served import Served
 
 from effllm import UsageError
 from effllm.cli.server import papers
-from effllm.cli.server.fields import ChatAsked, Message, messages_of
-from effllm.cli.server.messages_fields import MessagesAsked
-from effllm.cli.server.messages_fields import chat_of as chat_of_messages
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.messages_requests import chat_of as chat_of_messages
+from effllm.cli.server.openai_requests import ChatRequest, Message, messages_of
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked, chat_of
+from effllm.cli.server.responses_requests import ResponsesRequest, chat_of
 from effllm.runtime.files import pdf_pages
 from effllm.runtime.files.pdf_pages import pages_of
 
@@ -74,9 +74,9 @@ def read(sent: Iterator[papers.Sent], notes: list[str] | None = None) -> None:
     asyncio.run(papers.Reading([].append if notes is None else notes.append).all(sent))
 
 
-def chat(role: str = "user", **file: object) -> ChatAsked:
+def chat(role: str = "user", **file: object) -> ChatRequest:
     content = [{"type": "text", "text": "What is it?"}, {"type": "file", "file": file}]
-    return ChatAsked(messages=[Message(role=role, content=content, tool_call_id="a")])
+    return ChatRequest(messages=[Message(role=role, content=content, tool_call_id="a")])
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
     file = {"type": "input_file", "filename": "fox.txt", "file_data": base64.b64encode(TEXT.encode()).decode()}
     items = [{"role": "user", "content": [dict(file)]}, {"type": "function_call", "call_id": "a", "name": "f", "arguments": "{}"},
              {"type": "function_call_output", "call_id": "a", "output": [dict(file)]}]
-    read(papers.in_responses(asked := ResponsesAsked(input=items)))
+    read(papers.in_responses(asked := ResponsesRequest(input=items)))
     _, messages, _ = chat_of(asked)
     assert messages[0]["content"][0]["text"] == messages[2]["content"] == f"fox.txt\n{TEXT}"
     block = {"type": "document", "title": "Of foxes", "source": {"type": "base64", "media_type": "text/plain",
@@ -104,7 +104,7 @@ def test_text_is_read_wherever_a_file_may_be() -> None:
     turns = [{"role": "user", "content": [dict(block)]}, {"role": "assistant", "content": [
         {"type": "tool_use", "id": "a", "name": "f", "input": {}}]},
              {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "a", "content": [dict(block)]}]}]
-    read(papers.in_messages(asked := MessagesAsked(max_tokens=1, messages=turns)))
+    read(papers.in_messages(asked := MessagesRequest(max_tokens=1, messages=turns)))
     _, messages = chat_of_messages(asked)
     assert [part["text"] for part in messages[0]["content"]] == ["Of foxes", TEXT] and messages[2]["content"] == f"Of foxes\n{TEXT}"
 
@@ -126,7 +126,7 @@ def test_what_is_refused_says_what_to_send(file: dict, words: str) -> None:
 
 def test_addresses_are_not_fetched() -> None:
     named = {"type": "input_file", "file_url": "http://a/b"}
-    for sent in (papers.in_responses(ResponsesAsked(input=[{"role": "user", "content": [named]}])), papers.in_messages(MessagesAsked(
+    for sent in (papers.in_responses(ResponsesRequest(input=[{"role": "user", "content": [named]}])), papers.in_messages(MessagesRequest(
             max_tokens=1, messages=[{"role": "user", "content": [{"type": "document", "source": {"type": "url", "url": "http://a/b"}}]}]))):
         with pytest.raises(Problem, match="not fetched from addresses: send it in the request, as "):
             read(sent)

@@ -24,11 +24,11 @@ from effllm.cli.serve import begin_log, own_name
 from effllm.cli.server import listening, streams
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.cli.server.application import GenerationService
-from effllm.cli.server.fields import NOT_HERE, ChatAsked, TextAsked, is_same, parsed
 from effllm.cli.server.guard import Rules, is_loopback
 from effllm.cli.server.llama_paths import LlamaPaths
+from effllm.cli.server.openai_requests import UNSUPPORTED_FIELDS, ChatRequest, CompletionRequest, is_same, parse
 from effllm.cli.server.problems import Problem, problem_of, without_paths
-from effllm.cli.server.shapes import ChatShape
+from effllm.cli.server.serializers import ChatSerializer
 from effllm.cli.server.streams import EventStream, Listener, Record, whole
 from effllm.cli.server.wishes import Defaults, reasoning_of, wish_of
 from effllm.runtime.constraints.constraint import form_of_schema
@@ -67,7 +67,7 @@ class Client:
 async def streamed(answer_queue: AnswerQueue, start: Callable, client: Client, record: Record | None = None,
                    notes: list | None = None) -> None:
     listener = Listener(answer_queue.submit(start), (notes if notes is not None else []).append, record or Record())
-    await EventStream(listener, ChatShape("m"))({"type": "http"}, client.receive, client.send)
+    await EventStream(listener, ChatSerializer("m"))({"type": "http"}, client.receive, client.send)
 
 
 def held(answer_queue: AnswerQueue) -> Callable[[], None]:
@@ -191,7 +191,8 @@ def test_a_failure_is_told_to_its_client_alone(answer_queue: AnswerQueue, error:
         await streamed(answer_queue, lambda left: iter([TextDelta("yes"), DONE]), fine)
         assert "yes" in fine.body
         with pytest.raises(Problem) as caught:
-            await whole(Request({"type": "http"}, fine.receive), Listener(answer_queue.submit(fails([])), print, Record()), ChatShape("m"))
+            await whole(Request({"type": "http"}, fine.receive), Listener(answer_queue.submit(fails([])), print, Record()),
+                        ChatSerializer("m"))
         assert caught.value.status == status and caught.value.words == said
 
     asyncio.run(test())
@@ -293,13 +294,13 @@ def test_files_are_not_named() -> None:
 def test_what_is_not_here_is_what_changes_something() -> None:
     assert is_same(0, 0.0) and not is_same(0, False) and not is_same(1, True)
     base = {"prompt": "x"}
-    answered = NOT_HERE.keys() & TextAsked.model_fields.keys()
+    answered = UNSUPPORTED_FIELDS.keys() & CompletionRequest.model_fields.keys()
     assert answered == {"echo", "logprobs", "n", "n_probs", "suffix"}, "what other requests cannot have"
-    for field in NOT_HERE.keys() - answered:
-        for value in (*NOT_HERE[field], None):
-            assert parsed(TextAsked, json.dumps({**base, field: value}).encode())
+    for field in UNSUPPORTED_FIELDS.keys() - answered:
+        for value in (*UNSUPPORTED_FIELDS[field], None):
+            assert parse(CompletionRequest, json.dumps({**base, field: value}).encode())
         with pytest.raises(Problem, match=f"^{field} is not supported"):
-            parsed(TextAsked, json.dumps({**base, field: {"more": 1}}).encode())
+            parse(CompletionRequest, json.dumps({**base, field: {"more": 1}}).encode())
 
 
 @pytest.mark.parametrize(("fields", "think", "variables"), [
@@ -309,7 +310,7 @@ def test_what_is_not_here_is_what_changes_something() -> None:
     ({"chat_template_kwargs": {"reasoning_effort": "x"}, "reasoning_effort": "low"}, "on", {"reasoning_effort": "x"}),
     ({"chat_template_kwargs": {"thinking": True}, "reasoning_effort": "none"}, "on", {"thinking": True})])
 def test_wishes_for_reasoning(fields: dict, think: str, variables: dict) -> None:
-    asked = parsed(ChatAsked, json.dumps({"messages": [], **fields}).encode())
+    asked = parse(ChatRequest, json.dumps({"messages": [], **fields}).encode())
     template = SimpleNamespace(variables=frozenset({"reasoning_effort"}))
     wish, more = reasoning_of(asked, GenerationOptions(SamplerSettings()), SimpleNamespace(thinks=True, template=template))
     assert (wish.think, more) == (think, variables)
@@ -321,10 +322,10 @@ def test_a_request_that_says_nothing_is_as_the_command_line_has_it() -> None:
     usual = GenerationOptions(SamplerSettings(temperature=0.3, seed=4), "on", ("x",), 9, True,
                               form_of_schema({"type": "object"}, "--schema", "json"))
     tokenizer = SimpleNamespace()  # asked for what biases are of
-    assert wish_of(parsed(ChatAsked, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
+    assert wish_of(parse(ChatRequest, b'{"messages": []}'), Defaults(usual), tokenizer) == usual
     said = {"messages": [], "temperature": 0.3, "seed": -1, "stop": ["y", "y"], "max_tokens": -1, "ignore_eos": False,
             "response_format": {"type": "text"}, "top_k": -1, "repeat_last_n": 5}
-    wish = wish_of(parsed(ChatAsked, json.dumps(said).encode()), Defaults(usual), tokenizer)
+    wish = wish_of(parse(ChatRequest, json.dumps(said).encode()), Defaults(usual), tokenizer)
     assert wish == GenerationOptions(SamplerSettings(temperature=0.3, top_k=0, penalty_last_n=5), "on", ("y",))
 
 
@@ -358,7 +359,7 @@ def test_a_port_that_another_server_took_meanwhile(answer_queue: AnswerQueue) ->
     with listening.bound("localhost", 0) as first, listening.bound("127.0.0.1", first.getsockname()[1]) as second:
         first.listen()
         with pytest.raises(EffllmError, match="port [0-9]+ of 127.0.0.1 is in use"):
-            listening.listen(ChatShape("m"), second, answer_queue, lambda: pytest.fail("it does not listen"), pytest.fail)
+            listening.listen(ChatSerializer("m"), second, answer_queue, lambda: pytest.fail("it does not listen"), pytest.fail)
 
 
 def test_who_leaves_in_the_moment_of_an_event_is_gone(answer_queue: AnswerQueue) -> None:

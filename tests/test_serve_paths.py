@@ -10,7 +10,7 @@ from starlette.routing import Route
 import effllm
 from effllm.cli.options import SamplingFlags
 from effllm.cli.server.application import GenerationService
-from effllm.cli.server.fields import Asked
+from effllm.cli.server.openai_requests import GenerationRequest
 from effllm.cli.server.router import Router
 from effllm.cli.server.wishes import SAMPLING, Defaults
 from effllm.runtime.generation.served_model import GenerationOptions
@@ -43,4 +43,5 @@ def test_every_path_of_openai_is_documented() -> None:
 def test_every_setting_of_the_sampler_is_a_flag_and_a_field_of_requests() -> None:
     names = {field.name for field in fields(SamplerSettings)} - {"logit_bias"}
     assert names == {field.name for field in fields(SamplingFlags) if field.name != "settled"}, "SamplingFlags of cli/options.py"
-    assert SAMPLING.keys() <= Asked.model_fields.keys() and names == {*SAMPLING.values()}, "Asked of cli/server/fields.py"
+    assert SAMPLING.keys() <= GenerationRequest.model_fields.keys() and names == {*SAMPLING.values()}, \
+        "GenerationRequest of cli/server/openai_requests.py"

@@ -13,13 +13,13 @@ from test_serve_parts import Client
 
 from effllm.cli.server import streams
 from effllm.cli.server.answer_queue import AnswerQueue
-from effllm.cli.server.fields import parsed
-from effllm.cli.server.messages_fields import MessagesAsked
-from effllm.cli.server.messages_shape import MessageShape
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.messages_serializer import MessageSerializer
+from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import Names, ResponsesAsked, chat_of
-from effllm.cli.server.responses_shape import ResponseShape
-from effllm.cli.server.shapes import Shape
+from effllm.cli.server.responses_requests import ResponsesRequest, ToolNames, chat_of
+from effllm.cli.server.responses_serializer import ResponseSerializer
+from effllm.cli.server.serializers import AnswerSerializer
 from effllm.cli.server.streams import EventStream, Listener, Record
 from effllm.runtime.events import Call, Done, Event, Progress, PromptRead, TextDelta
 
@@ -31,8 +31,8 @@ SCHEMA = {"type": "object", "properties": {"fox": {"type": "boolean"}}, "require
 FORM = {"type": "json_schema", "name": "fox", "strict": True, "schema": SCHEMA}
 
 
-def asked(**fields: object) -> ResponsesAsked:
-    return parsed(ResponsesAsked, json.dumps({"input": "x", **fields}).encode())
+def asked(**fields: object) -> ResponsesRequest:
+    return parse(ResponsesRequest, json.dumps({"input": "x", **fields}).encode())
 
 
 def same(event: dict, **more: object) -> dict:
@@ -183,7 +183,7 @@ def test_items_become_messages() -> None:
         {"role": "tool", "tool_call_id": "1", "content": "one"}, {"role": "tool", "tool_call_id": "2", "content": "two"},
         {"role": "user", "content": text("later", "c")}]
     assert [tool["function"]["name"] for tool in chat.tools] == ["weather", "patch", "agents.spawn"]
-    assert names == Names({"agents.spawn": ("agents", "spawn")}, {"patch"}) and chat.tool_choice["function"]["name"] == "patch"
+    assert names == ToolNames({"agents.spawn": ("agents", "spawn")}, {"patch"}) and chat.tool_choice["function"]["name"] == "patch"
     assert (chat.reasoning_effort, chat.top_k, chat.parallel_tool_calls) == ("low", 3, None)
 
 
@@ -193,7 +193,7 @@ def test_what_was_reasoned_said_and_called_is_in_order(summary: str | None) -> N
     happened = [TextDelta("h", "thinking"), TextDelta("m", "thinking"), TextDelta("so"), Call("agents.spawn", '{"a": 1}'),
                 Call("patch", '{"input": "+ x"}'), TextDelta("end")]
     _, _, names = chat_of(asked(tools=[FREE, SPACE]))
-    streamed, whole = (ResponseShape("m", asked(reasoning={"summary": summary}), names) for _ in range(2))
+    streamed, whole = (ResponseSerializer("m", asked(reasoning={"summary": summary}), names) for _ in range(2))
     events = [*streamed.first(), *(piece for event in happened for piece in streamed.add(event)), *streamed.last(STATS)]
     for event in happened:
         whole.add(event)
@@ -218,7 +218,7 @@ def test_what_was_reasoned_said_and_called_is_in_order(summary: str | None) -> N
 
 
 def test_an_answer_that_ends_early_says_so() -> None:
-    shape = ResponseShape("m", asked(), Names())
+    shape = ResponseSerializer("m", asked(), ToolNames())
     begun = shape.first() + shape.waiting() + shape.add(TextDelta("so"))
     (failed,) = shape.failed(Problem(500, "memory ran out", "server_error"))
     assert begun[2] == {"type": "keepalive", "sequence_number": 2}
@@ -237,7 +237,7 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
         go.wait()
         yield from (PromptRead(3, 1), TextDelta("yes"), Done(STATS))
 
-    async def heard(shape: Shape, waiting: str) -> list[dict]:
+    async def heard(shape: AnswerSerializer, waiting: str) -> list[dict]:
         client, listener = Client(), Listener(answer_queue.submit(answer), print, Record())
         task = asyncio.ensure_future(EventStream(listener, shape)({"type": "http"}, client.receive, client.send))
         while client.body.count(waiting) < 3:
@@ -246,11 +246,11 @@ def test_who_waits_hears_events(monkeypatch: pytest.MonkeyPatch) -> None:
         await asyncio.wait_for(task, MINUTE)
         return Reply(200, {}, client.body.encode()).named_events
 
-    kinds = [event["type"] for event in asyncio.run(heard(ResponseShape("m", asked(), Names()), "event: keepalive\n"))]
+    kinds = [event["type"] for event in asyncio.run(heard(ResponseSerializer("m", asked(), ToolNames()), "event: keepalive\n"))]
     assert kinds[:5] == ["response.created", "response.in_progress", *["keepalive"] * 3] and kinds[-1] == "response.completed"
     go.clear()
-    body = parsed(MessagesAsked, json.dumps({"messages": ASKED, "max_tokens": 9}).encode())
-    events = asyncio.run(heard(MessageShape("m", body), ": reading the prompt: 512 of 2048 tokens\n\n"))
+    body = parse(MessagesRequest, json.dumps({"messages": ASKED, "max_tokens": 9}).encode())
+    events = asyncio.run(heard(MessageSerializer("m", body), ": reading the prompt: 512 of 2048 tokens\n\n"))
     assert events[0]["type"] == "message_start" and events[0]["message"]["usage"]["input_tokens"] == 2
     answer_queue.close()
     assert answer_queue.join(MINUTE)

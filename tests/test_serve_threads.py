@@ -4,8 +4,8 @@
 import pytest
 from served import ASKED, QUESTION, Reply, Served
 
-from effllm.cli.server.fields import parsed
-from effllm.cli.server.messages_fields import MessagesAsked
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.openai_requests import parse
 from effllm.cli.server.problems import Problem
 from effllm.cli.server.threads import Threads
 
@@ -56,9 +56,9 @@ def test_a_thread_that_has_gone_is_told_by_its_code(server: Served) -> None:
 
 
 def test_the_newest_are_held_as_they_were_sent() -> None:
-    def asked(text: str, **fields: object) -> MessagesAsked:
+    def asked(text: str, **fields: object) -> MessagesRequest:
         turn = {"role": "user", "content": [{"type": "text", "text": text}]}
-        return MessagesAsked.model_validate({"max_tokens": 1, "messages": [turn], **fields})
+        return MessagesRequest.model_validate({"max_tokens": 1, "messages": [turn], **fields})
 
     held = Threads(8000)  # two of them
     first = asked("x" * 900, thread=BEGIN)
@@ -77,4 +77,4 @@ def test_the_newest_are_held_as_they_were_sent() -> None:
     assert len(held.whole(asked("z", thread=going_on({"id": "c"}))).messages) == 3
     assert held.whole(plain := asked(QUESTION)) is plain
     with pytest.raises(Problem):
-        parsed(MessagesAsked, b'{"max_tokens": 1, "messages": [], "thread": {"type": "continue", "previous_message_id": 1}}')
+        parse(MessagesRequest, b'{"max_tokens": 1, "messages": [], "thread": {"type": "continue", "previous_message_id": 1}}')

@@ -10,11 +10,11 @@ import pytest
 from served import ASKED, serving
 from test_call_replies import FABLE, HERMES, TIME, WEATHER
 
-from effllm.cli.server import responses_fields
-from effllm.cli.server.fields import ChatAsked, parsed
+from effllm.cli.server import responses_requests
+from effllm.cli.server.openai_requests import ChatRequest, parse
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
-from effllm.cli.server.shapes import ChatShape
+from effllm.cli.server.responses_requests import ResponsesRequest
+from effllm.cli.server.serializers import ChatSerializer
 from effllm.cli.server.tools import tools_asked
 from effllm.runtime.events import Call, TextDelta
 
@@ -126,16 +126,16 @@ def allowing(mode: str, *names: str) -> dict:
 
 def test_a_request_may_allow_some_of_its_tools():
     """It brings the same ones each time, and says which of them may be called now."""
-    def asked(choice: dict) -> ChatAsked:
-        return ChatAsked(messages=[], tools=TOOLS, tool_choice=choice)
+    def asked(choice: dict) -> ChatRequest:
+        return ChatRequest(messages=[], tools=TOOLS, tool_choice=choice)
 
     of_responses = {"type": "allowed_tools", "mode": "required", "tools": [{"type": "function", "name": "weather"}]}
-    responses = ResponsesAsked(input="x", tools=[{"type": "function", **each["function"]} for each in TOOLS], tool_choice=of_responses)
-    for one in (asked(allowing("required", "weather")), responses_fields.chat_of(responses)[0]):
+    responses = ResponsesRequest(input="x", tools=[{"type": "function", **each["function"]} for each in TOOLS], tool_choice=of_responses)
+    for one in (asked(allowing("required", "weather")), responses_requests.chat_of(responses)[0]):
         told = tools_asked(one)
         assert [each["function"]["name"] for each in told.functions] == ["weather"] and told.choice == "required"
     both = tools_asked(asked(allowing("auto", "time.now", "weather")))
-    assert both.functions == tools_asked(ChatAsked(messages=[], tools=TOOLS)).functions and both.choice == "auto"
+    assert both.functions == tools_asked(ChatRequest(messages=[], tools=TOOLS)).functions and both.choice == "auto"
     assert tools_asked(asked(allowing("auto"))) is None
     for wrong, said in ((allowing("any", "weather"), "auto or required"), (allowing("auto", "else"), "allows else"),
                         (allowing("required"), "no tools"), ({"type": "allowed_tools"}, "a list of tools"),
@@ -161,7 +161,7 @@ def test_a_schema_that_cannot_be_held_to_in_full_is_no_reason_to_refuse(server):
 
 
 def asked_for(**fields):
-    return tools_asked(parsed(ChatAsked, json.dumps({"messages": ASKED, **fields}).encode()))
+    return tools_asked(parse(ChatRequest, json.dumps({"messages": ASKED, **fields}).encode()))
 
 
 def test_choices():
@@ -175,14 +175,14 @@ def test_choices():
 
 def test_names_of_calls():
     """The model's own where it is one; none twice."""
-    shape = ChatShape("m")
+    shape = ChatSerializer("m")
     made = [shape.choice_of(Call("f", "{}", id))["delta"]["tool_calls"][0] for id in ("abcdefghi", "abcdefghi", "0", "", "functions.f:0")]
     ids = [each["id"] for each in made]
     assert [each["index"] for each in made] == [0, 1, 2, 3, 4] and ids[0] == "abcdefghi" and len({*ids}) == 5
     assert all(len(each) == 9 for each in ids)
     assert shape.choice_of(TextDelta("x"))["delta"] == {"content": "x"}
     stats = SimpleNamespace(finish_reason="stop")
-    assert shape.finish(stats) == "tool_calls" and ChatShape("m").finish(stats) == "stop"
+    assert shape.finish(stats) == "tool_calls" and ChatSerializer("m").finish(stats) == "stop"
     assert shape.finish(SimpleNamespace(finish_reason="length")) == "length"
 
 

@@ -18,12 +18,12 @@ from test_session_continue import said
 import effllm
 from effllm.cli.options import AnswerFlags
 from effllm.cli.serve import wish_of
-from effllm.cli.server.fields import ChatAsked
-from effllm.cli.server.messages_fields import MessagesAsked
-from effllm.cli.server.messages_fields import chat_of as chat_of_message
+from effllm.cli.server.messages_requests import MessagesRequest
+from effllm.cli.server.messages_requests import chat_of as chat_of_message
+from effllm.cli.server.openai_requests import ChatRequest
 from effllm.cli.server.problems import Problem
-from effllm.cli.server.responses_fields import ResponsesAsked
-from effllm.cli.server.responses_fields import chat_of as chat_of_response
+from effllm.cli.server.responses_requests import ResponsesRequest
+from effllm.cli.server.responses_requests import chat_of as chat_of_response
 from effllm.cli.server.thinking import BUDGETS, thinking_of
 from effllm.cli.server.wishes import UNREASONED, unreasoned
 from effllm.runtime.config import read_config
@@ -105,8 +105,8 @@ def allowed(limit: ReasoningBudget, tokenizer: Tokenizer) -> set[int]:
     return {*np.flatnonzero(np.isfinite(logits)).tolist()}
 
 
-def of_chat(**fields: object) -> ChatAsked:
-    return ChatAsked.model_validate_json(json.dumps({"messages": [], **fields}))
+def of_chat(**fields: object) -> ChatRequest:
+    return ChatRequest.model_validate_json(json.dumps({"messages": [], **fields}))
 
 
 @pytest.mark.parametrize(("fields", "switch", "effort", "budget"), [
@@ -126,10 +126,10 @@ def test_how_programs_ask_for_reasoning(fields, switch, effort, budget):
 
 
 def test_other_apis_ask_for_it_too():
-    asked = MessagesAsked(max_tokens=1, messages=[], thinking={"type": "enabled", "budget_tokens": 9})
+    asked = MessagesRequest(max_tokens=1, messages=[], thinking={"type": "enabled", "budget_tokens": 9})
     chat = chat_of_message(asked)[0]
     assert thinking_of(chat, chat.chat_template_kwargs).budget == 9 and thinking_of(chat, chat.chat_template_kwargs).switch is True
-    chat = chat_of_response(ResponsesAsked(input="x", reasoning={"effort": "low"}, thinking_budget_tokens=4))[0]
+    chat = chat_of_response(ResponsesRequest(input="x", reasoning={"effort": "low"}, thinking_budget_tokens=4))[0]
     assert (thinking_of(chat, {}).budget, thinking_of(chat, {}).effort) == (4, "low")
     for fields, param in (({"thinking_budget": -2}, "thinking_budget"), ({"reasoning": {"max_tokens": -9}}, "reasoning.max_tokens")):
         with pytest.raises(Problem, match="0 or more, or -1") as raised:

@@ -14,8 +14,8 @@ from starlette.routing import Route
 from ... import UsageError
 from ...runtime.adapters.choosing import Choice, demand_choice
 from .bodies import body_of
-from .fields import Asked, Scale, Scales, parsed
-from .ollama_fields import untagged
+from .ollama_requests import untagged
+from .openai_requests import GenerationRequest, Scale, Scales, parse
 from .problems import LEAVE_ONE, Problem
 from .streams import json_response
 
@@ -44,8 +44,8 @@ class Adapters:
 
     async def set(self, request: Request) -> Response:
         """The scales of all, for requests that come from now on and say nothing of them."""
-        asked = await asyncio.to_thread(parsed, Scales, await body_of(request))
-        self._replies.usual = self._chosen(asked.root, "")
+        payload = await asyncio.to_thread(parse, Scales, await body_of(request))
+        self._replies.usual = self._chosen(payload.root, "")
         return json_response({"success": True})
 
     def called(self, model: str | None) -> str | None:
@@ -57,13 +57,13 @@ class Adapters:
         """Their names, for lists of models."""
         return self._by_name
 
-    def choice(self, asked: Asked) -> Choice:
+    def choice(self, payload: GenerationRequest) -> Choice:
         """How much of each a request has. Raises Problem."""
-        if asked.lora is None:
-            return self.choice_of(asked.model)
-        if (name := self.called(asked.model)) is not None:
+        if payload.lora is None:
+            return self.choice_of(payload.model)
+        if (name := self.called(payload.model)) is not None:
             raise Problem(400, f"lora and model {name!r:.100} both say which adapter it is", param=LORA, hint=LEAVE_ONE)
-        return self._chosen(asked.lora, LORA)
+        return self._chosen(payload.lora, LORA)
 
     def choice_of(self, model: str | None) -> Choice:
         """How much of each one has that names this model. An adapter that it names it has as that was at the start, or whole where that was
@@ -72,10 +72,10 @@ class Adapters:
             return self._replies.usual
         return tuple((scale or 1.0) if number == self._by_name[name] else 0.0 for number, scale in enumerate(self._scales))
 
-    def _chosen(self, asked: Iterable[Scale], where: str) -> Choice:
+    def _chosen(self, payload: Iterable[Scale], where: str) -> Choice:
         """Of those that are not named there is nothing. Raises Problem."""
         scales, said = [0.0] * len(self.names), f"{where}: " if where else ""
-        for each in asked:
+        for each in payload:
             if not 0 <= each.id < len(scales):
                 known = f"there are {len(scales)}, from 0 on" if scales else "this server has none (effllm serve MODEL --lora ADAPTER)"
                 raise Problem(400, f"{said}there is no adapter {each.id}: {known}", param=where or None)

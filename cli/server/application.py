@@ -18,14 +18,23 @@ from starlette.routing import Route
 from ... import EffllmError
 from ...runtime.generation.served_model import GenerationOptions, ServedModel
 from ...runtime.tokens.infill import Gap
-from . import messages_fields, ollama_fields, papers, responses_fields
+from . import messages_requests, ollama_requests, papers, responses_requests
 from . import pictures as pictures_sent
 from .answer_queue import Start
 from .background import HELD, UNKEPT, Background, Following
-from .compaction import COMPACT, CompactionShape, behind_notes, filled, most_of, notes_room, shortened, staying, summing_up
+from .compaction import (
+    COMPACT,
+    CompactionSerializer,
+    after_summary,
+    compacted,
+    compaction_threshold,
+    summary_max_tokens,
+    summary_request,
+    verbatim_items,
+    with_summary,
+)
 from .conversations import Conversations
 from .custom_tools import names_of
-from .fields import Asked, ChatAsked, Kind, TextAsked, messages_of, prompts_of
 from .followed import Events
 from .gemini_paths import GeminiPaths
 from .guard import RECORD
@@ -33,24 +42,25 @@ from .kept_responses import KeptResponses
 from .llama_paths import LlamaPaths
 from .llama_slots import LlamaSlots
 from .lm_studio_chat import LmStudioChat
-from .messages_fields import CountAsked, MessagesAsked
-from .messages_shape import MessageShape
+from .messages_requests import CountTokensRequest, MessagesRequest
+from .messages_serializer import MessageSerializer
 from .metrics import Tally
 from .multiple_answers import MultipleAnswers, choice_count, in_sequence, with_seeds
 from .ollama import OllamaModels
-from .ollama_fields import OllamaAsked, OllamaChat, OllamaText, waited_ns
-from .ollama_shape import OllamaMessage, OllamaResponse
+from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest, OllamaRequest, waited_ns
+from .ollama_serializer import OllamaChatSerializer, OllamaGenerateSerializer
+from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest, Kind, messages_of, prompts_of
 from .pictures import Sent
 from .problems import LEAVE_IT, MESSAGES, OLLAMA, Problem, problem_of
-from .responses_fields import Names, ResponsesAsked
 from .responses_paths import ResponsesPaths
-from .responses_shape import CUT, DONE, ResponseShape
-from .shapes import ChatShape, Completion, Shape, TextShape
+from .responses_requests import ResponsesRequest, ToolNames
+from .responses_serializer import CUT, DONE, ResponseSerializer
+from .serializers import AnswerSerializer, ChatSerializer, CompletionSerializer, TextSerializer
 from .single_model import CHATS, COUNTED, TEXTS, SingleModelService
 from .streams import EventStream, LineStream, Listener, ListStream, Record, json_response, whole
 from .threads import Threads
 from .tools import tools_asked
-from .transcribing import Transcribing
+from .transcription import TranscriptionPaths
 from .wishes import Defaults, reasoning_of, unreasoned, wish_of
 
 if TYPE_CHECKING:
@@ -101,92 +111,92 @@ class GenerationService(SingleModelService):
                 *OllamaModels(self.name, self.replies, self.defaults, self.demand_model).routes(),
                 *GeminiPaths(self).routes(), *LlamaPaths(self).routes(), *LlamaSlots(self, self.slot_files).routes(),
                 *self.adapters.routes(), *LmStudioChat(self, self._kept).routes(),
-                *ResponsesPaths(self._kept, self._conversations, self._background).routes(), *Transcribing(self).routes()]
+                *ResponsesPaths(self._kept, self._conversations, self._background).routes(), *TranscriptionPaths(self).routes()]
 
     async def chat(self, request: Request) -> Response:
-        asked = await self.asked(request, ChatAsked)
-        pictures = await self.pictures(pictures_sent.in_chat(asked), papers.in_chat(asked))
-        answer, each = await self.wanted(asked, messages_of(asked), pictures=pictures), choice_count(asked.n)
+        payload = await self.payload(request, ChatRequest)
+        pictures = await self.pictures(pictures_sent.in_chat(payload), papers.in_chat(payload))
+        answer, each = await self.wanted(payload, messages_of(payload), pictures=pictures), choice_count(payload.n)
         starts = [partial(self.reply, replace(answer, wish=wish)) for wish in with_seeds(answer.wish, each)]
-        return await self._answers(request, asked, partial(self._completion, ChatShape, asked, answer.wish), starts, each)
+        return await self._answers(request, payload, partial(self._completion, ChatSerializer, payload, answer.wish), starts, each)
 
     async def responses(self, request: Request) -> Response:
-        asked = await self.asked(request, ResponsesAsked)
-        if asked.background and asked.store is False:
+        payload = await self.payload(request, ResponsesRequest)
+        if payload.background and payload.store is False:
             raise Problem(400, UNKEPT, param="store", hint=LEAVE_IT)
-        self._background.demand_ended(asked.previous_response_id)
-        own = self._kept.own(asked)
-        said = [*self._conversations.before(asked), *own]
-        whole_request = self._kept.whole(asked, said)
+        self._background.demand_ended(payload.previous_response_id)
+        own = self._kept.own(payload)
+        said = [*self._conversations.before(payload), *own]
+        whole_request = self._kept.whole(payload, said)
         answer, names = await self.wanted_response(whole_request)
         start = await self._in_room(whole_request, said, answer)
 
         def keep(response: dict[str, Any], events: Events | None = None) -> None:
-            self._kept.keep(asked, said, response, events)
-            if asked.conversation_id is not None and response["status"] in (DONE, CUT):
-                self._conversations.answered(asked.conversation_id, [*own, *response["output"]])
+            self._kept.keep(payload, said, response, events)
+            if payload.conversation_id is not None and response["status"] in (DONE, CUT):
+                self._conversations.answered(payload.conversation_id, [*own, *response["output"]])
 
-        shape = ResponseShape(self.called(asked.model), asked, names, self.replies.tokenizer if asked.tells else None,
-                              None if asked.background else keep)
-        if not asked.background:
-            return await self.answer(request, asked, shape, start)
+        shape = ResponseSerializer(self.called(payload.model), payload, names, self.replies.tokenizer if payload.tells else None,
+                                   None if payload.background else keep)
+        if not payload.background:
+            return await self.answer(request, payload, shape, start)
         listener = Listener(self.answer_queue.submit(start), self.note, Record(), self.tally.add)
         running = self._background.begin(shape, listener, keep, self.note)
         request.scope[RECORD].made, request.scope[RECORD].behind = f"{shape.id} goes on in the background", running.task
-        return Following(running.events, shape.id, running) if asked.stream else json_response(running.response, headers={HELD: shape.id})
+        return Following(running.events, shape.id, running) if payload.stream else json_response(running.response, headers={HELD: shape.id})
 
-    async def _in_room(self, asked: ResponsesAsked, own: Sequence[dict[str, Any]], answer: PreparedRequest) -> Start:
+    async def _in_room(self, payload: ResponsesRequest, own: Sequence[dict[str, Any]], answer: PreparedRequest) -> Start:
         """What begins an answer to a request, behind what its conversation comes to where that is too long for what it asks for."""
-        most, items = most_of(asked, self.replies.engine.n_ctx), asked.input if isinstance(asked.input, list) else own
-        if most is None or await self.count(answer) <= most or (short := shortened(asked, items, place := uuid.uuid4().hex)) is None:
+        most, items = compaction_threshold(payload, self.replies.engine.n_ctx), payload.input if isinstance(payload.input, list) else own
+        if most is None or await self.count(answer) <= most or (short := compacted(payload, items, place := uuid.uuid4().hex)) is None:
             return partial(self.reply, answer)
-        notes, _ = await self.wanted_response(summing_up(asked, items, notes_room(self.replies.engine.n_ctx)))
+        notes, _ = await self.wanted_response(summary_request(payload, items, summary_max_tokens(self.replies.engine.n_ctx)))
         again, _ = await self.wanted_response(short)
 
         def behind(text: str) -> Start:
-            return partial(self.reply, replace(again, messages=filled(again.messages, place, text), pictures=answer.pictures))
+            return partial(self.reply, replace(again, messages=with_summary(again.messages, place, text), pictures=answer.pictures))
 
-        return behind_notes(partial(self.reply, notes), behind)
+        return after_summary(partial(self.reply, notes), behind)
 
-    async def wanted_response(self, asked: ResponsesAsked) -> tuple[PreparedRequest, Names]:
+    async def wanted_response(self, payload: ResponsesRequest) -> tuple[PreparedRequest, ToolNames]:
         """What a request of Responses comes to, and what its program calls the tools."""
-        pictures = await self.pictures(pictures_sent.in_responses(asked), papers.in_responses(asked))
-        chat, messages, names = await asyncio.to_thread(responses_fields.chat_of, asked)  # which reads the grammars of tools
-        return await self.wanted(chat, messages, responses_fields.CALLED, pictures), names
+        pictures = await self.pictures(pictures_sent.in_responses(payload), papers.in_responses(payload))
+        chat, messages, names = await asyncio.to_thread(responses_requests.chat_of, payload)  # which reads the grammars of tools
+        return await self.wanted(chat, messages, responses_requests.CALLED, pictures), names
 
     async def compact(self, request: Request) -> Response:
-        asked = await self.asked(request, ResponsesAsked)
-        own = self._kept.own(asked)
-        before = self._kept.whole(asked, [*self._conversations.before(asked), *own]).input
+        payload = await self.payload(request, ResponsesRequest)
+        own = self._kept.own(payload)
+        before = self._kept.whole(payload, [*self._conversations.before(payload), *own]).input
         if not (items := own if isinstance(before, str) else before):
             raise Problem(400, "input is missing", param="input", hint="it is the conversation that is to become short")
-        shape = CompactionShape(deepcopy(staying(items)))
-        answer, _ = await self.wanted_response(summing_up(asked, items, asked.max_output_tokens))
-        return await self.answer(request, asked.model_copy(update={"stream": False}), shape, partial(self.reply, answer))
+        shape = CompactionSerializer(deepcopy(verbatim_items(items)))
+        answer, _ = await self.wanted_response(summary_request(payload, items, payload.max_output_tokens))
+        return await self.answer(request, payload.model_copy(update={"stream": False}), shape, partial(self.reply, answer))
 
     async def messages(self, request: Request) -> Response:
-        asked = await self.asked(request, MessagesAsked)
-        whole = self._threads.whole(asked)
+        payload = await self.payload(request, MessagesRequest)
+        whole = self._threads.whole(payload)
         pictures = await self.pictures(pictures_sent.in_messages(whole), papers.in_messages(whole))
-        answer = await self.wanted(*messages_fields.chat_of(whole), messages_fields.CALLED, pictures)
-        shape = MessageShape(self.called(asked.model), asked, partial(self._threads.keep, asked, whole))
-        return await self.answer(request, asked, shape, partial(self.reply, answer))
+        answer = await self.wanted(*messages_requests.chat_of(whole), messages_requests.CALLED, pictures)
+        shape = MessageSerializer(self.called(payload.model), payload, partial(self._threads.keep, payload, whole))
+        return await self.answer(request, payload, shape, partial(self.reply, answer))
 
     async def count_chat(self, request: Request) -> Response:
-        asked = await self.asked(request, ChatAsked)
-        pictures = await self.pictures(pictures_sent.in_chat(asked), papers.in_chat(asked))
-        return await self._counted(await self.wanted(asked, messages_of(asked), pictures=pictures))
+        payload = await self.payload(request, ChatRequest)
+        pictures = await self.pictures(pictures_sent.in_chat(payload), papers.in_chat(payload))
+        return await self._counted(await self.wanted(payload, messages_of(payload), pictures=pictures))
 
     async def count_response(self, request: Request) -> Response:
-        asked = await self.asked(request, ResponsesAsked)
-        said = [*self._conversations.before(asked), *self._kept.own(asked)]
-        wanted, _ = await self.wanted_response(self._kept.whole(asked, said))
+        payload = await self.payload(request, ResponsesRequest)
+        said = [*self._conversations.before(payload), *self._kept.own(payload)]
+        wanted, _ = await self.wanted_response(self._kept.whole(payload, said))
         return await self._counted(wanted)
 
     async def count_tokens(self, request: Request) -> Response:
-        asked = self._threads.whole(await self.asked(request, CountAsked))
-        pictures = await self.pictures(pictures_sent.in_messages(asked), papers.in_messages(asked))
-        return await self._counted(await self.wanted(*messages_fields.chat_of(asked), messages_fields.CALLED, pictures), {})
+        payload = self._threads.whole(await self.payload(request, CountTokensRequest))
+        pictures = await self.pictures(pictures_sent.in_messages(payload), papers.in_messages(payload))
+        return await self._counted(await self.wanted(*messages_requests.chat_of(payload), messages_requests.CALLED, pictures), {})
 
     async def _counted(self, wanted: PreparedRequest, told: Mapping[str, str] = COUNT_OF_OPENAI) -> Response:
         """How many tokens the prompt has, beside what else is `told`."""
@@ -196,34 +206,36 @@ class GenerationService(SingleModelService):
         return await asyncio.to_thread(self.replies.count, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
 
     async def ollama_chat(self, request: Request) -> Response:
-        asked = await self._asked_as_ollama(request, OllamaChat)
-        shape = OllamaMessage(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
-        if not asked.messages:
+        payload = await self._asked_as_ollama(request, OllamaChatRequest)
+        shape = OllamaChatSerializer(payload.model or self.name, waited_ns(request.headers),
+                                     self.replies.tokenizer if payload.logprobs else None)
+        if not payload.messages:
             return json_response(shape.loaded())
-        pictures = await self.pictures(pictures_sent.in_ollama_chat(asked))
-        answer = await self.wanted(*ollama_fields.chat_of(asked), ollama_fields.CALLED, pictures)
-        return await self.answer(request, asked, shape, partial(self.reply, answer))
+        pictures = await self.pictures(pictures_sent.in_ollama_chat(payload))
+        answer = await self.wanted(*ollama_requests.chat_of(payload), ollama_requests.CALLED, pictures)
+        return await self.answer(request, payload, shape, partial(self.reply, answer))
 
     async def ollama_generate(self, request: Request) -> Response:
-        asked = await self._asked_as_ollama(request, OllamaText)
-        shape = OllamaResponse(asked.model or self.name, waited_ns(request.headers), self.replies.tokenizer if asked.logprobs else None)
-        if not asked.prompt:
+        payload = await self._asked_as_ollama(request, OllamaGenerateRequest)
+        shape = OllamaGenerateSerializer(payload.model or self.name, waited_ns(request.headers),
+                                         self.replies.tokenizer if payload.logprobs else None)
+        if not payload.prompt:
             return json_response(shape.loaded())
-        pictures = await self.pictures(pictures_sent.in_ollama_text(asked))
-        if asked.raw or asked.suffix:
-            wish = await self._wish(ollama_fields.raw_of(asked), ollama_fields.CALLED_RAW)
-            return await self.answer(request, asked, shape, await self._completed(asked.prompt, asked.suffix, wish))
-        answer = await self.wanted(*ollama_fields.answer_of(asked), ollama_fields.CALLED, pictures)
-        return await self.answer(request, asked, shape, partial(self.reply, answer))
+        pictures = await self.pictures(pictures_sent.in_ollama_text(payload))
+        if payload.raw or payload.suffix:
+            wish = await self._wish(ollama_requests.raw_completion(payload), ollama_requests.CALLED_RAW)
+            return await self.answer(request, payload, shape, await self._completed(payload.prompt, payload.suffix, wish))
+        answer = await self.wanted(*ollama_requests.generate_as_chat(payload), ollama_requests.CALLED, pictures)
+        return await self.answer(request, payload, shape, partial(self.reply, answer))
 
     async def text(self, request: Request) -> Response:
-        asked = await self.asked(request, TextAsked)
-        prompts, wish = prompts_of(asked), await self._wish(asked)
-        each = choice_count(asked.n, len(prompts))
-        if not asked.suffix:
+        payload = await self.payload(request, CompletionRequest)
+        prompts, wish = prompts_of(payload), await self._wish(payload)
+        each = choice_count(payload.n, len(prompts))
+        if not payload.suffix:
             await self.demand_room(prompts, wish)
-        starts = [await self._completed(prompt, asked.suffix, own) for prompt in prompts for own in with_seeds(wish, each)]
-        return await self._answers(request, asked, partial(self._completion, TextShape, asked, wish), starts, each)
+        starts = [await self._completed(prompt, payload.suffix, own) for prompt in prompts for own in with_seeds(wish, each)]
+        return await self._answers(request, payload, partial(self._completion, TextSerializer, payload, wish), starts, each)
 
     async def demand_room(self, prompts: Sequence[str | list[int]], wish: GenerationOptions) -> None:
         """Of several prompts that are answered in turn one that cannot be is told of before the first is. Raises Problem that names it."""
@@ -236,16 +248,16 @@ class GenerationService(SingleModelService):
                 raise problem from error
 
     async def _asked_as_ollama(self, request: Request, kind: type[Kind]) -> Kind:
-        asked = await self.asked(request, kind)
-        if remark := ollama_fields.judged(asked, self.name, self.replies.tokenizer.thinks, self.replies.engine.n_ctx):
+        payload = await self.payload(request, kind)
+        if remark := ollama_requests.check_request(payload, self.name, self.replies.tokenizer.thinks, self.replies.engine.n_ctx):
             self.note(remark)
-        return asked
+        return payload
 
-    async def _wish(self, asked: Asked, called: Mapping[str, str] | None = None) -> GenerationOptions:
+    async def _wish(self, payload: GenerationRequest, called: Mapping[str, str] | None = None) -> GenerationOptions:
         """Raises Problem that names the field, as it is `called` where the request comes from."""
         try:
-            wish = await asyncio.to_thread(wish_of, asked, self.defaults, self.replies.tokenizer)
-            return replace(wish, choice=self.adapters.choice(asked))
+            wish = await asyncio.to_thread(wish_of, payload, self.defaults, self.replies.tokenizer)
+            return replace(wish, choice=self.adapters.choice(payload))
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
 
@@ -270,38 +282,39 @@ class GenerationService(SingleModelService):
         """Those of a sound that came as a file. Raises Problem."""
         return await self._taking.samples(data, where)
 
-    async def wanted(self, asked: ChatAsked, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
+    async def wanted(self, payload: ChatRequest, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
                      pictures: tuple[Picture, ...] = ()) -> PreparedRequest:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]
         try:
-            tools = await asyncio.to_thread(tools_asked, asked)
-            wish, variables = reasoning_of(asked, await self._wish(asked), self.replies.tokenizer)
+            tools = await asyncio.to_thread(tools_asked, payload)
+            wish, variables = reasoning_of(payload, await self._wish(payload), self.replies.tokenizer)
         except Problem as problem:
             raise problem.renamed(called or {}) from problem
-        if remark := unreasoned(asked, self.replies.tokenizer):
+        if remark := unreasoned(payload, self.replies.tokenizer):
             self.note(remark)
         return PreparedRequest(messages, wish, tools, variables, pictures)
 
     def reply(self, wanted: PreparedRequest, cancelled: Callable[[], bool]) -> Iterator[Event]:
         return self.replies.reply(wanted.messages, wanted.wish, wanted.tools, wanted.variables, cancelled)
 
-    def _completion(self, kind: type[Completion], asked: Asked, wish: GenerationOptions) -> Completion:
+    def _completion(self, kind: type[CompletionSerializer], payload: GenerationRequest, wish: GenerationOptions) -> CompletionSerializer:
         told_by = None if wish.tells is None else self.replies.tokenizer
-        made = kind(self.called(asked.model), bool(asked.stream_options and asked.stream_options.include_usage), told_by)
-        made.says_none = asked.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece
-        made.calls.free = names_of(asked.tools) if isinstance(asked, ChatAsked) else frozenset()
+        made = kind(self.called(payload.model), bool(payload.stream_options and payload.stream_options.include_usage), told_by)
+        made.says_none = payload.cache_prompt is None  # of llama-server's programs, some take usage of null for the last piece
+        made.calls.free = names_of(payload.tools) if isinstance(payload, ChatRequest) else frozenset()
         return made
 
-    async def _answers(self, request: Request, asked: Asked, make: Callable[[], Completion], starts: Sequence[Start],
+    async def _answers(self, request: Request, payload: GenerationRequest, make: Callable[[], CompletionSerializer],
+                       starts: Sequence[Start],
                        each: int) -> Response:
         """One answer of a shape, or several, `each` of them to one prompt."""
         shape = make() if len(starts) == 1 else MultipleAnswers(make, len(starts), each)
-        return await self.answer(request, asked, shape, in_sequence(starts))
+        return await self.answer(request, payload, shape, in_sequence(starts))
 
-    async def answer(self, request: Request, asked: Asked | OllamaAsked, shape: Shape, start: Start) -> Response:
+    async def answer(self, request: Request, payload: GenerationRequest | OllamaRequest, shape: AnswerSerializer, start: Start) -> Response:
         """The answer that `start` begins, whole or as a stream. Raises Problem."""
         listener = Listener(self.answer_queue.submit(start), self.note, request.scope[RECORD], self.tally.add)
         kind = LineStream if shape.by_line else ListStream if shape.in_list else EventStream
-        return kind(listener, shape) if asked.stream else await whole(request, listener, shape)
+        return kind(listener, shape) if payload.stream else await whole(request, listener, shape)

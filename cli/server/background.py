@@ -15,7 +15,7 @@ from ...runtime.events import Call, Done, PromptRead, Stats, TextDelta
 from .followed import Events, Pot, gone
 from .multiple_answers import AnswerEnded
 from .problems import Problem, problem_of
-from .responses_shape import GOES_ON, QUEUED, ResponseShape
+from .responses_serializer import GOES_ON, QUEUED, ResponseSerializer
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, Listener, unless_gone, written
 
 HELD = "x-effllm-held"  # header: what goes on behind an answer, by which the server in front knows that its model has to stay
@@ -27,7 +27,8 @@ class Running:
     """One that has not ended. `events` are those so far, of what `pot` has room for, where its program wants to follow them. `keep` is told
     the response as it ended, with its events."""
 
-    def __init__(self, shape: ResponseShape, listener: Listener, pot: Pot | None, keep: Callable[[dict[str, Any], Events | None], None],
+    def __init__(self, shape: ResponseSerializer, listener: Listener, pot: Pot | None,
+                 keep: Callable[[dict[str, Any], Events | None], None],
                  note: Callable[[str], None]) -> None:
         self._shape, self._listener, self._pot, self._keep, self._note = shape, listener, pot, keep, note
         self.events = None if pot is None else pot.begin()
@@ -99,13 +100,13 @@ class Background:
         self._running: dict[str, Running] = {}
         self._pot = Pot()
 
-    def begin(self, shape: ResponseShape, listener: Listener, keep: Callable[[dict[str, Any], Events | None], None],
+    def begin(self, shape: ResponseSerializer, listener: Listener, keep: Callable[[dict[str, Any], Events | None], None],
               note: Callable[[str], None]) -> Running:
         def ended(response: dict[str, Any], events: Events | None) -> None:
             del self._running[shape.id]
             keep(response, events)
 
-        running = self._running[shape.id] = Running(shape, listener, self._pot if shape.asked.stream is True else None, ended, note)
+        running = self._running[shape.id] = Running(shape, listener, self._pot if shape.payload.stream is True else None, ended, note)
         return running
 
     def find(self, name: str) -> Running | None:

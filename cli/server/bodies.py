@@ -8,7 +8,7 @@ import re
 
 from starlette.requests import Request
 
-from .fields import Kind, parsed
+from .openai_requests import Kind, parse
 from .problems import Problem
 
 LARGEST_BODY, MOST_READ = 32 << 20, 256 << 20  # bytes of a body that is taken, and of one that is read to its end
@@ -19,7 +19,7 @@ STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)  # also one without an
 
 async def read(request: Request, kind: type[Kind]) -> Kind:
     """The body of a request as an object. Raises Problem."""
-    return await asyncio.to_thread(parsed, kind, await body_of(request))
+    return await asyncio.to_thread(parse, kind, await body_of(request))
 
 
 async def body_of(request: Request) -> bytes:

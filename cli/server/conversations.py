@@ -12,7 +12,7 @@ from typing import Any
 from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .kept_responses import Item, named_items
 from .problems import LEAVE_ONE, Problem
-from .responses_fields import ResponsesAsked
+from .responses_requests import ResponsesRequest
 
 LOST = "those that were not used for long make room for others: begin a new one"
 
@@ -57,13 +57,13 @@ class Conversations:
         self._held[name] = found
         return found
 
-    def before(self, asked: ResponsesAsked) -> Sequence[Item]:
+    def before(self, payload: ResponsesRequest) -> Sequence[Item]:
         """The items of the conversation that a request goes on with; none where it names none. Raises Problem."""
-        if asked.conversation_id is None:
+        if payload.conversation_id is None:
             return ()
-        if asked.previous_response_id is not None:
+        if payload.previous_response_id is not None:
             raise Problem(400, "conversation and previous_response_id both say what came before", param="conversation", hint=LEAVE_ONE)
-        return (*self.find(asked.conversation_id, "conversation").items,)
+        return (*self.find(payload.conversation_id, "conversation").items,)
 
     def add(self, name: str, items: Sequence[Item]) -> list[Item]:
         """More items, each with a name; the conversations that were used longest ago make room for them. Raises Problem."""

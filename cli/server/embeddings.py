@@ -18,13 +18,13 @@ from ...runtime.events import Embedded
 from ...runtime.generation.embedding import in_numbers, shortened
 from .answer_queue import AnswerQueue
 from .bodies import read
-from .fields import NOT_HERE, Body, Kind
-from .gemini_fields import EmbedAsked, EmbedsAsked, text_of
 from .gemini_models import EMBEDDED
+from .gemini_requests import BatchEmbedContentsRequest, EmbedContentRequest, text_of
 from .guard import RECORD
-from .llama_fields import prompts_in
-from .ollama_fields import waited_ns
-from .ollama_shape import NS
+from .llama_requests import prompts_in
+from .ollama_requests import waited_ns
+from .ollama_serializer import NS
+from .openai_requests import UNSUPPORTED_FIELDS, Body, Kind
 from .problems import BY_PARTS, LM_STUDIO, OLLAMA, Problem
 from .streams import GONE, Listener, json_response, made
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from ...runtime.generation.served_model import ServedModel
     from .adapters import Adapters
 
-MOST = 2048  # texts of a request, as at OpenAI
+MAX_TEXTS = 2048  # texts of a request, as at OpenAI
 FLOAT, BASE64 = "float", "base64"
 # Google's types of tasks -> whether a text of it is a question, or what is searched; others are neither.
 ASKING = {**dict.fromkeys(("RETRIEVAL_QUERY", "CODE_RETRIEVAL_QUERY", "QUESTION_ANSWERING", "FACT_VERIFICATION"), True),
@@ -45,9 +45,9 @@ NO_NORM = "embd_normalize is the number of a norm, 0 or more: vectors have a len
 Texts = list[str] | list[list[int]] | list[str | list[int]]
 
 
-class EmbeddingsAsked(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "lora": ([],)}
-    instead: ClassVar[Mapping[str, str]] = {"lora": "the name of an adapter as model does this here"}
+class EmbeddingsRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, "lora": ([],)}
+    alternatives: ClassVar[Mapping[str, str]] = {"lora": "the name of an adapter as model does this here"}
 
     model: str | None = None
     input: Any
@@ -57,25 +57,25 @@ class EmbeddingsAsked(Body):
     task: str | None = None  # as Jina's API has it: the prompt of that name, of a model that has one
 
 
-class OllamaEmbeddings(Body):
+class OllamaEmbedRequest(Body):
     model: str | None = None
     input: Any = None
     truncate: bool | None = None
     dimensions: int | None = None
 
 
-class OllamaEmbedding(Body):
+class OllamaEmbeddingRequest(Body):
     """As it was asked before for one."""
 
     model: str | None = None
     prompt: str | None = None
 
 
-class LlamaEmbedding(Body):
+class LlamaEmbeddingRequest(Body):
     """As llama-server asks for them: `embd_normalize` is by which norm a vector has the length 1, 0 for integers of 16 bits."""
 
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsAsked.not_here
-    instead: ClassVar[Mapping[str, str]] = EmbeddingsAsked.instead
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsRequest.unsupported
+    alternatives: ClassVar[Mapping[str, str]] = EmbeddingsRequest.alternatives
 
     model: str | None = None
     content: Any = None
@@ -101,83 +101,83 @@ class Embeddings:
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def openai(self, request: Request) -> Response:
-        asked = await self._asked(request, EmbeddingsAsked)
-        written = self._written(asked.encoding_format)
-        texts = texts_of(asked.input, "input")
-        self._demand_width(asked.dimensions)
+        payload = await self._asked(request, EmbeddingsRequest)
+        written = self._written(payload.encoding_format)
+        texts = texts_of(payload.input, "input")
+        self._demand_width(payload.dimensions)
         if not texts:
             raise Problem(400, "input is empty", param="input", hint="send a text, or a list of texts")
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = shortened(embedded.vectors, asked.dimensions)
-            return {"object": "list", "model": self._adapters.called(asked.model) or self._name,
+            vectors = shortened(embedded.vectors, payload.dimensions)
+            return {"object": "list", "model": self._adapters.called(payload.model) or self._name,
                     "usage": {"prompt_tokens": embedded.tokens, "total_tokens": embedded.tokens},
                     "data": [{"object": "embedding", "index": at, "embedding": written(each)} for at, each in enumerate(vectors)]}
 
-        name = asked.prompt_name
-        if name is None and asked.task in self._replies.embedding_prompts.named:
-            name = asked.task
-        return await self._answer(request, asked.model, texts, False, told, name)
+        name = payload.prompt_name
+        if name is None and payload.task in self._replies.embedding_prompts.named:
+            name = payload.task
+        return await self._answer(request, payload.model, texts, False, told, name)
 
     async def llama(self, request: Request) -> Response:
         """A list, also of one; the vectors of each text are a list again, since there one may have a vector of each token."""
-        asked = await self._asked(request, LlamaEmbedding)
-        if asked.embd_normalize < 0:
+        payload = await self._asked(request, LlamaEmbeddingRequest)
+        if payload.embd_normalize < 0:
             raise Problem(400, NO_NORM, param="embd_normalize")
-        written = self._written(asked.encoding_format)
-        field = "content" if asked.content is not None or asked.input is None else "input"
-        texts = await asyncio.to_thread(prompts_in, getattr(asked, field), self._replies.tokenizer, field)
+        written = self._written(payload.encoding_format)
+        field = "content" if payload.content is not None or payload.input is None else "input"
+        texts = await asyncio.to_thread(prompts_in, getattr(payload, field), self._replies.tokenizer, field)
         demand_texts(texts, field)
 
         def told(embedded: Embedded) -> list[dict[str, object]]:
-            return [{"index": at, "embedding": [written(normed(each, asked.embd_normalize))]} for at, each in enumerate(embedded.vectors)]
+            return [{"index": at, "embedding": [written(normed(each, payload.embd_normalize))]} for at, each in enumerate(embedded.vectors)]
 
-        return await self._answer(request, asked.model, texts, False, told)
+        return await self._answer(request, payload.model, texts, False, told)
 
     async def ollama(self, request: Request) -> Response:
         """A text that is too long is cut, unless `truncate` is false: so it is there."""
-        asked, began = await self._asked(request, OllamaEmbeddings), time.monotonic()
-        texts = texts_of(asked.input, "input") if asked.input else []
-        self._demand_width(asked.dimensions)
+        payload, began = await self._asked(request, OllamaEmbedRequest), time.monotonic()
+        texts = texts_of(payload.input, "input") if payload.input else []
+        self._demand_width(payload.dimensions)
         waited = waited_ns(request.headers)
 
         def told(embedded: Embedded) -> dict[str, object]:
-            vectors = shortened(embedded.vectors, asked.dimensions)
-            return {"model": asked.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": waited,
+            vectors = shortened(embedded.vectors, payload.dimensions)
+            return {"model": payload.model or self._name, "embeddings": [in_numbers(each) for each in vectors], "load_duration": waited,
                     "total_duration": waited + round((time.monotonic() - began) * NS), "prompt_eval_count": embedded.tokens}
 
         if not texts:
             return json_response(told(Embedded([], 0)))
-        return await self._answer(request, asked.model, texts, asked.truncate is not False, told)
+        return await self._answer(request, payload.model, texts, payload.truncate is not False, told)
 
     async def single(self, request: Request) -> Response:
-        asked = await self._asked(request, OllamaEmbedding)
-        if not asked.prompt:
+        payload = await self._asked(request, OllamaEmbeddingRequest)
+        if not payload.prompt:
             return json_response({"embedding": []})
         told = lambda embedded: {"embedding": in_numbers(embedded.vectors[0])}  # noqa: E731
-        return await self._answer(request, asked.model, [asked.prompt], True, told)
+        return await self._answer(request, payload.model, [payload.prompt], True, told)
 
     async def gemini(self, request: Request) -> Response:
-        return await self._gemini(request, [await read(request, EmbedAsked)], "", lambda vectors: {"embedding": vectors[0]})
+        return await self._gemini(request, [await read(request, EmbedContentRequest)], "", lambda vectors: {"embedding": vectors[0]})
 
     async def gemini_several(self, request: Request) -> Response:
-        asked = (await read(request, EmbedsAsked)).requests
-        return await self._gemini(request, asked, "requests[{}].", lambda vectors: {"embeddings": vectors})
+        payload = (await read(request, BatchEmbedContentsRequest)).requests
+        return await self._gemini(request, payload, "requests[{}].", lambda vectors: {"embeddings": vectors})
 
-    async def _gemini(self, request: Request, asked: list[EmbedAsked], where: str,
+    async def _gemini(self, request: Request, payload: list[EmbedContentRequest], where: str,
                       told: Callable[[list[dict[str, object]]], dict[str, object]]) -> Response:
         """Its types of tasks are prompts of those models that have such; of one request all texts have the same."""
         self._demand(name := request.path_params["name"], "model")
-        if not asked:
+        if not payload:
             raise Problem(400, "requests is empty", param="requests", hint="send one for each text")
-        texts = [text_of(each.content, f"{where.format(at)}content") for at, each in enumerate(asked)]
+        texts = [text_of(each.content, f"{where.format(at)}content") for at, each in enumerate(payload)]
         demand_texts(texts, "content" if not where else "requests")
         for field in ("task_type", "output_dimensionality"):
-            if len({getattr(each, field) for each in asked}) > 1:
+            if len({getattr(each, field) for each in payload}) > 1:
                 raise Problem(400, f"the requests differ in {to_camel(field)}", param="requests", hint=BY_PARTS)
-        self._demand_width(width := asked[0].output_dimensionality or None)
+        self._demand_width(width := payload[0].output_dimensionality or None)
         prompts = self._replies.embedding_prompts
-        task = ASKING.get(asked[0].task_type or "")
+        task = ASKING.get(payload[0].task_type or "")
         prompt = {True: prompts.query, False: prompts.document}.get(task)
 
         def answer(embedded: Embedded) -> dict[str, object]:
@@ -186,10 +186,10 @@ class Embeddings:
         return await self._answer(request, name, texts, True, answer, prompt)
 
     async def _asked(self, request: Request, kind: type[Kind]) -> Kind:
-        asked = await read(request, kind)
-        if asked.model:
-            self._demand(asked.model, "model")
-        return asked
+        payload = await read(request, kind)
+        if payload.model:
+            self._demand(payload.model, "model")
+        return payload
 
     @staticmethod
     def _written(encoding: str | None) -> Callable[[np.ndarray], object]:
@@ -207,8 +207,8 @@ class Embeddings:
                       told: Callable[[Embedded], object], prompt_name: str | None = None) -> Response:
         """Raises Problem; an empty response where the client has gone."""
         record, choice = request.scope[RECORD], self._adapters.choice_of(model)
-        asked = partial(self._replies.embed, texts, cut, choice=choice, prompt_name=prompt_name)
-        listener = Listener(self._answer_queue.submit(asked), self._note, record)
+        payload = partial(self._replies.embed, texts, cut, choice=choice, prompt_name=prompt_name)
+        listener = Listener(self._answer_queue.submit(payload), self._note, record)
         if (embedded := await made(request, listener, Embedded)) is None:
             return Response(status_code=GONE)
         record.made = f"{embedded.tokens} tokens in, {len(texts)} vector{'' if len(texts) == 1 else 's'}"
@@ -227,8 +227,8 @@ def texts_of(given: object, where: str) -> Texts:
 
 def demand_texts(texts: Texts, where: str) -> None:
     """Raises Problem for too many of them, and for one that is empty."""
-    if len(texts) > MOST:
-        raise Problem(400, f"{where} has {len(texts)} texts, {MOST} are taken at once", param=where, hint=BY_PARTS)
+    if len(texts) > MAX_TEXTS:
+        raise Problem(400, f"{where} has {len(texts)} texts, {MAX_TEXTS} are taken at once", param=where, hint=BY_PARTS)
     if (empty := next((at for at, each in enumerate(texts) if not each), None)) is not None:
         raise Problem(400, f"{where}[{empty}] is empty", param=where, hint="leave it out")
 

@@ -10,7 +10,7 @@ from typing import Any
 from ... import EffllmError
 from ...runtime.constraints.constraint import ANY_OBJECT, Form, form_of_choices, form_of_grammar, form_of_regex, form_of_schema
 from ...runtime.tool_calls.schema import closed
-from .fields import Asked
+from .openai_requests import GenerationRequest
 from .problems import LEAVE_ONE, Problem, problem_of
 
 FORMAT, GRAMMAR, STRUCTURED = "response_format", "grammar", "structured_outputs"
@@ -21,16 +21,16 @@ VALUES = {"json": ("value",), "regex": ("value", "pattern"), GRAMMAR: (GRAMMAR, 
 KINDS = ("json", "json_object", "regex", "choice", GRAMMAR)  # of vLLM's fields
 
 
-def form_asked(asked: Asked, otherwise: Form | None) -> Form | None:
+def form_asked(payload: GenerationRequest, otherwise: Form | None) -> Form | None:
     """`{"type": "text"}` is free, whatever the command line says. Objects have the properties that a schema names alone, as llama-server
     holds them: schemas that are made of classes do not say so, and a small model that may name any goes on to invent some. Raises Problem
     that names the field."""
-    given = [*_given(asked)]
+    given = [*_given(payload)]
     if len(given) > 1:
         (first, *_), (second, *_) = given[:2]
         raise Problem(400, f"{first} and {second} both say what the answer is", param=second, hint=LEAVE_ONE)
     if not given:
-        return None if asked.response_format is not None else otherwise
+        return None if payload.response_format is not None else otherwise
     field, kind, value = given[0]
     try:
         return _form(field, kind, value)
@@ -38,14 +38,14 @@ def form_asked(asked: Asked, otherwise: Form | None) -> Form | None:
         raise problem_of(error, field) from error
 
 
-def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
+def _given(payload: GenerationRequest) -> Iterator[tuple[str, str, Any]]:
     """Field, kind and value of each form that is asked for."""
-    if asked.response_format is not None and (named := _of_format(asked.response_format)) is not None:
+    if payload.response_format is not None and (named := _of_format(payload.response_format)) is not None:
         yield FORMAT, *named
     for field, kind in BY_ITSELF.items():
-        if (value := getattr(asked, field)) not in (None, ""):
+        if (value := getattr(payload, field)) not in (None, ""):
             yield field, kind, value
-    for key, value in (asked.structured_outputs or {}).items():
+    for key, value in (payload.structured_outputs or {}).items():
         if value not in (None, False, ""):
             if key in KINDS:
                 yield f"{STRUCTURED}.{key}", key, value
@@ -53,7 +53,7 @@ def _given(asked: Asked) -> Iterator[tuple[str, str, Any]]:
                 raise Problem(400, f"{STRUCTURED}.{key} is not supported: {', '.join(KINDS)} are", param=f"{STRUCTURED}.{key}",
                               code="unsupported_parameter")
     for kind in KINDS:
-        if (value := getattr(asked, f"guided_{kind}", None)) not in (None, ""):
+        if (value := getattr(payload, f"guided_{kind}", None)) not in (None, ""):
             yield f"guided_{kind}", kind, value
 
 

@@ -12,11 +12,11 @@ from starlette.routing import Route
 
 from . import papers, pictures
 from .bodies import read
-from .fields import ChatAsked
-from .gemini_fields import CALLED, CountAsked, GenerateAsked, chat_of
 from .gemini_models import COUNTED, GENERATED, in_list
-from .gemini_shape import GeminiShape
+from .gemini_requests import CALLED, CountTokensRequest, GenerateContentRequest, chat_of
+from .gemini_serializer import GeminiSerializer
 from .multiple_answers import choice_count, in_sequence, with_seeds
+from .openai_requests import ChatRequest
 from .streams import json_response
 
 if TYPE_CHECKING:
@@ -34,21 +34,22 @@ class GeminiPaths:
         return [Route(path, answer, methods=["POST"]) for path, answer in answers.items()]
 
     async def generate(self, streams: bool, request: Request) -> Response:
-        asked, service = await read(request, GenerateAsked), self._service
-        chat, wanted = await self._wanted(request, asked, streams)
+        payload, service = await read(request, GenerateContentRequest), self._service
+        chat, wanted = await self._wanted(request, payload, streams)
         each, told_by = choice_count(chat.n, field=CALLED["n"]), None if wanted.wish.tells is None else service.replies.tokenizer
         starts = [partial(service.reply, replace(wanted, wish=wish)) for wish in with_seeds(wanted.wish, each)]
-        shape = GeminiShape(service.called(chat.model), in_list(request), asked.shows_thoughts, told_by)
+        shape = GeminiSerializer(service.called(chat.model), in_list(request), payload.shows_thoughts, told_by)
         return await service.answer(request, chat, shape, in_sequence(starts))
 
     async def count(self, request: Request) -> Response:
-        _, wanted = await self._wanted(request, (await read(request, CountAsked)).about)
+        _, wanted = await self._wanted(request, (await read(request, CountTokensRequest)).about)
         return json_response({"totalTokens": await self._service.count(wanted)})
 
-    async def _wanted(self, request: Request, asked: GenerateAsked, streams: bool = False) -> tuple[ChatAsked, PreparedRequest]:
+    async def _wanted(self, request: Request, payload: GenerateContentRequest, streams: bool = False) -> tuple[ChatRequest,
+                                                                                                               PreparedRequest]:
         """What a request comes to."""
         service = self._service
         service.demand_model(name := request.path_params["name"], "model")
-        held = await service.pictures(pictures.in_contents(asked), papers.in_contents(asked))
-        chat, messages = chat_of(asked, name, streams)
+        held = await service.pictures(pictures.in_contents(payload), papers.in_contents(payload))
+        chat, messages = chat_of(payload, name, streams)
         return chat, await service.wanted(chat, messages, CALLED, held)

@@ -124,7 +124,7 @@ class Guard:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             return
-        headers, record, status, own, asked = Headers(scope=scope), Record(), GONE, 0, scope["path"]
+        headers, record, status, own, payload = Headers(scope=scope), Record(), GONE, 0, scope["path"]
         scope, began = by_googles_path(scope, headers), time.monotonic()
         origin = headers.get("origin")
         scope[RECORD] = record
@@ -169,7 +169,7 @@ class Guard:
             else:
                 record.behind.add_done_callback(lambda _: self._release(own))
             record.seconds = time.monotonic() - began
-            self._say(scope["method"], asked, status, record)
+            self._say(scope["method"], payload, status, record)
 
     def _release(self, nbytes: int) -> None:
         self._held -= nbytes

@@ -12,7 +12,7 @@ from typing import Any
 from .followed import Events
 from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
 from .problems import Problem
-from .responses_fields import COMPACTION, NOT_KEPT, ResponsesAsked
+from .responses_requests import COMPACTION, NOT_KEPT, ResponsesRequest
 
 REFERENCE = "item_reference"
 PREFIXES = {"message": "msg", "reasoning": "rs", "function_call": "fc", "function_call_output": "fco", "custom_tool_call": "ctc",
@@ -42,20 +42,20 @@ class KeptResponses:
         self._kept: dict[str, Kept] = {}  # by their names, the oldest first
         self._items: dict[str, Item] = {}  # those that were answered, by theirs
 
-    def own(self, asked: ResponsesAsked) -> list[Item]:
+    def own(self, payload: ResponsesRequest) -> list[Item]:
         """The items that a request brings, with those that it names. Raises Problem for one that is not kept."""
-        if isinstance(asked.input, str):
-            return [{"role": "user", "content": asked.input}]
-        return [self._meant(item, f"input[{at}]") for at, item in enumerate(asked.input if isinstance(asked.input, list) else ())]
+        if isinstance(payload.input, str):
+            return [{"role": "user", "content": payload.input}]
+        return [self._meant(item, f"input[{at}]") for at, item in enumerate(payload.input if isinstance(payload.input, list) else ())]
 
-    def whole(self, asked: ResponsesAsked, own: Sequence[Item]) -> ResponsesAsked:
+    def whole(self, payload: ResponsesRequest, own: Sequence[Item]) -> ResponsesRequest:
         """The request with all that was said before it, of which what a conversation has is among its `own` already. Raises Problem for
         a response that is not kept."""
-        goes_on = asked.previous_response_id is not None or asked.conversation is not None
-        if not goes_on and not isinstance(asked.input, list) or not isinstance(asked.input, str | list | None):
-            return asked  # what is no input is refused where items are read
-        before = self._before(asked.previous_response_id)
-        return asked.model_copy(update={"input": deepcopy([*before, *own])})  # where a picture was stands a mark in the end
+        goes_on = payload.previous_response_id is not None or payload.conversation is not None
+        if not goes_on and not isinstance(payload.input, list) or not isinstance(payload.input, str | list | None):
+            return payload  # what is no input is refused where items are read
+        before = self._before(payload.previous_response_id)
+        return payload.model_copy(update={"input": deepcopy([*before, *own])})  # where a picture was stands a mark in the end
 
     def _before(self, name: str | None) -> list[Item]:
         """All that was said and answered up to a response. Raises Problem for one that is not kept."""
@@ -69,16 +69,16 @@ class KeptResponses:
             name = kept.before
         return before
 
-    def keep(self, asked: ResponsesAsked, own: Sequence[Item], response: Mapping[str, Any], events: Events | None = None) -> None:
+    def keep(self, payload: ResponsesRequest, own: Sequence[Item], response: Mapping[str, Any], events: Events | None = None) -> None:
         """A response that has ended; the oldest make room for it. Of its events the newest are kept that both have room for."""
         nbytes = nbytes_of([*own, response]) + OF_AN_ENTRY
-        if asked.store is False or nbytes > self._most:
+        if payload.store is False or nbytes > self._most:
             return
         if events is not None:
             while nbytes + events.nbytes > self._most:
                 events.make_room()
             nbytes += events.nbytes
-        self._kept[response["id"]] = Kept(asked.previous_response_id, own, response, nbytes, events)
+        self._kept[response["id"]] = Kept(payload.previous_response_id, own, response, nbytes, events)
         self._items |= {item["id"]: item for item in response["output"]}
         self._nbytes += nbytes
         while self._nbytes > self._most:

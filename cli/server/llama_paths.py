@@ -16,14 +16,14 @@ from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.images.marks import unmarked
 from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read
-from .fields import ChatAsked, Detokenize, Tokenize, messages_of
-from .llama_fields import CompletionAsked, InfillAsked, completion_prompts, completion_wish
-from .llama_shape import LlamaAnswers, LlamaShape, Settings, generation_settings
+from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, completion_wish
+from .llama_serializer import LlamaAnswerContext, LlamaListSerializer, LlamaSerializer, generation_settings
 from .metrics import TEXT
 from .multiple_answers import in_sequence, with_seeds
+from .openai_requests import ChatRequest, Detokenize, Tokenize, messages_of
 from .pictures import in_chat
 from .problems import BUSY, LEAVE_IT, UNSUPPORTED, Problem
-from .shapes import FINGERPRINT
+from .serializers import FINGERPRINT
 from .streams import json_response
 
 if TYPE_CHECKING:
@@ -47,20 +47,20 @@ class TokenPaths:
         return [Route("/tokenize", self.tokenize, methods=["POST"]), Route("/detokenize", self.detokenize, methods=["POST"])]
 
     async def tokenize(self, request: Request) -> Response:
-        asked = await read(request, Tokenize)
+        payload = await read(request, Tokenize)
         tokenizer = self._service.replies.tokenizer
 
         def told() -> Response:  # of megabytes in seconds, in which streams are to go on
-            ids = (tokenizer if asked.parse_special else tokenizer.of_letters).encode(asked.content, asked.add_special)
+            ids = (tokenizer if payload.parse_special else tokenizer.of_letters).encode(payload.content, payload.add_special)
             spelled = bytes_of(tokenizer)
-            return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if asked.with_pieces else ids})
+            return json_response({"tokens": [{"id": each, "piece": piece(spelled(each))} for each in ids] if payload.with_pieces else ids})
 
         return await asyncio.to_thread(told)
 
     async def detokenize(self, request: Request) -> Response:
-        asked = await read(request, Detokenize)
-        self._service.demand_tokens(asked.tokens, "tokens")
-        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, asked.tokens, False)})
+        payload = await read(request, Detokenize)
+        self._service.demand_tokens(payload.tokens, "tokens")
+        return json_response({"content": await asyncio.to_thread(self._service.replies.tokenizer.decode, payload.tokens, False)})
 
 
 class LlamaPaths(TokenPaths):
@@ -77,33 +77,33 @@ class LlamaPaths(TokenPaths):
                 *(Route(path, answer, methods=["GET"]) for path, answer in told.items())]
 
     async def complete(self, request: Request) -> Response:
-        asked, replies = await self._service.asked(request, CompletionAsked), self._service.replies
-        prompts = await asyncio.to_thread(completion_prompts, asked, replies.tokenizer)
-        wish = await self._wish(asked)
+        payload, replies = await self._service.payload(request, LlamaCompletionRequest), self._service.replies
+        prompts = await asyncio.to_thread(completion_prompts, payload, replies.tokenizer)
+        wish = await self._wish(payload)
         await self._service.demand_room(prompts, wish)
         for prompt in prompts:
             if not isinstance(prompt, str):
                 self._service.demand_tokens(prompt, "prompt")
-        return await self._answer(request, asked, prompts, wish)
+        return await self._answer(request, payload, prompts, wish)
 
     async def infill(self, request: Request) -> Response:
         """What has no room in the context is left out: editors send what is around the cursor, however long, and again at the next key."""
-        asked, service = await self._service.asked(request, InfillAsked), self._service
-        for field, count in (("n_cmpl", asked.n_cmpl), ("n", asked.n)):
+        payload, service = await self._service.payload(request, InfillRequest), self._service
+        for field, count in (("n_cmpl", payload.n_cmpl), ("n", payload.n)):
             if count not in (None, 1):
                 raise Problem(400, f"{field} is not supported; {LEAVE_IT}", param=field, code="unsupported_parameter")
-        replies, wish = service.replies, await self._wish(asked)
+        replies, wish = service.replies, await self._wish(payload)
         if await asyncio.to_thread(lambda: replies.marks) is None:
             raise Problem(501, NO_MARKS.format(service.name), UNSUPPORTED, code="not_supported", hint=A_CODER)
-        prompt = await asyncio.to_thread(replies.around, asked.gap, wish.max_tokens, True)
+        prompt = await asyncio.to_thread(replies.around, payload.gap, wish.max_tokens, True)
         if prompt.is_cut:
             service.note(CUT)
-        return await self._answer(request, asked, [prompt.ids], wish, prompt.lasting, prompt.is_cut)
+        return await self._answer(request, payload, [prompt.ids], wish, prompt.lasting, prompt.is_cut)
 
     async def apply_template(self, request: Request) -> Response:
-        asked = await self._service.asked(request, ChatAsked)
-        pictures = await self._service.pictures(in_chat(asked))
-        wanted = await self._service.wanted(asked, messages_of(asked), pictures=pictures)
+        payload = await self._service.payload(request, ChatRequest)
+        pictures = await self._service.pictures(in_chat(payload))
+        wanted = await self._service.wanted(payload, messages_of(payload), pictures=pictures)
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
         return json_response({"prompt": unmarked(await asyncio.to_thread(said))})
 
@@ -133,25 +133,26 @@ class LlamaPaths(TokenPaths):
     async def metrics(self, request: Request) -> Response:
         return Response(self._service.tally.said(self._service.answer_queue), media_type=TEXT)
 
-    async def _wish(self, asked: CompletionAsked) -> GenerationOptions:
-        wish = await asyncio.to_thread(completion_wish, asked, self._service.defaults, self._service.replies.tokenizer)
-        return replace(wish, choice=self._service.adapters.choice(asked))
+    async def _wish(self, payload: LlamaCompletionRequest) -> GenerationOptions:
+        wish = await asyncio.to_thread(completion_wish, payload, self._service.defaults, self._service.replies.tokenizer)
+        return replace(wish, choice=self._service.adapters.choice(payload))
 
-    async def _answer(self, request: Request, asked: CompletionAsked, prompts: list[str | list[int]], wish: GenerationOptions,
+    async def _answer(self, request: Request, payload: LlamaCompletionRequest, prompts: list[str | list[int]], wish: GenerationOptions,
                       lasting: int | None = None, is_cut: bool = False) -> Response:
         """One answer, or a list: to each prompt, and to each as many as are asked for."""
         service, tokenizer = self._service, self._service.replies.tokenizer
         shapes, starts = [], []
-        wishes = with_seeds(wish, asked.answers(len(prompts)))
+        wishes = with_seeds(wish, payload.answers(len(prompts)))
         for prompt in prompts:
             text = prompt if isinstance(prompt, str) else await asyncio.to_thread(tokenizer.decode, prompt, False)
             for own in wishes:
-                settings = Settings(generation_settings(own, bool(asked.stream), asked.grammar or ""), text,
-                                    None if not asked.response_fields else tuple(asked.response_fields), bool(asked.return_tokens),
-                                    tokenizer if asked.n_probs else None, is_cut)
-                shapes.append(LlamaShape(service.called(asked.model), settings))
+                settings = LlamaAnswerContext(generation_settings(own, bool(payload.stream), payload.grammar or ""), text,
+                                              None if not payload.response_fields else tuple(payload.response_fields),
+                                              bool(payload.return_tokens),
+                                              tokenizer if payload.n_probs else None, is_cut)
+                shapes.append(LlamaSerializer(service.called(payload.model), settings))
                 starts.append(partial(service.replies.complete, prompt, own, lasting=lasting))
-        return await service.answer(request, asked, shapes[0] if len(shapes) == 1 else LlamaAnswers(shapes), in_sequence(starts))
+        return await service.answer(request, payload, shapes[0] if len(shapes) == 1 else LlamaListSerializer(shapes), in_sequence(starts))
 
 
 async def refuse_change(request: Request) -> Response:

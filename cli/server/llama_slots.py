@@ -15,8 +15,8 @@ from ...runtime.events import Event, SlotDone
 from ...runtime.sessions.session_name import can_be_named
 from ...runtime.sessions.slot_files import FLAG, SlotFiles, erase
 from .bodies import body_of
-from .fields import Body, parsed
 from .guard import RECORD
+from .openai_requests import Body, parse
 from .problems import UNSUPPORTED, Problem
 from .streams import GONE, Listener, json_response, made
 
@@ -29,8 +29,8 @@ A_NAME = "filename is the name of a file: no /, no \\, no dot or dash at its beg
 ACTION = "action is save, restore or erase"
 
 
-class SlotAsked(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+class SlotRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     model: str | None = None
     filename: str | None = None
@@ -63,8 +63,8 @@ class LlamaSlots:
     async def act(self, request: Request) -> Response:
         service, action = self._service, request.query_params.get("action")
         body = await body_of(request)
-        asked = parsed(SlotAsked, body) if body.strip() else SlotAsked()
-        if name := asked.model or request.query_params.get("model"):
+        payload = parse(SlotRequest, body) if body.strip() else SlotRequest()
+        if name := payload.model or request.query_params.get("model"):
             service.demand_model(name, "model")
         number, last = request.path_params["id_slot"], service.answer_queue.parallel - 1
         if not number.isascii() or not number.isdecimal() or int(number) > last:
@@ -77,12 +77,12 @@ class LlamaSlots:
             raise Problem(400, ACTION, param="action")
         if self._files is None:
             raise Problem(501, NO_FOLDER, UNSUPPORTED, code="not_supported")
-        if asked.filename is None or not can_be_named(asked.filename):
+        if payload.filename is None or not can_be_named(payload.filename):
             raise Problem(400, A_NAME, param="filename")
-        done = await self._done(request, int(number), lambda slot: way.begin(self._files, slot, asked.filename), way.done)
+        done = await self._done(request, int(number), lambda slot: way.begin(self._files, slot, payload.filename), way.done)
         if done is None:
             return gone()
-        return json_response({"id_slot": int(number), "filename": asked.filename, way.tokens: done.tokens, way.nbytes: done.nbytes,
+        return json_response({"id_slot": int(number), "filename": payload.filename, way.tokens: done.tokens, way.nbytes: done.nbytes,
                               "timings": {way.ms: round(done.seconds * 1000, 3)}})
 
     async def _done(self, request: Request, number: int, act: Callable[[Slot], Iterator[Event]], word: str) -> SlotDone | None:

@@ -18,9 +18,9 @@ from starlette.routing import Route
 
 from ... import typed
 from .bodies import read
-from .fields import Body
-from .ollama_fields import untagged
 from .ollama_models import Files, Listed, capabilities
+from .ollama_requests import untagged
+from .openai_requests import Body
 from .problems import JOB_GONE, LM_STUDIO, LM_STUDIO_1, UNSUPPORTED, Problem
 from .streams import json_response
 
@@ -30,17 +30,17 @@ if TYPE_CHECKING:
 LOADED, LOADING, NOT_LOADED = "loaded", "loading", "not-loaded"
 
 
-class Named(Body):
+class ModelRequest(Body):
     model: str
     echo_load_config: bool | None = None
 
 
-class Instance(Body):
+class UnloadRequest(Body):
     instance_id: str
 
 
 @dataclass(frozen=True)
-class Held:
+class LmStudioModel:
     """A model, what it is for, and how it is: `takes_tools`: every one with a chat template is told of them; `most` tokens of context it
     was made for, `context` it has."""
 
@@ -86,7 +86,7 @@ class Held:
         return "llm" if self.writes else "embedding"
 
 
-class Models(ABC):
+class ModelPaths(ABC):
     """The paths of both, of one model or several."""
 
     def routes(self) -> list[Route]:
@@ -107,18 +107,18 @@ class Models(ABC):
 
     async def load(self, request: Request) -> Response:
         """How much context it has, and the like, whoever serves it says."""
-        asked, began = await read(request, Named), time.monotonic()
-        held = await self.loaded(asked.model)
-        config = {"load_config": {"context_length": held.context}} if asked.echo_load_config else {}
+        payload, began = await read(request, ModelRequest), time.monotonic()
+        held = await self.loaded(payload.model)
+        config = {"load_config": {"context_length": held.context}} if payload.echo_load_config else {}
         return json_response({"type": held.kind, "instance_id": held.model.name, "load_time_seconds": time.monotonic() - began,
                               "status": LOADED, **config})
 
     async def unload(self, request: Request) -> Response:
-        return json_response({"instance_id": await self.end((await read(request, Instance)).instance_id)})
+        return json_response({"instance_id": await self.end((await read(request, UnloadRequest)).instance_id)})
 
     async def download(self, request: Request) -> Response:
         """A model that is here is here; no request downloads another, for whoever reaches the server. It may be named by an address."""
-        name = (await read(request, Named)).model
+        name = (await read(request, ModelRequest)).model
         name = urlsplit(name).path.strip("/") if "://" in name else name
         try:
             await self.one(name)
@@ -134,15 +134,15 @@ class Models(ABC):
         raise Problem(404, "no request downloads here, so there is no such job", code=JOB_GONE, hint="effllm pull at the terminal")
 
     @abstractmethod
-    async def all(self) -> list[Held]:
+    async def all(self) -> list[LmStudioModel]:
         """Those that there are."""
 
     @abstractmethod
-    async def one(self, name: str) -> Held:
+    async def one(self, name: str) -> LmStudioModel:
         """Raises Problem for a name that there is not."""
 
     @abstractmethod
-    async def loaded(self, name: str) -> Held:
+    async def loaded(self, name: str) -> LmStudioModel:
         """The model, loaded. Raises Problem."""
 
     @abstractmethod
@@ -150,20 +150,20 @@ class Models(ABC):
         """Let it go; its name. Raises Problem."""
 
 
-class LmStudio(Models):
+class LmStudioService(ModelPaths):
     """One model. `about` reads what its files tell, `demand` raises Problem for the name of another."""
 
     def __init__(self, about: Callable[[], tuple[Listed, Files]], demand: Callable[[str], None]) -> None:
         self._about, self._demand = about, demand
 
-    async def all(self) -> list[Held]:
+    async def all(self) -> list[LmStudioModel]:
         return [await asyncio.to_thread(self._held)]
 
-    async def one(self, name: str) -> Held:
+    async def one(self, name: str) -> LmStudioModel:
         self._demand(name)
         return await asyncio.to_thread(self._held)
 
-    async def loaded(self, name: str) -> Held:
+    async def loaded(self, name: str) -> LmStudioModel:
         return await self.one(name)
 
     async def end(self, name: str) -> str:
@@ -171,27 +171,28 @@ class LmStudio(Models):
         raise Problem(501, "the one model that is served stays until the server ends", UNSUPPORTED, code="not_supported",
                       hint="effllm serve without MODEL loads and ends models by name")
 
-    def _held(self) -> Held:
+    def _held(self) -> LmStudioModel:
         model, files = self._about()
         writes = not {"embedding", "rerank"} & {*capabilities(files)}
-        return Held(model, writes, files.sees, writes and files.tokenizer.template is not None, LOADED, files.config.context_length,
-                    files.context)
+        return LmStudioModel(model, writes, files.sees, writes and files.tokenizer.template is not None, LOADED,
+                             files.config.context_length,
+                             files.context)
 
 
-class LmStudioRouter(Models):
+class LmStudioRouter(ModelPaths):
     """The models of `front`, from their headers; `listed` says what these tell."""
 
     def __init__(self, router: Router, listed: Callable[[ModelState], Listed]) -> None:
         self._router, self._listed = router, listed
 
-    async def all(self) -> list[Held]:
+    async def all(self) -> list[LmStudioModel]:
         states = await self._router.states()
         return await asyncio.to_thread(lambda: [self._held(each) for each in states])
 
-    async def one(self, name: str) -> Held:
+    async def one(self, name: str) -> LmStudioModel:
         return await asyncio.to_thread(self._held, self._router.state(await self._router.meant(name)))
 
-    async def loaded(self, name: str) -> Held:
+    async def loaded(self, name: str) -> LmStudioModel:
         model = await self._router.meant(name)
         loaded = await self._router.pool.take(model)
         try:
@@ -202,9 +203,10 @@ class LmStudioRouter(Models):
     async def end(self, name: str) -> str:
         return (await self._router.let_go(name, "instance_id")).name
 
-    def _held(self, state: ModelState) -> Held:
+    def _held(self, state: ModelState) -> LmStudioModel:
         facts = state.model.facts
         now = LOADED if state.since is not None else LOADING if state.is_loading else NOT_LOADED
         if facts is None:  # whose files are broken, or gone
-            return Held(self._listed(state), True, False, False, now, state.context, state.context)
-        return Held(self._listed(state), facts.writes, "pictures" in facts.takes, facts.has_template, now, facts.context, state.context)
+            return LmStudioModel(self._listed(state), True, False, False, now, state.context, state.context)
+        return LmStudioModel(self._listed(state), facts.writes, "pictures" in facts.takes, facts.has_template, now, facts.context,
+                             state.context)

@@ -12,12 +12,12 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from .fields import EFFORT_OF, TEXTS, Body, Reasoning, Whole
 from .kept_responses import Item, KeptResponses
+from .openai_requests import EFFORT_OF, TEXTS, Body, Reasoning, Whole
 from .problems import LM_STUDIO_1, Problem
-from .responses_fields import ResponsesAsked, is_systems
-from .responses_shape import ResponseShape
-from .shapes import Shape
+from .responses_requests import ResponsesRequest, is_system_message
+from .responses_serializer import ResponseSerializer
+from .serializers import AnswerSerializer
 
 if TYPE_CHECKING:
     from .application import GenerationService
@@ -28,9 +28,9 @@ REASONING = ("off", "low", "medium", "high", "on")
 SMALLER = "a program asks for a context_length of {}: the context is {} tokens (-c), and longer prompts are refused"
 
 
-class LmStudioAsked(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {"integrations": ([],)}
-    instead: ClassVar[Mapping[str, str]] = {"integrations": "tools of the Model Context Protocol are those of run and chat (--mcp)"}
+class LmStudioChatRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"integrations": ([],)}
+    alternatives: ClassVar[Mapping[str, str]] = {"integrations": "tools of the Model Context Protocol are those of run and chat (--mcp)"}
 
     model: str | None = None
     input: str | list[dict[str, Any]]
@@ -58,22 +58,22 @@ class LmStudioChat:
         return [Route(CHAT, self.chat, methods=["POST"])]
 
     async def chat(self, request: Request) -> Response:
-        service, asked = self._service, await self._service.asked(request, LmStudioAsked)
-        if (asked.context_length or 0) > service.replies.engine.n_ctx:
-            service.note(SMALLER.format(asked.context_length, service.replies.engine.n_ctx))
-        meant = responses_of(asked)
+        service, payload = self._service, await self._service.payload(request, LmStudioChatRequest)
+        if (payload.context_length or 0) > service.replies.engine.n_ctx:
+            service.note(SMALLER.format(payload.context_length, service.replies.engine.n_ctx))
+        meant = responses_of(payload)
         whole = self._kept.whole(meant, meant.input)
         answer, names = await service.wanted_response(whole.model_copy(update={"input": arranged(whole.input)}))
-        inner = ResponseShape(service.called(asked.model), meant, names, keep=partial(self._kept.keep, meant, meant.input))
-        return await service.answer(request, meant, LmStudioShape(inner.model, inner), partial(service.reply, answer))
+        inner = ResponseSerializer(service.called(payload.model), meant, names, keep=partial(self._kept.keep, meant, meant.input))
+        return await service.answer(request, meant, LmStudioSerializer(inner.model, inner), partial(service.reply, answer))
 
 
-class LmStudioShape(Shape):
+class LmStudioSerializer(AnswerSerializer):
     """An answer of a model; `inner` is it as it is kept, None in front of another process."""
 
     named, ending, early = True, b"", True
 
-    def __init__(self, model: str, inner: ResponseShape | None = None) -> None:
+    def __init__(self, model: str, inner: ResponseSerializer | None = None) -> None:
         self.model, self._inner = model, inner
         self._open: str | None = "prompt_processing"  # what has begun and not ended
 
@@ -94,7 +94,7 @@ class LmStudioShape(Shape):
 
     def whole(self, stats: Stats) -> dict[str, object]:
         response = self._inner.whole(stats)
-        name = {} if self._inner.asked.store is False else {"response_id": response["id"]}
+        name = {} if self._inner.payload.store is False else {"response_id": response["id"]}
         return {"model_instance_id": self.model, "output": [*map(_told, response["output"])], "stats": {
             "input_tokens": stats.prompt_tokens, "total_output_tokens": len(stats.token_ids),
             "reasoning_output_tokens": stats.reasoning_tokens, "tokens_per_second": stats.decode_tps,
@@ -108,21 +108,22 @@ class LmStudioShape(Shape):
         return [{"type": f"{closed}.end"}] if closed else []
 
 
-def responses_of(asked: LmStudioAsked) -> ResponsesAsked:
+def responses_of(payload: LmStudioChatRequest) -> ResponsesRequest:
     """The request as one of Responses, whose input is a list. Raises Problem."""
-    if asked.reasoning is not None and asked.reasoning not in REASONING:
-        raise Problem(400, f"reasoning is one of {', '.join(REASONING)}, not {asked.reasoning!r:.40}", param="reasoning")
-    effort = EFFORT_OF.get(asked.reasoning, asked.reasoning)
-    system = [{"role": "system", "content": asked.system_prompt}] if asked.system_prompt else []
-    parts = [_part(each, f"input[{at}]") for at, each in enumerate(asked.input)] if isinstance(asked.input, list) else asked.input
-    return ResponsesAsked.model_construct(**{name: getattr(asked, name) for name in SAME}, reasoning=effort and Reasoning(effort=effort),
-                                          input=[*system, {"role": "user", "content": parts}])
+    if payload.reasoning is not None and payload.reasoning not in REASONING:
+        raise Problem(400, f"reasoning is one of {', '.join(REASONING)}, not {payload.reasoning!r:.40}", param="reasoning")
+    effort = EFFORT_OF.get(payload.reasoning, payload.reasoning)
+    system = [{"role": "system", "content": payload.system_prompt}] if payload.system_prompt else []
+    parts = [_part(each, f"input[{at}]") for at, each in enumerate(payload.input)] if isinstance(payload.input, list) else payload.input
+    return ResponsesRequest.model_construct(**{name: getattr(payload, name) for name in SAME},
+                                            reasoning=effort and Reasoning(effort=effort),
+                                            input=[*system, {"role": "user", "content": parts}])
 
 
 def arranged(items: Sequence[Item]) -> list[Item]:
     """A conversation begins with its system prompt, the newest that it was given."""
-    systems = [item for item in items if is_systems(item)]
-    return [*systems[-1:], *(item for item in items if not is_systems(item))]
+    systems = [item for item in items if is_system_message(item)]
+    return [*systems[-1:], *(item for item in items if not is_system_message(item))]
 
 
 def _part(given: dict[str, Any], where: str) -> dict[str, Any]:

@@ -10,7 +10,7 @@ from ...runtime.events import Call, Done, Event, PromptRead, Stats, TextDelta
 from ...runtime.generation.served_model import GenerationOptions
 from .answer_queue import Start
 from .problems import Problem
-from .shapes import Completion, Shape, timings, usage
+from .serializers import AnswerSerializer, CompletionSerializer, timings, usage
 
 MAX_ANSWERS = 128  # answers to a request
 
@@ -62,16 +62,16 @@ def total_stats(stats: Sequence[Stats]) -> Stats:
                    ttft_s=stats[0].ttft_s, **{name: total(name) for name in sums})
 
 
-class MultipleAnswers(Shape):
+class MultipleAnswers(AnswerSerializer):
     """`count` answers of a shape that `make` makes, `each` of them to one prompt."""
 
-    def __init__(self, make: Callable[[], Completion], count: int, each: int) -> None:
+    def __init__(self, make: Callable[[], CompletionSerializer], count: int, each: int) -> None:
         self._answers, self._each, self._ended = [make() for _ in range(count)], each, []
         for index, answer in enumerate(self._answers):
             answer.index, answer.id, answer.created = index, self._answers[0].id, self._answers[0].created
 
     @property
-    def _now(self) -> Completion:
+    def _now(self) -> CompletionSerializer:
         return self._answers[len(self._ended)]
 
     def first(self) -> list[dict[str, object]]:

@@ -16,9 +16,9 @@ from ... import __version__, typed
 from .bodies import read
 from .gemini_models import GeminiModels
 from .keep_alive import FOREVER_S
-from .lm_studio import LmStudio
-from .ollama_fields import Named, untagged
+from .lm_studio import LmStudioService
 from .ollama_models import Files, Listed, Running, listed, listed_encoder, loaded, of_engine, running, shown, tags
+from .ollama_requests import ModelRequest, untagged
 from .problems import OLLAMA, Problem
 from .streams import json_response
 
@@ -48,7 +48,7 @@ class OllamaModels:
     def routes(self) -> list[Route]:
         return [Route(f"{OLLAMA}version", version, methods=["GET"]), Route(f"{OLLAMA}tags", self.tags, methods=["GET"]),
                 Route(f"{OLLAMA}ps", self.running, methods=["GET"]), Route(f"{OLLAMA}show", self.show, methods=["POST"]),
-                *common_routes(self._demand_here), *LmStudio(self.about, self._demand).routes(),
+                *common_routes(self._demand_here), *LmStudioService(self.about, self._demand).routes(),
                 *GeminiModels(self.about, self._demand).routes()]
 
     async def tags(self, request: Request) -> Response:
@@ -132,10 +132,10 @@ async def _pull(demand: Callable[[str], Awaitable[None]], request: Request) -> R
 
 async def named(request: Request) -> str:
     """The model that a request is about. Raises Problem."""
-    asked = await read(request, Named)
-    if not asked.about:
+    payload = await read(request, ModelRequest)
+    if not payload.about:
         raise Problem(400, "model is missing", param="model")
-    return asked.about
+    return payload.about
 
 
 async def _not_here(path: str, request: Request) -> Response:

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 
 from ... import EffllmError
 from .keep_alive import FOREVER_S
-from .ollama_fields import LATEST, LEVELS, SAME
-from .ollama_shape import stamp
+from .ollama_requests import LATEST, LEVELS, SAME
+from .ollama_serializer import timestamp
 from .wishes import SAMPLING
 
 if TYPE_CHECKING:
@@ -121,13 +121,13 @@ def loaded(model: Listed, engine: Engine, now: float) -> Running:
 
 def tags(models: Iterable[Listed]) -> dict[str, object]:
     """The answer to /api/tags."""
-    return {"models": [{**_card(model), "modified_at": stamp(model.changed)} for model in models]}
+    return {"models": [{**_card(model), "modified_at": timestamp(model.changed)} for model in models]}
 
 
 def running(models: Iterable[Running]) -> dict[str, object]:
     """The answer to /api/ps."""
     return {"models": [{**_card(each.model), "size": each.nbytes, "size_vram": each.vram, "context_length": each.context,
-                        "expires_at": stamp(each.until)} for each in models]}
+                        "expires_at": timestamp(each.until)} for each in models]}
 
 
 def _card(model: Listed) -> dict[str, object]:
@@ -188,7 +188,8 @@ def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict
     found = {"license": files.licence or licence_of(files.folder), "system": defaults and defaults.system,
              "template": template and template.source}
     return {**{key: value for key, value in found.items() if value}, "parameters": _parameters(files.context, defaults and defaults.wish),
-            "details": model.details, "modified_at": stamp(model.changed), "capabilities": capabilities(files), **thinking(files.tokenizer),
+            "details": model.details, "modified_at": timestamp(model.changed), "capabilities": capabilities(files),
+            **thinking(files.tokenizer),
             "model_info": {"general.architecture": kind, "general.basename": Path(model.name).name,
                            "general.parameter_count": model.parameters, **{f"{kind}.{key}": value for key, value in about.items()}}}
 

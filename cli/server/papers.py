@@ -14,16 +14,16 @@ from urllib.parse import unquote_to_bytes
 
 from ... import EffllmError
 from ...runtime.files.pdf_pages import is_pdf, pages_of
-from .gemini_fields import attached
+from .gemini_requests import attached_files
 from .parts import of_chat, of_messages, of_responses
 from .pictures import BLANKS, LEFT_NOTE, LEFT_OUT, TYPES
 from .problems import Problem, problem_of
 
 if TYPE_CHECKING:
-    from .fields import ChatAsked
-    from .gemini_fields import GenerateAsked
-    from .messages_fields import CountAsked
-    from .responses_fields import ResponsesAsked
+    from .gemini_requests import GenerateContentRequest
+    from .messages_requests import CountTokensRequest
+    from .openai_requests import ChatRequest
+    from .responses_requests import ResponsesRequest
 
 NOT_FETCHED = "files are not fetched from addresses: send it in the request, as {}"
 NONE_KEPT = "no files are kept here: send it in the request, as {}"
@@ -44,27 +44,27 @@ class Sent:
     by_tool: bool = False
 
 
-def in_chat(asked: ChatAsked) -> Iterator[Sent]:
+def in_chat(payload: ChatRequest) -> Iterator[Sent]:
     """Of chat completions: `{"type": "file", "file": {"filename", "file_data": "data:application/pdf;base64,..."}}`."""
-    for parts, where, by_tool in of_chat(asked):
+    for parts, where, by_tool in of_chat(payload):
         yield from _in_parts(parts, "file", where, by_tool)
 
 
-def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
+def in_responses(payload: ResponsesRequest) -> Iterator[Sent]:
     """Of responses: `{"type": "input_file", "filename", "file_data"}`, of messages and of what tools gave back."""
-    for parts, where, by_tool in of_responses(asked):
+    for parts, where, by_tool in of_responses(payload):
         yield from _in_parts(parts, "input_file", where, by_tool)
 
 
-def in_messages(asked: CountAsked) -> Iterator[Sent]:
+def in_messages(payload: CountTokensRequest) -> Iterator[Sent]:
     """Of Anthropic's messages: documents with a source of type base64, which become such of text, with the titles that they have."""
-    for blocks, where, by_tool in of_messages(asked):
+    for blocks, where, by_tool in of_messages(payload):
         yield from _in_blocks(blocks, where, by_tool)
 
 
-def in_contents(asked: GenerateAsked) -> Iterator[Sent]:
+def in_contents(payload: GenerateContentRequest) -> Iterator[Sent]:
     """Of Google's API: parts with data that is neither a picture nor a sound."""
-    for each in attached(asked):
+    for each in attached_files(payload):
         if each.kind not in TYPES:
             is_address = each.text[:5].lower() != "data:" and each.part.inline_data is None
             data = Problem(400, f"{each.where}: {NOT_FETCHED.format(AS_INLINE)}", param=each.where) if is_address else each.text

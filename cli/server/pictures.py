@@ -17,7 +17,7 @@ from ... import EffllmError
 from ...runtime.audio.sound_file import MOST_SECONDS
 from ...runtime.images.picture_file import MOST_POINTS
 from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
-from .gemini_fields import attached
+from .gemini_requests import attached_files
 from .parts import of_chat, of_messages, of_responses
 from .problems import AGAIN, BUSY, Problem, problem_of
 from .turns import TOOL
@@ -27,11 +27,11 @@ if TYPE_CHECKING:
 
     from ...runtime.generation.served_model import ServedModel
     from ...runtime.images.album import Picture
-    from .fields import ChatAsked
-    from .gemini_fields import GenerateAsked
-    from .messages_fields import CountAsked
-    from .ollama_fields import OllamaChat, OllamaText
-    from .responses_fields import ResponsesAsked
+    from .gemini_requests import GenerateContentRequest
+    from .messages_requests import CountTokensRequest
+    from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest
+    from .openai_requests import ChatRequest
+    from .responses_requests import ResponsesRequest
 
 Made = TypeVar("Made")
 BLANKS = str.maketrans("", "", " \r\n\t")
@@ -64,35 +64,35 @@ class Sent:
         return "video" if self.moves else self.sense.noun
 
 
-def in_chat(asked: ChatAsked) -> Iterator[Sent]:
+def in_chat(payload: ChatRequest) -> Iterator[Sent]:
     """Of chat completions: `{"type": "image_url", "image_url": {"url": "data:..."}}` among the parts of a message, and of sounds
     `{"type": "input_audio", "input_audio": {"data": ...}}`, or an `audio_url`, as vLLM has it, and a `video_url`."""
-    for place in of_chat(asked):
+    for place in of_chat(payload):
         yield from _in_parts(*place)
 
 
-def in_responses(asked: ResponsesAsked) -> Iterator[Sent]:
+def in_responses(payload: ResponsesRequest) -> Iterator[Sent]:
     """Of responses: `{"type": "input_image", "image_url": "data:..."}`, of messages and of what tools gave back."""
-    for place in of_responses(asked):
+    for place in of_responses(payload):
         yield from _in_parts(*place)
 
 
-def in_messages(asked: CountAsked) -> Iterator[Sent]:
+def in_messages(payload: CountTokensRequest) -> Iterator[Sent]:
     """Of Anthropic's messages: `{"type": "image", "source": {"type": "base64", "data": ...}}`, among blocks and in those of tool_result."""
-    for place in of_messages(asked):
+    for place in of_messages(payload):
         yield from _in_parts(*place)
 
 
-def in_contents(asked: GenerateAsked) -> Iterator[Sent]:
+def in_contents(payload: GenerateContentRequest) -> Iterator[Sent]:
     """Of Google's API: `{"inlineData": {"mimeType": "image/png", "data": ...}}` among parts, and in those of what functions gave back."""
-    for each in attached(asked):
+    for each in attached_files(payload):
         if (sense := TYPES.get(each.kind)) is not None:
             yield Sent(partial(getattr, each, "text"), each.where, each.put, sense, each.by_tool, each.kind == "video")
 
 
-def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:
+def in_ollama_chat(payload: OllamaChatRequest) -> Iterator[Sent]:
     """Of Ollama's chat: `images` of a message, in base64, stand before its words."""
-    for number, turn in enumerate(asked.messages or ()):
+    for number, turn in enumerate(payload.messages or ()):
         images, turn.images = turn.images or [], None
         marks: list[str] = []
         for at, image in enumerate(images):
@@ -103,16 +103,16 @@ def in_ollama_chat(asked: OllamaChat) -> Iterator[Sent]:
             turn.content = "\n".join([*marks, turn.content or ""])
 
 
-def in_ollama_text(asked: OllamaText) -> Iterator[Sent]:
+def in_ollama_text(payload: OllamaGenerateRequest) -> Iterator[Sent]:
     """Of Ollama's generate: `images` beside the prompt."""
-    images, asked.images = asked.images or [], None
-    if images and (asked.raw or asked.suffix):
+    images, payload.images = payload.images or [], None
+    if images and (payload.raw or payload.suffix):
         raise Problem(400, "images have no place in a raw prompt: leave out raw and suffix", param="images")
     marks: list[str] = []
     for at, image in enumerate(images):
         yield Sent(partial(str, image), f"images[{at}]", marks.append)
     if marks:
-        asked.prompt = "\n".join([*marks, asked.prompt or ""])
+        payload.prompt = "\n".join([*marks, payload.prompt or ""])
 
 
 class Taking:

@@ -16,10 +16,10 @@ LOST, CHANGED = "thread_not_found", "thread_fingerprint_mismatch"  # by which cl
 MESSAGES = "/v1/messages"  # Anthropic's API
 OLLAMA, LM_STUDIO, LM_STUDIO_1 = "/api/", "/api/v0/", "/api/v1/"  # LM Studio's first has OpenAI's errors
 GOOGLE = "/v1beta/"
-OF_ANTHROPIC = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
-                408: "timeout_error", 504: "timeout_error"}
-OF_GOOGLE = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED",
-             501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
+ANTHROPIC_ERROR_TYPES = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 413: "request_too_large",
+                         408: "timeout_error", 504: "timeout_error"}
+GOOGLE_STATUSES = {401: "UNAUTHENTICATED", 403: "PERMISSION_DENIED", 404: "NOT_FOUND", 408: "DEADLINE_EXCEEDED", 429: "RESOURCE_EXHAUSTED",
+                   501: "UNIMPLEMENTED", 503: "UNAVAILABLE", 504: "DEADLINE_EXCEEDED"}
 CLOSING = "the server ends"
 AT_THE_SERVER = "the server's terminal says more"
 LEAVE_IT, LEAVE_ONE = "leave it out", "leave one of them out"
@@ -62,7 +62,8 @@ class Problem(Exception):
     def to_anthropic(self) -> dict[str, object]:
         """As Anthropic's API has it. Its clients know a context that is full by these words, and make room."""
         said = f"prompt is too long: {self.message}" if self.code == TOO_LONG else self.message
-        kind = BUSY if self.type == BUSY else OF_ANTHROPIC.get(self.status, "invalid_request_error" if self.status < 500 else "api_error")
+        kind = BUSY if self.type == BUSY else ANTHROPIC_ERROR_TYPES.get(self.status,
+                                                                        "invalid_request_error" if self.status < 500 else "api_error")
         details = {"details": {"error_code": self.code}} if self.code in (LOST, CHANGED) else {}
         return {"type": "error", "error": {"type": kind, "message": said, **details}}
 
@@ -78,7 +79,7 @@ class Problem(Exception):
         """As Google's APIs have it: by the code of HTTP and a word of theirs; the field stands among details."""
         details = [] if self.param is None else [{"@type": "type.googleapis.com/google.rpc.BadRequest", "fieldViolations": [
             {"field": self.param, "description": self.message}]}]
-        word = OF_GOOGLE.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
+        word = GOOGLE_STATUSES.get(self.status, "INVALID_ARGUMENT" if self.status < 500 else "INTERNAL")
         return {"error": {"code": self.status, "message": self.words, "status": word, **({"details": details} if details else {})}}
 
     def to_ollama(self) -> dict[str, object]:

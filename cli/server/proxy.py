@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import h11
 
-from .ollama_fields import WAITED
+from .ollama_requests import WAITED
 
 ADDRESS = "127.0.0.1"
 READ_NBYTES = 1 << 16  # bytes read at once

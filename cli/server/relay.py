@@ -18,7 +18,7 @@ from .model_pool import LoadedModel
 from .model_registry import RegisteredModel
 from .problems import FAILED, Problem
 from .proxy import UpstreamLost, UpstreamResponse, proxied
-from .shapes import Shape
+from .serializers import AnswerSerializer
 from .streams import EVENTS, HEADERS, KEEP_ALIVE_S, LEFT, LINES, unless_gone, written
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ EXIT_GRACE_S = 1.0  # a process that dies is known to some milliseconds after it
 class Relay(Response):
     """The answer of a model's server to a request, as it comes."""
 
-    def __init__(self, router: Router, model: RegisteredModel, shape: Shape | None, body: bytes, keep_s: float | None) -> None:
+    def __init__(self, router: Router, model: RegisteredModel, shape: AnswerSerializer | None, body: bytes, keep_s: float | None) -> None:
         self._router, self._model, self._shape, self._body, self._keep_s = router, model, shape, body, keep_s
         self._kind = LINES if shape is not None and shape.by_line else EVENTS
         self._began = self._passing = False  # bytes were sent; they are the model's

@@ -14,9 +14,9 @@ from starlette.routing import Route
 
 from ... import UsageError
 from ...runtime.events import Ranked
-from .embeddings import MOST, EmbeddingsAsked
-from .fields import Body
+from .embeddings import MAX_TEXTS, EmbeddingsRequest
 from .guard import RECORD
+from .openai_requests import Body
 from .problems import BY_PARTS, UNSUPPORTED, Problem, said
 from .streams import GONE, Listener, json_response, made
 
@@ -27,9 +27,9 @@ PATHS = ("/v1/rerank", "/rerank", "/v1/reranking", "/reranking", "/v2/rerank")
 A_LIST = "{} is a list of texts, of which none is empty"
 
 
-class RerankAsked(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsAsked.not_here
-    instead: ClassVar[Mapping[str, str]] = EmbeddingsAsked.instead
+class RerankRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = EmbeddingsRequest.unsupported
+    alternatives: ClassVar[Mapping[str, str]] = EmbeddingsRequest.alternatives
 
     model: str | None = None
     query: str
@@ -52,32 +52,33 @@ class Reranking:
         return [Route(path, self.rank, methods=["POST"]) for path in PATHS]
 
     async def rank(self, request: Request) -> Response:
-        asked, service, record = await self._service.asked(request, RerankAsked), self._service, request.scope[RECORD]
+        payload, service, record = await self._service.payload(request, RerankRequest), self._service, request.scope[RECORD]
         replies = service.replies
         try:
             await asyncio.to_thread(lambda: replies.ranking)
         except UsageError as error:
             raise Problem(501, said(error), UNSUPPORTED, code="not_supported") from error
-        field = "documents" if asked.documents is not None or asked.texts is None else "texts"
-        documents = documents_of(getattr(asked, field), field)
-        if not asked.query:
+        field = "documents" if payload.documents is not None or payload.texts is None else "texts"
+        documents = documents_of(getattr(payload, field), field)
+        if not payload.query:
             raise Problem(400, "query is empty", param="query", hint="it is the text that documents are held against")
-        most = next((each for each in ("top_n", "top_k") if getattr(asked, each) is not None), "top_n")
-        if (count := getattr(asked, most)) is not None and count < 1:
+        most = next((each for each in ("top_n", "top_k") if getattr(payload, each) is not None), "top_n")
+        if (count := getattr(payload, most)) is not None and count < 1:
             raise Problem(400, f"{most} is 1 or more, not {count}", param=most)
-        start = partial(replies.rank, asked.query, documents, asked.instruction, choice=service.adapters.choice_of(asked.model))
+        start = partial(replies.rank, payload.query, documents, payload.instruction, choice=service.adapters.choice_of(payload.model))
         ranked = await made(request, Listener(service.answer_queue.submit(start), service.note, record), Ranked)
         if ranked is None:
             return Response(status_code=GONE)
         record.made = f"{ranked.tokens} tokens in, {len(documents)} document{'' if len(documents) == 1 else 's'} ranked"
         order = sorted(range(len(documents)), key=lambda at: -ranked.scores[at])[:count]
         if field == "texts":
-            return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if asked.return_text else {})}
+            return json_response([{"index": at, "score": ranked.scores[at], **({"text": documents[at]} if payload.return_text else {})}
                                   for at in order])
         results = [{"index": at, "relevance_score": ranked.scores[at],
-                    **({"document": {"text": documents[at]}} if asked.return_documents else {})} for at in order]
-        data = [{**each, "document": documents[each["index"]]} if asked.return_documents else each for each in results]  # bare, as Voyage's
-        return json_response({"model": service.called(asked.model), "object": "list", "results": results, "data": data,
+                    **({"document": {"text": documents[at]}} if payload.return_documents else {})} for at in order]
+        data = [{**each,
+                 "document": documents[each["index"]]} if payload.return_documents else each for each in results]  # bare, as Voyage's
+        return json_response({"model": service.called(payload.model), "object": "list", "results": results, "data": data,
                               "usage": {"prompt_tokens": ranked.tokens, "total_tokens": ranked.tokens}})
 
 
@@ -88,6 +89,6 @@ def documents_of(given: list[Any] | None, field: str) -> list[str]:
     texts = [each.get("text") if isinstance(each, dict) else each for each in given]
     if not all(isinstance(each, str) and each for each in texts):
         raise Problem(400, A_LIST.format(field), param=field)
-    if len(texts) > MOST:
-        raise Problem(400, f"{field} has {len(texts)} texts, {MOST} are taken at once", param=field, hint=BY_PARTS)
+    if len(texts) > MAX_TEXTS:
+        raise Problem(400, f"{field} has {len(texts)} texts, {MAX_TEXTS} are taken at once", param=field, hint=BY_PARTS)
     return texts

@@ -13,34 +13,35 @@ from starlette.routing import Route
 from .background import UNFOLLOWED, Background, Following
 from .bodies import read
 from .conversations import Conversations, page_of
-from .fields import Body
 from .guard import RECORD
 from .kept_responses import KeptResponses
+from .openai_requests import Body
 from .problems import Problem
-from .responses_fields import demand_items
+from .responses_requests import check_items
 from .streams import GONE, json_response, unless_gone
 
 RESPONSES, CONVERSATIONS = "/v1/responses", "/v1/conversations"
-TOLD_AGAIN = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}", f"{CONVERSATIONS}/{{name}}/items",
-              f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # by their names alone, whichever model they are of
+STORED_PATHS = (f"{RESPONSES}/{{name}}", f"{RESPONSES}/{{name}}/input_items", f"{CONVERSATIONS}/{{name}}",
+                f"{CONVERSATIONS}/{{name}}/items",
+                f"{CONVERSATIONS}/{{name}}/items/{{item}}")  # by their names alone, whichever model they are of
 CANCEL = f"{RESPONSES}/{{name}}/cancel"
 END = f"{RESPONSES}/{{name}}/end"  # for the server in front of several, which keeps a model until then
 MOST_ITEMS = 20  # of one request, as OpenAI has it
 MOST_METADATA = 16
 
 
-class Begun(Body):
+class ConversationRequest(Body):
     """Of a conversation that begins, or changes."""
 
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     model: str | None = None
     items: list[dict[str, Any]] | None = None
     metadata: dict[str, str] | None = None
 
 
-class Added(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+class AddItemsRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
     items: list[dict[str, Any]]
 
@@ -51,7 +52,7 @@ class ResponsesPaths:
 
     def routes(self) -> list[Route]:
         get, post, delete = (partial(Route, methods=[method]) for method in ("GET", "POST", "DELETE"))
-        response, read_for, conversation, items, item = TOLD_AGAIN
+        response, read_for, conversation, items, item = STORED_PATHS
         return [get(response, self.response), delete(response, self.forget), get(read_for, self.input_items), post(CANCEL, self.cancel),
                 get(END, self.end), post(CONVERSATIONS, self.begin), get(conversation, self.conversation), post(conversation, self.change),
                 delete(conversation, self.drop), get(items, self.items), post(items, self.add), get(item, self.item),
@@ -65,7 +66,7 @@ class ResponsesPaths:
             return json_response(self._kept.told(name) if running is None else running.response)
         if (events := self._kept.events(name) if running is None else running.events) is None:
             raise Problem(400, UNFOLLOWED, param="stream", code="unsupported_parameter")
-        return Following(events, name, running, behind(query.get("starting_after")))
+        return Following(events, name, running, first_event(query.get("starting_after")))
 
     async def forget(self, request: Request) -> Response:
         if (running := self._background.find(name := request.path_params["name"])) is not None:
@@ -98,15 +99,15 @@ class ResponsesPaths:
         return await unless_gone(request.receive, ended(), lambda: None) or Response(status_code=GONE)
 
     async def begin(self, request: Request) -> Response:
-        asked = await read(request, Begun)
-        return json_response(self._conversations.begin(checked(asked.items or []), metadata_of(asked)).told())
+        payload = await read(request, ConversationRequest)
+        return json_response(self._conversations.begin(checked_items(payload.items or []), metadata_of(payload)).told())
 
     async def conversation(self, request: Request) -> Response:
         return json_response(self._conversations.find(request.path_params["name"]).told())
 
     async def change(self, request: Request) -> Response:
-        asked = await read(request, Begun)
-        return json_response(self._conversations.changed(request.path_params["name"], metadata_of(asked)).told())
+        payload = await read(request, ConversationRequest)
+        return json_response(self._conversations.changed(request.path_params["name"], metadata_of(payload)).told())
 
     async def drop(self, request: Request) -> Response:
         self._conversations.drop(name := request.path_params["name"])
@@ -116,7 +117,7 @@ class ResponsesPaths:
         return json_response(page_of(self._conversations.find(request.path_params["name"]).items, request.query_params))
 
     async def add(self, request: Request) -> Response:
-        items = checked((await read(request, Added)).items)
+        items = checked_items((await read(request, AddItemsRequest)).items)
         return json_response(page_of(self._conversations.add(request.path_params["name"], items), {"order": "asc"}))
 
     async def item(self, request: Request) -> Response:
@@ -126,16 +127,16 @@ class ResponsesPaths:
         return json_response(self._conversations.drop_item(request.path_params["name"], request.path_params["item"]).told())
 
 
-def checked(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def checked_items(items: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Items that a request may be made of: what cannot be read is refused when it comes, not when the conversation goes on. Raises
     Problem."""
     if len(items) > MOST_ITEMS:
         raise Problem(400, f"items are {MOST_ITEMS} at most: send the others in another request", param="items")
-    demand_items(items)
+    check_items(items)
     return items
 
 
-def behind(said: str | None) -> int:
+def first_event(said: str | None) -> int:
     """How many events come before those that a query asks for by `starting_after`, the number of the last that came. Raises Problem."""
     if said is None:
         return 0
@@ -144,8 +145,8 @@ def behind(said: str | None) -> int:
     return int(said) + 1
 
 
-def metadata_of(asked: Begun) -> dict[str, str]:
+def metadata_of(payload: ConversationRequest) -> dict[str, str]:
     """Raises Problem for more than there may be."""
-    if len(asked.metadata or {}) > MOST_METADATA:
+    if len(payload.metadata or {}) > MOST_METADATA:
         raise Problem(400, f"metadata has {MOST_METADATA} pairs at most", param="metadata")
-    return asked.metadata or {}
+    return payload.metadata or {}

@@ -22,37 +22,37 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import EffllmError
-from . import page, responses_fields
+from . import page, responses_requests
 from .bodies import body_of, read
 from .compaction import COMPACT
-from .fields import UNNAMED, Body, parsed
 from .form_data import parts_of
 from .gemini_models import GENERATED, in_list
 from .gemini_models import PATHS as GEMINI
-from .gemini_shape import GeminiShape
+from .gemini_serializer import GeminiSerializer
 from .keep_alive import parse_keep_alive
 from .llama_paths import refuse_change
-from .llama_shape import LlamaShape
+from .llama_serializer import LlamaSerializer
 from .lm_studio_chat import CHAT as LM_CHAT
-from .lm_studio_chat import LmStudioShape
-from .messages_fields import MessagesAsked
-from .messages_shape import MessageShape
+from .lm_studio_chat import LmStudioSerializer
+from .messages_requests import MessagesRequest
+from .messages_serializer import MessageSerializer
 from .model_pool import LoadedModel, ModelPool
 from .model_registry import ModelRegistry, RegisteredModel
-from .ollama_fields import untagged
+from .ollama_requests import untagged
 from .ollama_router import OllamaRouter
-from .ollama_shape import UNLOAD, OllamaMessage, OllamaResponse
+from .ollama_serializer import UNLOAD, OllamaChatSerializer, OllamaGenerateSerializer
+from .openai_requests import PLACEHOLDER_MODEL, Body, parse
 from .problems import LM_STUDIO, MESSAGES, OLLAMA, Problem, closing
 from .proxy import UpstreamLost, proxied
 from .relay import Relay, RelayIfLoaded, RelayToHolder
 from .reranking import PATHS as RERANKING
-from .responses_fields import ResponsesAsked
-from .responses_paths import CANCEL, CONVERSATIONS, END, TOLD_AGAIN
-from .responses_shape import ResponseShape
-from .shapes import ChatShape, Shape, TextShape
+from .responses_paths import CANCEL, CONVERSATIONS, END, STORED_PATHS
+from .responses_requests import ResponsesRequest
+from .responses_serializer import ResponseSerializer
+from .serializers import AnswerSerializer, ChatSerializer, TextSerializer
 from .single_model import CHATS, COUNTED, TEXTS, on_left, on_path, on_problem
 from .streams import json_response
-from .transcribing import SPOKEN, TranscriptShape, fields_of
+from .transcription import AUDIO_PATHS, TranscriptSerializer, fields_of
 
 GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's under /v1, where /v1/models lists them, and like Ollama's "
             "under /api, whose programs look here for the words \"Ollama is running\"\n")
@@ -61,7 +61,7 @@ GREETING = ("effllm serves models by name: APIs like OpenAI's and Anthropic's un
 class RoutingFields(Body):
     """What is read here of a request that is passed on."""
 
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the model's server judges
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}  # the model's server judges
 
     model: str | None = None
     stream: bool | None = None
@@ -70,9 +70,9 @@ class RoutingFields(Body):
     prompt: Any = None
 
 
-def response_shape(name: str, body: bytes) -> Shape:
-    asked = parsed(ResponsesAsked, body)
-    return ResponseShape(name, asked, responses_fields.chat_of(asked)[2])
+def responses_serializer(name: str, body: bytes) -> AnswerSerializer:
+    payload = parse(ResponsesRequest, body)
+    return ResponseSerializer(name, payload, responses_requests.chat_of(payload)[2])
 
 
 @dataclass(frozen=True)
@@ -81,18 +81,18 @@ class ProxiedPaths:
     stream, which then begins when the model does. `streams`: without being asked to, as Ollama's do."""
 
     paths: tuple[str, ...]
-    shape: Callable[[str, bytes], Shape] | None = None
+    shape: Callable[[str, bytes], AnswerSerializer] | None = None
     streams: bool = False
 
 
-PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatShape(name)),
-          ProxiedPaths(TEXTS, lambda name, body: TextShape(name)),
-          ProxiedPaths(("/completion", "/completions", "/infill"), lambda name, body: LlamaShape(name)),
-          ProxiedPaths(("/v1/responses", "/responses"), response_shape),
-          ProxiedPaths((MESSAGES,), lambda name, body: MessageShape(name, parsed(MessagesAsked, body))),
-          ProxiedPaths((LM_CHAT,), lambda name, body: LmStudioShape(name)),
-          ProxiedPaths((f"{OLLAMA}chat",), lambda name, body: OllamaMessage(name), streams=True),
-          ProxiedPaths((f"{OLLAMA}generate",), lambda name, body: OllamaResponse(name), streams=True),
+PROXIED = (ProxiedPaths(CHATS, lambda name, body: ChatSerializer(name)),
+          ProxiedPaths(TEXTS, lambda name, body: TextSerializer(name)),
+          ProxiedPaths(("/completion", "/completions", "/infill"), lambda name, body: LlamaSerializer(name)),
+          ProxiedPaths(("/v1/responses", "/responses"), responses_serializer),
+          ProxiedPaths((MESSAGES,), lambda name, body: MessageSerializer(name, parse(MessagesRequest, body))),
+          ProxiedPaths((LM_CHAT,), lambda name, body: LmStudioSerializer(name)),
+          ProxiedPaths((f"{OLLAMA}chat",), lambda name, body: OllamaChatSerializer(name), streams=True),
+          ProxiedPaths((f"{OLLAMA}generate",), lambda name, body: OllamaGenerateSerializer(name), streams=True),
           ProxiedPaths(("/v1/embeddings", "/embeddings", "/embedding", f"{OLLAMA}embed", f"{OLLAMA}embeddings", f"{LM_STUDIO}embeddings")),
           ProxiedPaths(RERANKING),
           ProxiedPaths((f"{MESSAGES}/count_tokens", *COUNTED, *COMPACT, "/tokenize", "/detokenize", "/apply-template")))
@@ -127,10 +127,10 @@ class Router:
                   *(get(path, self.model) for path in ("/v1/models/{name:path}", "/models/{name:path}")),
                   *(Route(path, partial(self.pass_on, passed), methods=["POST"]) for passed in PROXIED for path in passed.paths),
                   *(Route(path, self.pass_gemini, methods=["POST"]) for path in GEMINI),
-                  *(Route(path, self.pass_form, methods=["POST"]) for path in SPOKEN),
+                  *(Route(path, self.pass_form, methods=["POST"]) for path in AUDIO_PATHS),
                   *(get(path, self.tell) for path in TOLD), *(get(path, self.glance) for path in GLANCED),
                   Route("/slots/{id_slot}", self.act_on_slot, methods=["POST"]), Route("/props", refuse_change, methods=["POST"]),
-                  *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*TOLD_AGAIN, CANCEL)),
+                  *(Route(path, self.search, methods=["GET", "POST", "DELETE"]) for path in (*STORED_PATHS, CANCEL)),
                   Route(CONVERSATIONS, self.begin, methods=["POST"]), *OllamaRouter(self).routes(),
                   Route("/models/load", self.load, methods=["POST"]), Route("/models/unload", self.unload, methods=["POST"])]
         return Starlette(routes=routes, exception_handlers={Problem: on_problem, HTTPException: on_path, EffllmError: on_problem,
@@ -176,9 +176,9 @@ class Router:
 
     async def load(self, request: Request) -> Response:
         """As llama-server has it, but that what is answered is true then."""
-        asked = await read(request, RoutingFields)
-        loaded = await self.pool.take(await self.meant(asked.model))
-        self.pool.give_back(loaded, keep_of(asked))
+        payload = await read(request, RoutingFields)
+        loaded = await self.pool.take(await self.meant(payload.model))
+        self.pool.give_back(loaded, keep_of(payload))
         return json_response({"success": True})
 
     async def unload(self, request: Request) -> Response:
@@ -194,12 +194,12 @@ class Router:
 
     async def pass_on(self, passed: ProxiedPaths, request: Request) -> Response:
         body = await body_of(request)
-        asked = await asyncio.to_thread(parsed, RoutingFields, body)
-        model, keep_s = await self.meant(asked.model), keep_of(asked)
-        if passed.streams and keep_s == 0 and not asked.messages and not asked.prompt:  # which is how `ollama stop` says it
+        payload = await asyncio.to_thread(parse, RoutingFields, body)
+        model, keep_s = await self.meant(payload.model), keep_of(payload)
+        if passed.streams and keep_s == 0 and not payload.messages and not payload.prompt:  # which is how `ollama stop` says it
             self.pool.let_go(model)
-            return json_response(passed.shape(asked.model or model.name, body).loaded(UNLOAD))
-        streams = passed.streams if asked.stream is None else asked.stream
+            return json_response(passed.shape(payload.model or model.name, body).loaded(UNLOAD))
+        streams = passed.streams if payload.stream is None else payload.stream
         shape = await asyncio.to_thread(passed.shape, model.name, body) if passed.shape is not None and streams else None
         return Relay(self, model, shape, body, keep_s)
 
@@ -207,12 +207,12 @@ class Router:
         """Its model is named in the path. A stream that is one list has no beginning before the model's own."""
         body, model = await body_of(request), await self.meant(request.path_params["name"])
         streams = request.url.path.endswith(GENERATED[1].rpartition(":")[2]) and not in_list(request)
-        return Relay(self, model, GeminiShape(model.name) if streams else None, body, None)
+        return Relay(self, model, GeminiSerializer(model.name) if streams else None, body, None)
 
     async def pass_form(self, request: Request) -> Response:
         body = await body_of(request)
-        asked = await asyncio.to_thread(lambda: fields_of(parts_of(request.headers.get("content-type", ""), body)))
-        return Relay(self, await self.meant(asked.model), TranscriptShape("transcribe") if asked.stream else None, body, None)
+        payload = await asyncio.to_thread(lambda: fields_of(parts_of(request.headers.get("content-type", ""), body)))
+        return Relay(self, await self.meant(payload.model), TranscriptSerializer("transcribe") if payload.stream else None, body, None)
 
     async def tell(self, request: Request) -> Response:
         return Relay(self, await self.meant(request.query_params.get("model")), None, b"", None)
@@ -220,13 +220,13 @@ class Router:
     async def act_on_slot(self, request: Request) -> Response:
         """Its body may be empty, and the model named in the query."""
         body = await body_of(request)
-        named = (await asyncio.to_thread(parsed, RoutingFields, body)).model if body.strip() else None
+        named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def begin(self, request: Request) -> Response:
         """A conversation is with one model, whose server holds it."""
         body = await body_of(request)
-        named = (await asyncio.to_thread(parsed, RoutingFields, body)).model if body.strip() else None
+        named = (await asyncio.to_thread(parse, RoutingFields, body)).model if body.strip() else None
         return Relay(self, await self.meant(named or request.query_params.get("model")), None, body, None)
 
     async def search(self, request: Request) -> Response:
@@ -254,7 +254,7 @@ class Router:
 
     async def meant(self, name: str | None) -> RegisteredModel:
         """The model that a request is for. Raises Problem."""
-        if (name := untagged(name or "")) and not UNNAMED.fullmatch(name):
+        if (name := untagged(name or "")) and not PLACEHOLDER_MODEL.fullmatch(name):
             return self.pool.named(name) or await asyncio.to_thread(self.registry.find, name)
         loaded = self.pool.loaded()
         if len(loaded) != 1:
@@ -263,11 +263,11 @@ class Router:
         return loaded[0].model
 
 
-def keep_of(asked: RoutingFields) -> float | None:
+def keep_of(payload: RoutingFields) -> float | None:
     """How long a request wants its model to stay. Raises Problem."""
-    if asked.keep_alive is None:
+    if payload.keep_alive is None:
         return None
     try:
-        return parse_keep_alive(asked.keep_alive)
+        return parse_keep_alive(payload.keep_alive)
     except ValueError:
         raise Problem(400, "keep_alive is seconds, or a time as \"5m\"; negative is for ever", param="keep_alive") from None

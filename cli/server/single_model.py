@@ -21,9 +21,9 @@ from .adapters import Adapters
 from .answer_queue import AnswerQueue
 from .bodies import read
 from .embeddings import Embeddings
-from .fields import UNNAMED, Kind
 from .guard import RECORD
-from .ollama_fields import untagged
+from .ollama_requests import untagged
+from .openai_requests import PLACEHOLDER_MODEL, Kind
 from .problems import FAILED, LM_STUDIO, NO_MODEL, Problem, closing, problem_of
 from .reranking import Reranking
 from .streams import GONE, LEFT, json_response, problem_response
@@ -98,12 +98,12 @@ class SingleModelService:
         if (bad := next((each for each in ids if not 0 <= each < rows), None)) is not None:
             raise Problem(400, f"token id {bad} is outside the vocabulary of {rows}", param=param, hint="ids are those of /tokenize")
 
-    async def asked(self, request: Request, kind: type[Kind]) -> Kind:
+    async def payload(self, request: Request, kind: type[Kind]) -> Kind:
         """The body of a request that is for this model. Raises Problem."""
-        asked = await read(request, kind)
-        if asked.model:
-            self.demand_model(asked.model, "model")
-        return asked
+        payload = await read(request, kind)
+        if payload.model:
+            self.demand_model(payload.model, "model")
+        return payload
 
     def called(self, model: str | None) -> str:
         """What answers to a request for this model are told as: its own name, or that of an adapter."""
@@ -111,7 +111,7 @@ class SingleModelService:
 
     def demand_model(self, name: str, param: str | None = None) -> None:
         known = {name, untagged(name)} & {self.name, *(self.also or ()), *self.adapters.models}
-        if self.also is not None and not known and not UNNAMED.fullmatch(name):
+        if self.also is not None and not known and not PLACEHOLDER_MODEL.fullmatch(name):
             raise Problem(404, f"there is no model {name!r:.100} here: this server serves {self.name} (--name NAME calls it otherwise)",
                           param=param, code=NO_MODEL)
 

@@ -23,7 +23,7 @@ from ...runtime.events import Call, Done, Event, Notice, Progress, PromptRead, S
 from .answer_queue import Job
 from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem, problem_of
-from .shapes import Shape
+from .serializers import AnswerSerializer
 
 KEEP_ALIVE_S = 5.0  # without a byte
 PROGRESS_S = 1.0
@@ -96,7 +96,7 @@ class Listener:
         return self.at or (f"{before} answer{'' if before == 1 else 's'} before this one" if before else "reading the prompt")
 
 
-async def whole(request: Request, listener: Listener, shape: Shape) -> Response:
+async def whole(request: Request, listener: Listener, shape: AnswerSerializer) -> Response:
     """The answer as one object. Raises Problem; an empty response where the client has gone."""
 
     async def collected() -> Response:
@@ -130,7 +130,7 @@ class EventStream(Response):
 
     kind = EVENTS
 
-    def __init__(self, listener: Listener, shape: Shape) -> None:
+    def __init__(self, listener: Listener, shape: AnswerSerializer) -> None:
         self._listener, self._shape, self._began, self._wrote = listener, shape, False, 0.0
         self._since = time.monotonic()
 
@@ -213,7 +213,7 @@ class ListStream(EventStream):
             self._has_one = True
 
 
-def written(shape: Shape, pieces: Iterable[Mapping[str, object]]) -> bytes:
+def written(shape: AnswerSerializer, pieces: Iterable[Mapping[str, object]]) -> bytes:
     """Pieces of a stream as they are sent."""
     if shape.by_line:
         return b"".join(encoded(piece) + b"\n" for piece in pieces)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from .problems import Problem
 
 if TYPE_CHECKING:
-    from .fields import ChatAsked
+    from .openai_requests import ChatRequest
 
 SWITCHES = ("enable_thinking", "thinking")  # variables of templates
 BUDGETS = ("thinking_budget_tokens", "thinking_token_budget", "thinking_budget")  # llama.cpp's, vLLM's, Qwen's
@@ -27,22 +27,22 @@ class Thinking:
     budget: int | None = None
 
 
-def thinking_of(asked: ChatAsked, variables: Mapping[str, Any]) -> Thinking:
+def thinking_of(payload: ChatRequest, variables: Mapping[str, Any]) -> Thinking:
     """What it says of its template's `variables` holds before all else. Raises Problem that names the field."""
-    budget, reasoning, thinking = _budget(asked), asked.reasoning, asked.thinking
-    effort = asked.reasoning_effort or (reasoning and reasoning.effort) or (asked.think if isinstance(asked.think, str) else None)
+    budget, reasoning, thinking = _budget(payload), payload.reasoning, payload.thinking
+    effort = payload.reasoning_effort or (reasoning and reasoning.effort) or (payload.think if isinstance(payload.think, str) else None)
     said = [variables.get(name) for name in SWITCHES]
-    said += [asked.enable_thinking, asked.think, reasoning and reasoning.enabled]
+    said += [payload.enable_thinking, payload.think, reasoning and reasoning.enabled]
     said += [{OFF: False, ON: True}.get(thinking.type) if thinking else None, None if effort is None else effort != NONE]
     if budget == 0:  # no reasoning is none that is cut off
         said.append(False)
     return Thinking(next((each for each in said if isinstance(each, bool)), None), effort, budget)
 
 
-def _budget(asked: ChatAsked) -> int | None:
-    given = [(name, getattr(asked, name)) for name in BUDGETS]
-    given += [("reasoning.max_tokens", asked.reasoning and asked.reasoning.max_tokens),
-              ("thinking.budget_tokens", asked.thinking and asked.thinking.budget_tokens)]
+def _budget(payload: ChatRequest) -> int | None:
+    given = [(name, getattr(payload, name)) for name in BUDGETS]
+    given += [("reasoning.max_tokens", payload.reasoning and payload.reasoning.max_tokens),
+              ("thinking.budget_tokens", payload.thinking and payload.thinking.budget_tokens)]
     field, tokens = next(((field, tokens) for field, tokens in given if tokens is not None), ("", None))
     if tokens is not None and tokens < NO_LIMIT:
         raise Problem(400, f"{field} is 0 or more, or -1 for no limit, not {tokens}", param=field)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .kept_bytes import MOST_NBYTES, OF_AN_ENTRY, nbytes_of
-from .messages_fields import CREATE, CountAsked, Tool, Turn
+from .messages_requests import CREATE, CountTokensRequest, Tool, Turn
 from .problems import CHANGED, LOST, Problem
 
 
@@ -31,35 +31,35 @@ class Threads:
         self._most, self._nbytes = most, 0
         self._held: dict[str, Held] = {}  # by the names of answers, the oldest first
 
-    def whole(self, asked: CountAsked) -> CountAsked:
+    def whole(self, payload: CountTokensRequest) -> CountTokensRequest:
         """The request with all that came before it, apart from it, since marks will take the places of its pictures. Raises Problem for an
         answer that is not held."""
-        thread = asked.thread
+        thread = payload.thread
         if thread is None:
-            return asked
+            return payload
         if thread.type == CREATE:
-            return asked.model_copy(update={"messages": deepcopy(asked.messages)})
+            return payload.model_copy(update={"messages": deepcopy(payload.messages)})
         held = self._find(thread.previous_message_id)
         for name in ("system", "tools"):
-            if (value := getattr(asked, name)) is not None and value != getattr(held, name):
+            if (value := getattr(payload, name)) is not None and value != getattr(held, name):
                 raise Problem(400, f"{name} is another one than that of the thread: leave it out, or begin a thread", param=name,
                               code=CHANGED)
-        turns, name = [*asked.messages], thread.previous_message_id
+        turns, name = [*payload.messages], thread.previous_message_id
         while name is not None:
             each = self._find(name)
             turns, name = [*each.turns, *turns], each.before
-        return asked.model_copy(update={"messages": deepcopy(turns), "system": held.system, "tools": held.tools})
+        return payload.model_copy(update={"messages": deepcopy(turns), "system": held.system, "tools": held.tools})
 
-    def keep(self, asked: CountAsked, whole: CountAsked, name: str, blocks: Sequence[dict[str, Any]]) -> None:
+    def keep(self, payload: CountTokensRequest, whole: CountTokensRequest, name: str, blocks: Sequence[dict[str, Any]]) -> None:
         """An answer that has ended, to a request of a thread; the oldest make room for it."""
-        if asked.thread is None:
+        if payload.thread is None:
             return
-        turns = (*asked.messages, Turn(role="assistant", content=[*blocks]))
-        own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if asked.thread.type == CREATE else []
+        turns = (*payload.messages, Turn(role="assistant", content=[*blocks]))
+        own = [whole.system, [tool.model_dump() for tool in whole.tools or ()]] if payload.thread.type == CREATE else []
         nbytes = nbytes_of([*(turn.model_dump() for turn in turns), *own]) + OF_AN_ENTRY * len(turns)
         if nbytes > self._most:
             return
-        self._held[name] = Held(asked.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
+        self._held[name] = Held(payload.thread.previous_message_id, turns, whole.system, whole.tools, nbytes)
         self._nbytes += nbytes
         while self._nbytes > self._most:
             self._nbytes -= self._held.pop(next(iter(self._held))).nbytes

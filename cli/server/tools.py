@@ -11,16 +11,16 @@ from ...runtime.tool_calls.calling import AUTO, REQUIRED, Tools, tools_of
 from ...runtime.tool_calls.free_text import FREE
 from ...runtime.tool_calls.messages import new_id
 from .custom_tools import CUSTOM, in_chat, input_of
-from .fields import ChatAsked
+from .openai_requests import ChatRequest
 from .problems import Problem, problem_of
 
 NONE, ALLOWED = "none", "allowed_tools"
 KEPT_ID = re.compile(r"[A-Za-z0-9]{9,40}")  # what a model calls its call itself, where nothing else is likely to have that name
 
 
-def tools_asked(asked: ChatAsked) -> Tools | None:
+def tools_asked(payload: ChatRequest) -> Tools | None:
     """The tools that an answer may call; None where it may call none. Raises Problem that names the field."""
-    functions, wanted = _allowed(asked)
+    functions, wanted = _allowed(payload)
     choice = _choice(wanted)
     if not functions:
         if choice not in (AUTO, NONE):
@@ -28,7 +28,7 @@ def tools_asked(asked: ChatAsked) -> Tools | None:
                           hint="send them, or leave tool_choice out")
         return None
     try:
-        tools = tools_of(functions, AUTO if choice == NONE else choice, asked.parallel_tool_calls is not False)
+        tools = tools_of(functions, AUTO if choice == NONE else choice, payload.parallel_tool_calls is not False)
     except UsageError as error:
         raise problem_of(error, "tools") from error
     if choice == NONE:
@@ -39,10 +39,10 @@ def tools_asked(asked: ChatAsked) -> Tools | None:
         raise problem_of(error, "tool_choice") from error
 
 
-def _allowed(asked: ChatAsked) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
+def _allowed(payload: ChatRequest) -> tuple[list[dict[str, Any]], str | dict[str, Any] | None]:
     """The tools that may be called, and the choice among them: of those that a request brings it may allow a few. The model is told of no
     others, since it would call them. Raises Problem."""
-    tools, choice = in_chat(asked.tools or []), asked.tool_choice
+    tools, choice = in_chat(payload.tools or []), payload.tool_choice
     if not isinstance(choice, dict) or choice.get("type") != ALLOWED:
         return tools, choice
     said = choice.get(ALLOWED)

@@ -12,8 +12,8 @@ from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import BANNED, SamplerSettings
 from ...runtime.text import WITHOUT_REASONING, Tokenizer
 from ...runtime.tokens.stream_filters import StopStrings
-from .fields import Asked, ChatAsked, TextAsked
 from .forms import form_asked
+from .openai_requests import ChatRequest, CompletionRequest, GenerationRequest
 from .problems import Problem
 from .thinking import thinking_of
 
@@ -40,25 +40,26 @@ class Defaults:
     system: str | None = None
 
 
-def wish_of(asked: Asked, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
+def wish_of(payload: GenerationRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
     wish = defaults.wish
-    return replace(wish, settings=_biased(asked, _settings(asked, wish.settings), tokenizer), max_tokens=_length(asked, wish.max_tokens),
-                   form=form_asked(asked, wish.form), stops=wish.stops if asked.stop is None else _stops(asked.stop),
-                   ignore_eos=wish.ignore_eos if asked.ignore_eos is None else asked.ignore_eos, tells=_tells(asked),
-                   echo=isinstance(asked, TextAsked) and bool(asked.echo), anew=asked.cache_prompt is False)
+    return replace(wish, settings=_biased(payload, _settings(payload, wish.settings), tokenizer),
+                   max_tokens=_length(payload, wish.max_tokens),
+                   form=form_asked(payload, wish.form), stops=wish.stops if payload.stop is None else _stops(payload.stop),
+                   ignore_eos=wish.ignore_eos if payload.ignore_eos is None else payload.ignore_eos, tells=_tells(payload),
+                   echo=isinstance(payload, CompletionRequest) and bool(payload.echo), anew=payload.cache_prompt is False)
 
 
-def _tells(asked: Asked) -> int | None:
+def _tells(payload: GenerationRequest) -> int | None:
     """Of how many tokens beside each of the answer it is told how likely they were; None where nothing is told. Raises Problem."""
-    field, tokens, wanted = "n_probs", getattr(asked, "n_probs", None), False
-    if isinstance(asked, TextAsked) and asked.logprobs is not None and asked.logprobs is not False:
-        field, tokens, wanted = "logprobs", asked.logprobs, True
+    field, tokens, wanted = "n_probs", getattr(payload, "n_probs", None), False
+    if isinstance(payload, CompletionRequest) and payload.logprobs is not None and payload.logprobs is not False:
+        field, tokens, wanted = "logprobs", payload.logprobs, True
         if tokens is True:
             raise Problem(400, "logprobs is a number here: how many of the likeliest tokens to report", param="logprobs")
-    elif isinstance(asked, ChatAsked) and (asked.logprobs or asked.top_logprobs):
-        field, tokens, wanted = "top_logprobs", asked.top_logprobs or 0, True
-        if not asked.logprobs:
+    elif isinstance(payload, ChatRequest) and (payload.logprobs or payload.top_logprobs):
+        field, tokens, wanted = "top_logprobs", payload.top_logprobs or 0, True
+        if not payload.logprobs:
             raise Problem(400, ALONE, param=field)
     if not wanted and not tokens:
         return None
@@ -67,14 +68,14 @@ def _tells(asked: Asked) -> int | None:
     return tokens
 
 
-def reasoning_of(asked: ChatAsked, wish: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
+def reasoning_of(payload: ChatRequest, wish: GenerationOptions, tokenizer: Tokenizer) -> tuple[GenerationOptions, dict[str, Any]]:
     """The wish with what a request says of reasoning, and the variables that its template is given. Raises Problem."""
-    variables: Mapping[str, Any] = asked.chat_template_kwargs or {}
+    variables: Mapping[str, Any] = payload.chat_template_kwargs or {}
     for name in TAKEN:
         if name in variables:
             where = f"chat_template_kwargs.{name}"
             raise Problem(400, f"{where} is not a variable of the template", param=where, hint="leave it out")
-    thinking, more = thinking_of(asked, variables), {}
+    thinking, more = thinking_of(payload, variables), {}
     effort, names = thinking.effort, frozenset() if tokenizer.template is None else tokenizer.template.variables
     if effort is not None:
         if effort not in EFFORTS:
@@ -90,17 +91,17 @@ def reasoning_of(asked: ChatAsked, wish: GenerationOptions, tokenizer: Tokenizer
     return wish, {**more, **variables}
 
 
-def unreasoned(asked: ChatAsked, tokenizer: Tokenizer) -> str | None:
+def unreasoned(payload: ChatRequest, tokenizer: Tokenizer) -> str | None:
     """What is to be remarked of a request that asks for reasoning, or says how much of it there may be, where the model has none."""
-    thinking = thinking_of(asked, asked.chat_template_kwargs or {})
+    thinking = thinking_of(payload, payload.chat_template_kwargs or {})
     told = thinking.effort is not None and tokenizer.template is not None and "reasoning_effort" in tokenizer.template.variables
     wants = thinking.switch or thinking.budget is not None and thinking.budget > 0
     return UNREASONED if wants and not told and not tokenizer.thinks else None
 
 
-def _settings(asked: Asked, settings: SamplerSettings) -> SamplerSettings:
+def _settings(payload: GenerationRequest, settings: SamplerSettings) -> SamplerSettings:
     for field, name in SAMPLING.items():
-        value = getattr(asked, field)
+        value = getattr(payload, field)
         if value is None:
             continue
         if field == "seed":
@@ -114,10 +115,10 @@ def _settings(asked: Asked, settings: SamplerSettings) -> SamplerSettings:
     return settings
 
 
-def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:
+def _biased(payload: GenerationRequest, settings: SamplerSettings, tokenizer: Tokenizer) -> SamplerSettings:
     """With `logit_bias`: an object or a list of pairs, of a token id, also as a text, or of a text, which is that of all its tokens; and of
     a number that is added, or false for never. Raises Problem."""
-    asked_for = asked.logit_bias if asked.logit_bias is not None else ()
+    asked_for = payload.logit_bias if payload.logit_bias is not None else ()
     if not isinstance(asked_for, dict | list | tuple):
         raise Problem(400, "logit_bias is an object or a list of pairs, each of a token and a number", param="logit_bias")
     found: dict[int, float] = {}
@@ -138,11 +139,11 @@ def _biased(asked: Asked, settings: SamplerSettings, tokenizer: Tokenizer) -> Sa
         raise Problem(400, error.message, param="logit_bias", hint=error.hint) from error
 
 
-def _length(asked: Asked, otherwise: int | None) -> int | None:
-    field = next((field for field in LENGTHS if getattr(asked, field) is not None), None)
+def _length(payload: GenerationRequest, otherwise: int | None) -> int | None:
+    field = next((field for field in LENGTHS if getattr(payload, field) is not None), None)
     if field is None:
         return otherwise
-    tokens = getattr(asked, field)
+    tokens = getattr(payload, field)
     if tokens < NO_LIMIT:
         raise Problem(400, f"{field} is 0 or more, or -1 for no limit, not {tokens}", param=field)
     return None if tokens == NO_LIMIT else tokens

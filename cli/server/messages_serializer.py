@@ -9,23 +9,23 @@ from typing import Any
 
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.tool_calls.cursor import parsed
-from .messages_fields import CountAsked
+from .messages_requests import CountTokensRequest
 from .problems import Problem
-from .shapes import Shape
+from .serializers import AnswerSerializer
 from .tools import CallList
 
 THINKING, TEXT, TOOL_USE, SIGNATURE = "thinking", "text", "tool_use", "signature"
 SIGNED = "effllm"  # what stands for a signature of reasoning: clients send it back, and nobody asks for it
 
 
-class MessageShape(Shape):
+class MessageSerializer(AnswerSerializer):
     """`keep` is told its name and blocks when it has ended."""
 
     named, ending = True, b""
 
-    def __init__(self, model: str, asked: CountAsked, keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
+    def __init__(self, model: str, payload: CountTokensRequest, keep: Callable[[str, list[dict[str, Any]]], None] | None = None) -> None:
         self._keep = keep
-        self.model, self.stops, self.most = model, asked.stop_sequences or [], asked.max_tokens
+        self.model, self.stops, self.most = model, payload.stop_sequences or [], payload.max_tokens
         self.id = f"msg_{uuid.uuid4().hex}"
         self.blocks: list[dict[str, Any]] = []  # that are whole
         self._open: tuple[str, list[str]] | None = None  # kind and texts of the one that is not

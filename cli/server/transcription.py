@@ -17,12 +17,12 @@ from ... import UsageError
 from ...runtime.audio.transcript import Transcript, Writing, cues
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.images.senses import RATE
-from .fields import Asked, ChatAsked
 from .form_data import form_of
 from .multiple_answers import AnswerEnded, in_sequence, total_stats
+from .openai_requests import ChatRequest, GenerationRequest
 from .pictures import MOST_WAITING
 from .problems import AGAIN, BUSY, Problem, problem_of
-from .shapes import Shape
+from .serializers import AnswerSerializer
 
 if TYPE_CHECKING:
     import numpy as np
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .application import GenerationService
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
-SPOKEN = (TRANSCRIPTIONS, "/audio/transcriptions", TRANSLATIONS, "/audio/translations")
+AUDIO_PATHS = (TRANSCRIPTIONS, "/audio/transcriptions", TRANSLATIONS, "/audio/translations")
 JSON, TEXT, VERBOSE, SRT, VTT = FORMATS = "json", "text", "verbose_json", "srt", "vtt"
 PLAIN = {TEXT: "text/plain", SRT: "application/x-subrip", VTT: "text/vtt"}  # those that are no JSON
 TIMED = (VERBOSE, SRT, VTT)
@@ -38,7 +38,7 @@ FILE, NUMBERS, GRAINS = "file", ("temperature", "top_p", "min_p"), "timestamp_gr
 SWITCHES = {"true": True, "1": True, "false": False, "0": False}
 
 
-class Heard(Asked):
+class TranscriptionRequest(GenerationRequest):
     """A form's fields, those that are known, as values."""
 
     language: str | None = None
@@ -46,7 +46,7 @@ class Heard(Asked):
     response_format: str = JSON  # which is no form of the answer here
 
 
-class TranscriptShape(Shape):
+class TranscriptSerializer(AnswerSerializer):
     """Of the answers about the pieces of a sound, one after the other, as `written` takes them up. `task` and `seconds` are told again of
     one in full."""
 
@@ -83,7 +83,7 @@ def _piece(text: str) -> list[dict[str, object]]:
     return [{"type": "transcript.text.delta", "delta": text}] if text else []
 
 
-class Transcribing:
+class TranscriptionPaths:
     """Of the model of a `service`."""
 
     def __init__(self, service: GenerationService) -> None:
@@ -96,13 +96,13 @@ class Transcribing:
         return sum(samples.nbytes for each in self._held if (samples := each()) is not None)
 
     def routes(self) -> list[Route]:
-        return [Route(path, partial(self.heard, path in SPOKEN[2:]), methods=["POST"]) for path in SPOKEN]
+        return [Route(path, partial(self.heard, path in AUDIO_PATHS[2:]), methods=["POST"]) for path in AUDIO_PATHS]
 
     async def heard(self, translates: bool, request: Request) -> Response:
         form = await form_of(request)
-        asked = fields_of(form)
-        if asked.model:
-            self._service.demand_model(asked.model, "model")
+        payload = fields_of(form)
+        if payload.model:
+            self._service.demand_model(payload.model, "model")
         if FILE not in form:
             raise Problem(400, f"{FILE} is missing: the sound is a file of the form", param=FILE)
         if self._held_nbytes() > MOST_WAITING:
@@ -112,27 +112,28 @@ class Transcribing:
         self._held.append(ref(samples))
         seconds = len(samples) / RATE
         try:
-            writing = Writing(self._service.replies, asked.language, asked.prompt, translates)
+            writing = Writing(self._service.replies, payload.language, payload.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
-        wanted = await self._service.wanted(chat_of(asked), [])
+        wanted = await self._service.wanted(chat_of(payload), [])
         before = wanted.messages if writing.takes_words else ()
-        parts = await asyncio.to_thread(writing.pieces, samples, asked.response_format in TIMED)
-        shape = TranscriptShape("translate" if translates else "transcribe", writing.transcript(parts), seconds, asked.response_format)
+        parts = await asyncio.to_thread(writing.pieces, samples, payload.response_format in TIMED)
+        shape = TranscriptSerializer("translate" if translates else "transcribe", writing.transcript(parts), seconds,
+                                     payload.response_format)
         starts = [partial(writing.answer, piece, wanted.wish, before, wanted.variables) for piece in parts]
-        answer = await self._service.answer(request, asked, shape, in_sequence(starts))
-        if asked.response_format in PLAIN and not asked.stream and answer.status_code == 200:
-            return PlainTextResponse(shape.plain, media_type=PLAIN[asked.response_format])
+        answer = await self._service.answer(request, payload, shape, in_sequence(starts))
+        if payload.response_format in PLAIN and not payload.stream and answer.status_code == 200:
+            return PlainTextResponse(shape.plain, media_type=PLAIN[payload.response_format])
         return answer
 
 
-def chat_of(asked: Heard) -> ChatAsked:
+def chat_of(payload: TranscriptionRequest) -> ChatRequest:
     """The request as one of chat completions: what is likeliest is written down, unless a temperature is said."""
-    common = {name: getattr(asked, name) for name in Asked.model_fields}
-    return ChatAsked.model_construct(**{**common, "messages": [], "response_format": None, "temperature": asked.temperature or 0.0})
+    common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
+    return ChatRequest.model_construct(**{**common, "messages": [], "response_format": None, "temperature": payload.temperature or 0.0})
 
 
-def fields_of(form: Mapping[str, bytes]) -> Heard:
+def fields_of(form: Mapping[str, bytes]) -> TranscriptionRequest:
     """The fields of a form but the file. Raises Problem that names one."""
     values: dict[str, Any] = {}
     for name, content in form.items():
@@ -145,8 +146,8 @@ def fields_of(form: Mapping[str, bytes]) -> Heard:
         raise Problem(400, f"response_format {format} is told whole: leave out stream", param="stream", code="unsupported_parameter")
     if b"word" in map(bytes.strip, form.get(GRAINS, b"").split(b",")):
         raise Problem(400, f"{GRAINS} is segment: of times of words nothing is known here", param=GRAINS, code="unsupported_parameter")
-    known = {name: value for name, value in values.items() if name in Heard.model_fields and value is not None}
-    return Heard.model_construct(**{**dict.fromkeys(Heard.model_fields), **known, "response_format": format})
+    known = {name: value for name, value in values.items() if name in TranscriptionRequest.model_fields and value is not None}
+    return TranscriptionRequest.model_construct(**{**dict.fromkeys(TranscriptionRequest.model_fields), **known, "response_format": format})
 
 
 def _value(name: str, text: str) -> object:

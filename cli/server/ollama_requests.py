@@ -7,7 +7,17 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
-from .fields import ROLES, Asked, Body, ChatAsked, TextAsked, Whole, one_or_more, refuse_not_here, texts_of
+from .openai_requests import (
+    ROLES,
+    Body,
+    ChatRequest,
+    CompletionRequest,
+    GenerationRequest,
+    Whole,
+    one_or_more,
+    refuse_unsupported,
+    texts_of,
+)
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, TOOL, USER
 from .wishes import ALONE, NO_LIMIT
@@ -43,15 +53,15 @@ class Options(Body):
     num_ctx: Whole = None
 
 
-SAME = tuple(name for name in Options.model_fields if name in Asked.model_fields)  # called as in chat completions
+SAME = tuple(name for name in Options.model_fields if name in GenerationRequest.model_fields)  # called as in chat completions
 CALLED = {"response_format": "format", **{name: f"options.{name}" for name in SAME}}
 CALLED_RAW = {**CALLED, "logprobs": "top_logprobs"}  # which in completions is the number
 
 
-class OllamaAsked(Body):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+class OllamaRequest(Body):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         "suffix": ("",), "template": ("",), "context": ([],), "images": ([],)}
-    instead: ClassVar[Mapping[str, str]] = {
+    alternatives: ClassVar[Mapping[str, str]] = {
         "template": "the model's own is used, and with raw a prompt is taken as it stands", "context": IN_CHAT,
         "images": "in a chat each message has its own"}
 
@@ -74,12 +84,12 @@ class Turn(Body):
     tool_call_id: str | None = None
 
 
-class OllamaChat(OllamaAsked):
+class OllamaChatRequest(OllamaRequest):
     messages: list[Turn] | None = None
     tools: list[dict[str, Any]] | None = None
 
 
-class OllamaText(OllamaAsked):
+class OllamaGenerateRequest(OllamaRequest):
     prompt: str | None = None
     suffix: str | None = None
     images: list[Any] | None = None
@@ -87,7 +97,7 @@ class OllamaText(OllamaAsked):
     raw: bool | None = None
 
 
-class Named(Body):
+class ModelRequest(Body):
     """A request that is about a model."""
 
     model: str | None = None
@@ -109,51 +119,52 @@ def waited_ns(headers: Mapping[str, str]) -> int:
     return int(said) if said.isdecimal() and len(said) <= MOST_DIGITS else 0
 
 
-def judged(asked: OllamaAsked, name: str, thinks: bool, context: int) -> str | None:
+def check_request(payload: OllamaRequest, name: str, thinks: bool, context: int) -> str | None:
     """What is to be remarked of a request, for a model of this name and context. Raises Problem for reasoning that it has none of, in the
     words by which programs know that they are to ask again without."""
-    if asked.think and not thinks:
+    if payload.think and not thinks:
         raise Problem(400, f'"{name}" does not support thinking: leave out think', param="think")
-    if asked.options is None or (asked.options.num_ctx or 0) <= context:
+    if payload.options is None or (payload.options.num_ctx or 0) <= context:
         return None
-    return f"a program asks for num_ctx {asked.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"
+    return f"a program asks for num_ctx {payload.options.num_ctx}: the context is {context} tokens (-c), and longer prompts are refused"
 
 
-def chat_of(asked: OllamaChat) -> tuple[ChatAsked, list[dict[str, Any]]]:
+def chat_of(payload: OllamaChatRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """The request as one of chat completions, and its messages. Raises Problem."""
-    return _chat(asked, asked.tools), _messages(asked.messages or [])
+    return _chat(payload, payload.tools), _messages(payload.messages or [])
 
 
-def answer_of(asked: OllamaText) -> tuple[ChatAsked, list[dict[str, Any]]]:
+def generate_as_chat(payload: OllamaGenerateRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """As `chat_of`, of a prompt that is to go through the model's template."""
-    system = [{"role": SYSTEM, "content": asked.system}] if asked.system else []
-    return _chat(asked), [*system, {"role": USER, "content": asked.prompt or ""}]
+    system = [{"role": SYSTEM, "content": payload.system}] if payload.system else []
+    return _chat(payload), [*system, {"role": USER, "content": payload.prompt or ""}]
 
 
-def raw_of(asked: OllamaText) -> TextAsked:
+def raw_completion(payload: OllamaGenerateRequest) -> CompletionRequest:
     """The request as one of completions, for a prompt that is to be taken as it stands. Raises Problem."""
-    if asked.system and not asked.suffix:  # whose prompts have no place for it at Ollama either
+    if payload.system and not payload.suffix:  # whose prompts have no place for it at Ollama either
         raise Problem(400, "raw takes the prompt as it stands: system is a part of it, or nothing", param="system")
-    if asked.top_logprobs and not asked.logprobs:
+    if payload.top_logprobs and not payload.logprobs:
         raise Problem(400, ALONE, param="top_logprobs")
-    return TextAsked.model_construct(prompt=asked.prompt, logprobs=(asked.top_logprobs or 0) if asked.logprobs else None, **_common(asked))
+    return CompletionRequest.model_construct(prompt=payload.prompt, logprobs=(payload.top_logprobs or 0) if payload.logprobs else None,
+                                             **_common(payload))
 
 
-def _chat(asked: OllamaAsked, tools: list[dict[str, Any]] | None = None) -> ChatAsked:
-    if isinstance(asked.think, str) and asked.think not in LEVELS:
-        raise Problem(400, f"think is true, false, {', '.join(LEVELS)}, not {asked.think!r:.40}", param="think")
-    effort = asked.think if isinstance(asked.think, str) else None
-    switch = {"enable_thinking": asked.think} if isinstance(asked.think, bool) else None
-    return ChatAsked.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch,
-                                     logprobs=asked.logprobs, top_logprobs=asked.top_logprobs, **_common(asked))
+def _chat(payload: OllamaRequest, tools: list[dict[str, Any]] | None = None) -> ChatRequest:
+    if isinstance(payload.think, str) and payload.think not in LEVELS:
+        raise Problem(400, f"think is true, false, {', '.join(LEVELS)}, not {payload.think!r:.40}", param="think")
+    effort = payload.think if isinstance(payload.think, str) else None
+    switch = {"enable_thinking": payload.think} if isinstance(payload.think, bool) else None
+    return ChatRequest.model_construct(messages=[], tools=tools, reasoning_effort=effort, chat_template_kwargs=switch,
+                                       logprobs=payload.logprobs, top_logprobs=payload.top_logprobs, **_common(payload))
 
 
-def _common(asked: OllamaAsked) -> dict[str, Any]:
+def _common(payload: OllamaRequest) -> dict[str, Any]:
     """What the fields of chat completions are."""
-    options = asked.options or Options()
-    refuse_not_here(options, "options.")
+    options = payload.options or Options()
+    refuse_unsupported(options, "options.")
     most = options.num_predict
-    return {**{name: getattr(options, name) for name in SAME}, "model": asked.model, "response_format": _form(asked.format),
+    return {**{name: getattr(options, name) for name in SAME}, "model": payload.model, "response_format": _form(payload.format),
             "max_tokens": NO_LIMIT if most is not None and most <= 0 else most}
 
 

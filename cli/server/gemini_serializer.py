@@ -16,7 +16,7 @@ from ...runtime.tool_calls.cursor import parsed
 from .logprobs import spelled
 from .multiple_answers import AnswerEnded, total_stats
 from .problems import Problem
-from .shapes import Shape
+from .serializers import AnswerSerializer
 from .tools import CallList
 
 
@@ -38,7 +38,7 @@ class Candidate:
             self.parts.append({**part})
 
 
-class GeminiShape(Shape):
+class GeminiSerializer(AnswerSerializer):
     """`in_list`: pieces are elements of one JSON list. Without `shows_thoughts` reasoning is counted, and not told. With a `tokenizer` it
     is told how likely tokens were."""
 

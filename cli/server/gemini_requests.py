@@ -11,8 +11,8 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator, ConfigDict
 from pydantic.alias_generators import to_camel
 
-from .fields import Body, ChatAsked, Whole, refuse_not_here
 from .gemini_schema import schema_of
+from .openai_requests import Body, ChatRequest, Whole, refuse_unsupported
 from .problems import Problem
 from .tools import ALLOWED
 from .turns import ASSISTANT, SYSTEM, USER, Turns
@@ -36,36 +36,36 @@ def listed(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-class Google(Body):
+class GeminiModel(Body):
     model_config = ConfigDict(alias_generator=to_camel, validate_by_name=True, validate_by_alias=True)
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
-class Blob(Google):
+class Blob(GeminiModel):
     mime_type: str = ""
     data: str
     display_name: str | None = None
 
 
-class FileData(Google):
+class FileData(GeminiModel):
     mime_type: str = ""
     file_uri: str
 
 
-class FunctionCall(Google):
+class FunctionCall(GeminiModel):
     id: str | None = None
     name: str
     args: dict[str, Any] | None = None
 
 
-class FunctionResponse(Google):
+class FunctionResponse(GeminiModel):
     id: str | None = None
     name: str = ""
     response: dict[str, Any] | None = None
     parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
 
 
-class Part(Google):
+class Part(GeminiModel):
     text: str | None = None
     thought: bool | None = None
     thought_signature: str | None = None
@@ -77,19 +77,19 @@ class Part(Google):
     code_execution_result: dict[str, Any] | None = None
 
 
-class Content(Google):
+class Content(GeminiModel):
     role: str | None = None
     parts: Annotated[list[Part] | None, BeforeValidator(listed)] = None
 
 
-class ThinkingConfig(Google):
+class ThinkingConfig(GeminiModel):
     include_thoughts: bool | None = None
     thinking_budget: Whole = None
     thinking_level: str | None = None
 
 
-class GenerationConfig(Google):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
+class GenerationConfig(GeminiModel):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
         name: nothing for names, nothing in ((("responseModalities", "response_modalities"), ([], ["TEXT"], ["text"])),
                                              (("speechConfig", "speech_config"), ()), (("imageConfig", "image_config"), ()))
         for name in names}
@@ -111,29 +111,29 @@ class GenerationConfig(Google):
     thinking_config: ThinkingConfig | None = None
 
 
-class FunctionDeclaration(Google):
+class FunctionDeclaration(GeminiModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     parameters_json_schema: dict[str, Any] | None = None
 
 
-class Tool(Google):
+class Tool(GeminiModel):
     function_declarations: Annotated[list[FunctionDeclaration] | None, BeforeValidator(listed)] = None
 
 
-class FunctionCallingConfig(Google):
+class FunctionCallingConfig(GeminiModel):
     mode: str | None = None
     allowed_function_names: list[str] | None = None
 
 
-class ToolConfig(Google):
+class ToolConfig(GeminiModel):
     function_calling_config: FunctionCallingConfig | None = None
 
 
-class GenerateAsked(Google):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
-    instead: ClassVar[Mapping[str, str]] = dict.fromkeys(not_here, "what prompts have in common is not read again anyway")
+class GenerateContentRequest(GeminiModel):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {"cachedContent": ("",), "cached_content": ("",)}
+    alternatives: ClassVar[Mapping[str, str]] = dict.fromkeys(unsupported, "what prompts have in common is not read again anyway")
 
     contents: Annotated[list[Content], BeforeValidator(listed)]
     system_instruction: Content | None = None
@@ -150,30 +150,30 @@ class GenerateAsked(Google):
         return bool(self.config.thinking_config and self.config.thinking_config.include_thoughts)
 
 
-class CountAsked(Google):
+class CountTokensRequest(GeminiModel):
     """Contents, or a whole request whose tokens are counted."""
 
     contents: Annotated[list[Content] | None, BeforeValidator(listed)] = None
-    generate_content_request: GenerateAsked | None = None
+    generate_content_request: GenerateContentRequest | None = None
 
     @property
-    def about(self) -> GenerateAsked:
-        return self.generate_content_request or GenerateAsked.model_construct(contents=self.contents or [])
+    def about(self) -> GenerateContentRequest:
+        return self.generate_content_request or GenerateContentRequest.model_construct(contents=self.contents or [])
 
 
-class EmbedAsked(Google):
+class EmbedContentRequest(GeminiModel):
     content: Content
     task_type: str | None = None
     title: str | None = None
     output_dimensionality: Whole = None
 
 
-class EmbedsAsked(Google):
-    requests: Annotated[list[EmbedAsked], BeforeValidator(listed)]
+class BatchEmbedContentsRequest(GeminiModel):
+    requests: Annotated[list[EmbedContentRequest], BeforeValidator(listed)]
 
 
 @dataclass(frozen=True)
-class Attached:
+class AttachedFile:
     """A file of a part, in base64 or as an address. `by_tool`: a function gave it back."""
 
     part: Part
@@ -203,30 +203,30 @@ class Attached:
         self.part.text, self.part.inline_data, self.part.file_data = text, None, None
 
 
-def attached(asked: GenerateAsked) -> Iterator[Attached]:
+def attached_files(payload: GenerateContentRequest) -> Iterator[AttachedFile]:
     """The files of a request, which become texts of its parts."""
-    for number, content in enumerate(asked.contents):
+    for number, content in enumerate(payload.contents):
         for at, part in enumerate(content.parts or ()):
             where = f"contents[{number}].parts[{at}]"
             if part.inline_data or part.file_data:
-                yield Attached(part, where)
+                yield AttachedFile(part, where)
             for inner, other in enumerate(part.function_response and part.function_response.parts or ()):
                 if other.inline_data or other.file_data:
-                    yield Attached(other, f"{where}.functionResponse.parts[{inner}]", by_tool=True)
+                    yield AttachedFile(other, f"{where}.functionResponse.parts[{inner}]", by_tool=True)
 
 
-def chat_of(asked: GenerateAsked, model: str, stream: bool = False) -> tuple[ChatAsked, list[dict[str, Any]]]:
+def chat_of(payload: GenerateContentRequest, model: str, stream: bool = False) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """The request as one of chat completions, and its messages. Raises Problem."""
-    config = asked.config
-    refuse_not_here(config, f"{CONFIG}.")
+    config = payload.config
+    refuse_unsupported(config, f"{CONFIG}.")
     thinking = config.thinking_config or ThinkingConfig()
     level = thinking.thinking_level if thinking.thinking_level != UNSAID else None
     own = {"model": model, "stream": stream, "max_tokens": config.max_output_tokens, "n": config.candidate_count or None,
            "logprobs": config.response_logprobs, "top_logprobs": config.logprobs, "thinking_budget": thinking.thinking_budget,
-           "reasoning_effort": level and level.lower(), "tools": [*_functions(asked)], "tool_choice": _choice(asked), **_form(config)}
+           "reasoning_effort": level and level.lower(), "tools": [*_functions(payload)], "tool_choice": _choice(payload), **_form(config)}
     if config.stop_sequences:
         own["stop"] = config.stop_sequences
-    return ChatAsked.model_construct(messages=[], **{name: getattr(config, name) for name in SAME}, **own), _messages(asked)
+    return ChatRequest.model_construct(messages=[], **{name: getattr(config, name) for name in SAME}, **own), _messages(payload)
 
 
 def text_of(content: Content, where: str) -> str:
@@ -252,9 +252,9 @@ def _form(config: GenerationConfig) -> dict[str, Any]:
     return {} if kind == PLAIN else {"response_format": form}
 
 
-def _functions(asked: GenerateAsked) -> Iterator[dict[str, Any]]:
+def _functions(payload: GenerateContentRequest) -> Iterator[dict[str, Any]]:
     """Raises Problem for tools that a server would have to run."""
-    for number, tool in enumerate(asked.tools or ()):
+    for number, tool in enumerate(payload.tools or ()):
         where = f"tools[{number}]"
         if (other := next((name for name, value in (tool.model_extra or {}).items() if value is not None), None)) is not None:
             raise Problem(400, f"{where}.{other:.40} is not supported, functionDeclarations of your own are", param=f"{where}.{other:.40}",
@@ -267,8 +267,8 @@ def _functions(asked: GenerateAsked) -> Iterator[dict[str, Any]]:
             yield {"type": "function", "function": own}
 
 
-def _choice(asked: GenerateAsked) -> str | dict[str, Any] | None:
-    config = asked.tool_config and asked.tool_config.function_calling_config
+def _choice(payload: GenerateContentRequest) -> str | dict[str, Any] | None:
+    config = payload.tool_config and payload.tool_config.function_calling_config
     if config is None:
         return None
     mode, place = MODES.get((config.mode or "").upper()), f"{CALLED['tool_choice']}.mode"
@@ -280,14 +280,14 @@ def _choice(asked: GenerateAsked) -> str | dict[str, Any] | None:
     return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": named}}
 
 
-def _messages(asked: GenerateAsked) -> list[dict[str, Any]]:
+def _messages(payload: GenerateContentRequest) -> list[dict[str, Any]]:
     """Raises Problem. A result without a name for its call belongs to the first of that function that has none."""
     turns, waiting = Turns(), dict[str, str]()
-    if not asked.contents:
+    if not payload.contents:
         raise Problem(400, "contents is empty", param="contents", hint='send {"role": "user", "parts": [{"text": "..."}]}')
-    if asked.system_instruction and (text := text_of(asked.system_instruction, "systemInstruction")):
+    if payload.system_instruction and (text := text_of(payload.system_instruction, "systemInstruction")):
         turns.say(SYSTEM, [text])
-    for number, content in enumerate(asked.contents):
+    for number, content in enumerate(payload.contents):
         if content.role not in ROLES:
             place = f"contents[{number}].role"
             raise Problem(400, f"{place} is user or model, not {content.role!r:.40}", param=place)

@@ -7,7 +7,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator
 
-from .fields import NOT_HERE, Asked, Body, ChatAsked, Thinking, text_of, texts_of, whole_number
+from .openai_requests import UNSUPPORTED_FIELDS, Body, ChatRequest, GenerationRequest, Thinking, text_of, texts_of, whole_number
 from .own_tools import KNOWN
 from .problems import Problem
 from .turns import ASSISTANT, SYSTEM, USER, Turns, text_at
@@ -56,8 +56,8 @@ class Thread(Body):
     previous_message_id: str | None = None
 
 
-class CountAsked(Asked):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {**NOT_HERE, "mcp_servers": ([],), "container": ()}
+class CountTokensRequest(GenerationRequest):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {**UNSUPPORTED_FIELDS, "mcp_servers": ([],), "container": ()}
 
     messages: list[Turn]
     system: Any = None
@@ -71,26 +71,26 @@ class CountAsked(Asked):
     chat_template_kwargs: dict[str, Any] | None = None
 
 
-class MessagesAsked(CountAsked):
+class MessagesRequest(CountTokensRequest):
     max_tokens: Annotated[int, BeforeValidator(whole_number)]
 
 
-def chat_of(asked: CountAsked) -> tuple[ChatAsked, list[dict[str, Any]]]:
+def chat_of(payload: CountTokensRequest) -> tuple[ChatRequest, list[dict[str, Any]]]:
     """The request as one of chat completions, and its messages. Raises Problem."""
-    if asked.max_tokens is not None and asked.max_tokens < 0:
-        raise Problem(400, f"max_tokens is 0 or more, not {asked.max_tokens}", param="max_tokens")
-    config, choice = asked.output_config or OutputConfig(), asked.tool_choice
-    common = {name: getattr(asked, name) for name in Asked.model_fields}
-    told = [(tool, f"tools[{number}]") for number, tool in enumerate(asked.tools or ()) if not (tool.type or "").startswith(SEARCH)]
+    if payload.max_tokens is not None and payload.max_tokens < 0:
+        raise Problem(400, f"max_tokens is 0 or more, not {payload.max_tokens}", param="max_tokens")
+    config, choice = payload.output_config or OutputConfig(), payload.tool_choice
+    common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
+    told = [(tool, f"tools[{number}]") for number, tool in enumerate(payload.tools or ()) if not (tool.type or "").startswith(SEARCH)]
     own = {"messages": [], "tools": [_function(tool, where) for tool, where in told],
-           "thinking": asked.thinking, "tool_choice": choice and _choice(choice),
+           "thinking": payload.thinking, "tool_choice": choice and _choice(choice),
            "parallel_tool_calls": not (choice and choice.disable_parallel_tool_use),
-           "chat_template_kwargs": {**_thinking(asked.thinking, config.effort), **(asked.chat_template_kwargs or {})}}
-    if asked.stop_sequences is not None:
-        own["stop"] = asked.stop_sequences
-    if form := config.format or asked.output_format:
+           "chat_template_kwargs": {**_thinking(payload.thinking, config.effort), **(payload.chat_template_kwargs or {})}}
+    if payload.stop_sequences is not None:
+        own["stop"] = payload.stop_sequences
+    if form := config.format or payload.output_format:
         own["response_format"] = form
-    return ChatAsked.model_construct(**{**common, **own}), _messages(asked)
+    return ChatRequest.model_construct(**{**common, **own}), _messages(payload)
 
 
 def _thinking(thinking: Thinking | None, effort: str | None) -> dict[str, Any]:
@@ -124,12 +124,12 @@ def _choice(choice: Choice) -> str | dict[str, Any]:
     return CHOICES[choice.type]
 
 
-def _messages(asked: CountAsked) -> list[dict[str, Any]]:
+def _messages(payload: CountTokensRequest) -> list[dict[str, Any]]:
     turns = Turns()
-    system = [text for text in texts_of(asked.system or [], "system") if not text.startswith(ATTRIBUTION)]
+    system = [text for text in texts_of(payload.system or [], "system") if not text.startswith(ATTRIBUTION)]
     if system:
         turns.say(SYSTEM, system)
-    for number, turn in enumerate(asked.messages):
+    for number, turn in enumerate(payload.messages):
         where = f"messages[{number}]"
         if turn.role not in ROLES:
             raise Problem(400, f"{where}.role is user or assistant, not {turn.role!r:.40}", param=f"{where}.role")

@@ -10,8 +10,8 @@ from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.sampler import SamplerSettings
 from ...runtime.text import Tokenizer
 from ...runtime.tokens.infill import Gap
-from .fields import NOT_HERE, Asked, Body
 from .multiple_answers import choice_count
+from .openai_requests import UNSUPPORTED_FIELDS, Body, GenerationRequest
 from .problems import Problem
 from .wishes import NO_LIMIT, Defaults, wish_of
 
@@ -26,12 +26,12 @@ INFILL = ("i", "infill")
 LONGEST_MS = 1e12  # longer than any answer
 
 
-class CompletionAsked(Asked):
+class LlamaCompletionRequest(GenerationRequest):
     """Fields that say how caches and slots are used (`id_slot`, `n_keep`, `n_cache_reuse`, `t_max_prompt_ms`) change no
     answer here and are let pass, and so is `logprobs`, which SillyTavern sends beside `n_probs`, the name that it has here."""
 
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        name: nothing for name, nothing in NOT_HERE.items() if name not in ("logprobs", "top_logprobs")}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        name: nothing for name, nothing in UNSUPPORTED_FIELDS.items() if name not in ("logprobs", "top_logprobs")}
 
     prompt: Any = None
     n: int | None = None
@@ -54,7 +54,7 @@ class File(Body):
     filename: str | None = None
 
 
-class InfillAsked(CompletionAsked):
+class InfillRequest(LlamaCompletionRequest):
     prompt: str | None = None
     input_prefix: str | None = None
     input_suffix: str | None = None
@@ -66,30 +66,31 @@ class InfillAsked(CompletionAsked):
                    tuple((each.filename or "tmp", each.text) for each in self.input_extra or ()))
 
 
-def completion_wish(asked: CompletionAsked, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
+def completion_wish(payload: LlamaCompletionRequest, defaults: Defaults, tokenizer: Tokenizer) -> GenerationOptions:
     """Raises Problem that names the field."""
-    wish = wish_of(asked, defaults, tokenizer)
-    tells = 0 if asked.return_tokens and asked.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
-    most_s = min(asked.t_max_predict_ms, LONGEST_MS) / 1000 if asked.t_max_predict_ms and asked.t_max_predict_ms > 0 else None
-    sure = asked.samplers is not None and not frozenset(asked.samplers).isdisjoint(INFILL)
-    return replace(wish, settings=_chosen(asked, wish.settings), tells=tells, most_s=most_s, indent=max(0, asked.n_indent or 0), sure=sure)
+    wish = wish_of(payload, defaults, tokenizer)
+    tells = 0 if payload.return_tokens and payload.stream and wish.tells is None else wish.tells  # by which the tokens of a piece are known
+    most_s = min(payload.t_max_predict_ms, LONGEST_MS) / 1000 if payload.t_max_predict_ms and payload.t_max_predict_ms > 0 else None
+    sure = payload.samplers is not None and not frozenset(payload.samplers).isdisjoint(INFILL)
+    return replace(wish, settings=_chosen(payload, wish.settings), tells=tells, most_s=most_s, indent=max(0, payload.n_indent or 0),
+                   sure=sure)
 
 
-def _chosen(asked: CompletionAsked, settings: SamplerSettings) -> SamplerSettings:
+def _chosen(payload: LlamaCompletionRequest, settings: SamplerSettings) -> SamplerSettings:
     """With the samplers that a request names alone, in our order."""
-    if asked.samplers is None:
+    if payload.samplers is None:
         return settings
-    named = frozenset(asked.samplers)  # letters of a text
+    named = frozenset(payload.samplers)  # letters of a text
     for names, without in WITHOUT.items():
         if named.isdisjoint(names) and not ("temperature" in without and settings.temperature == 0):  # what is greedy stays so
             settings = replace(settings, **without)
     return settings
 
 
-def completion_prompts(asked: CompletionAsked, tokenizer: Tokenizer) -> list[str | list[int]]:
+def completion_prompts(payload: LlamaCompletionRequest, tokenizer: Tokenizer) -> list[str | list[int]]:
     """The prompts of a request, in their order: each a text, token ids, or both in turn, of which the ids. A list in which a number stands
     is one prompt, any other a list of prompts. Raises Problem."""
-    return prompts_in(asked.prompt, tokenizer)
+    return prompts_in(payload.prompt, tokenizer)
 
 
 def prompts_in(prompt: object, tokenizer: Tokenizer, param: str = "prompt") -> list[str | list[int]]:

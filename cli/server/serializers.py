@@ -19,7 +19,7 @@ FINGERPRINT = f"effllm-{__version__}"
 MS = 1000
 
 
-class Shape(Protocol):
+class AnswerSerializer(Protocol):
     """One answer, of which it is told everything through `add`. `named`: pieces are events of the name that their `type` is; `by_line`:
     they are no events but lines; `in_list`: but elements of one list; `ending` is what comes behind the last. A stream that is `early`
     begins while the engine reads the prompt, others with the first text. One that `has_comments` has them while it waits, others pieces."""
@@ -56,7 +56,7 @@ class Shape(Protocol):
         return self.failed(problem)
 
 
-class Completion(Shape, Protocol):
+class CompletionSerializer(AnswerSerializer, Protocol):
     """An answer by the name of a model. `kind` and `piece_kind` are what its objects are called. Each kind of answer knows the choice of a
     piece (`choice_of`), of the end (`choice_at_end`) and of the whole (`whole_choice`). `index`: which of several it is."""
 
@@ -111,7 +111,7 @@ class Completion(Shape, Protocol):
         return "length" if stats.finish_reason != "stop" else "tool_calls" if self.calls.made else "stop"
 
 
-class ChatShape(Completion):
+class ChatSerializer(CompletionSerializer):
     prefix, kind, piece_kind = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
     def first(self) -> list[dict[str, object]]:
@@ -144,7 +144,7 @@ class ChatShape(Completion):
         return {"message": {"role": "assistant", "content": content, **reasoning, **calls}, "logprobs": logprobs}
 
 
-class TextShape(Completion):
+class TextSerializer(CompletionSerializer):
     prefix, kind, piece_kind = "cmpl", "text_completion", "text_completion"
 
     def __init__(self, *given: Any) -> None:

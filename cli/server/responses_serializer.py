@@ -15,9 +15,9 @@ from .custom_tools import input_of
 from .logprobs import TokenList
 from .multiple_answers import AnswerEnded
 from .problems import TOO_LONG, Problem
-from .responses_fields import COMPACTION, Names, ResponsesAsked
+from .responses_requests import COMPACTION, ResponsesRequest, ToolNames
 from .sealing import sealed
-from .shapes import Shape
+from .serializers import AnswerSerializer
 from .tools import CallList
 
 DONE, CUT = "completed", "incomplete"
@@ -25,7 +25,7 @@ QUEUED, GOES_ON, CANCELLED = "queued", "in_progress", "cancelled"  # one in the 
 
 
 @dataclass(frozen=True)
-class Kind:
+class ItemKind:
     """An item of text: what it and its part are called, where the part lies in it, and the events of the part and of its text."""
 
     prefix: str
@@ -37,36 +37,36 @@ class Kind:
     text_event: str
 
 
-MESSAGE = Kind("msg", "message", "output_text", "content", "content_index", "response.content_part", "response.output_text")
-REASONING = Kind("rs", "reasoning", "reasoning_text", "content", "content_index", "response.content_part", "response.reasoning_text")
-SUMMARY = Kind("rs", "reasoning", "summary_text", "summary", "summary_index", "response.reasoning_summary_part",
-               "response.reasoning_summary_text")
+MESSAGE = ItemKind("msg", "message", "output_text", "content", "content_index", "response.content_part", "response.output_text")
+REASONING = ItemKind("rs", "reasoning", "reasoning_text", "content", "content_index", "response.content_part", "response.reasoning_text")
+SUMMARY = ItemKind("rs", "reasoning", "summary_text", "summary", "summary_index", "response.reasoning_summary_part",
+                   "response.reasoning_summary_text")
 
 
 def new_id(prefix: str) -> str:
     return f"{prefix}_{uuid.uuid4().hex}"
 
 
-class ResponseShape(Shape):
+class ResponseSerializer(AnswerSerializer):
     """`asked` is what the response says again, `names` what programs call the tools. With a `tokenizer` it is told how likely tokens
     were; `keep` is told the response when it has ended."""
 
     named, ending, early = True, b"", True
 
-    def __init__(self, model: str, asked: ResponsesAsked, names: Names, tokenizer: Tokenizer | None = None,
+    def __init__(self, model: str, payload: ResponsesRequest, names: ToolNames, tokenizer: Tokenizer | None = None,
                  keep: Callable[[dict[str, object]], None] | None = None) -> None:
         self._keep = keep
-        self.model, self.asked, self.names = model, asked, names
+        self.model, self.payload, self.names = model, payload, names
         self._tokens, self._told = tokenizer and TokenList(tokenizer), []  # of the message that is not whole
         self.id, self.created = new_id("resp"), int(time.time())
-        wants = asked.reasoning and asked.reasoning.summary
+        wants = payload.reasoning and payload.reasoning.summary
         self.thinking = SUMMARY if wants and wants != "none" else REASONING
         self.items: list[dict[str, Any]] = []  # that are whole
-        self._open: tuple[Kind, str, list[str]] | None = None  # kind, id, texts of the one that is not
+        self._open: tuple[ItemKind, str, list[str]] | None = None  # kind, id, texts of the one that is not
         self._calls, self._events = CallList(), 0
 
     def first(self) -> list[dict[str, object]]:
-        if not self.asked.background:
+        if not self.payload.background:
             return [self._event("response.created", response=self.response(GOES_ON)), *self.begun()]
         response = self.response(QUEUED)
         return [self._event("response.created", response=response), self._event("response.queued", response=response)]
@@ -130,33 +130,33 @@ class ResponseShape(Shape):
 
     def response(self, status: str, stats: Stats | None = None) -> dict[str, object]:
         """The response as it is now."""
-        asked, reasoning, named = self.asked, self.asked.reasoning, self.asked.conversation_id
+        payload, reasoning, named = self.payload, self.payload.reasoning, self.payload.conversation_id
         return {
             "id": self.id, "object": "response", "created_at": self.created, "status": status, "model": self.model, "output": [*self.items],
-            "completed_at": int(time.time()) if status == DONE else None, "background": self.asked.background is True, "error": None,
-            "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": asked.instructions,
-            "max_output_tokens": asked.max_output_tokens, "metadata": asked.metadata or {},
-            "previous_response_id": asked.previous_response_id, "conversation": named and {"id": named},
-            "parallel_tool_calls": asked.parallel_tool_calls is not False, "service_tier": "default", "store": asked.store is not False,
+            "completed_at": int(time.time()) if status == DONE else None, "background": self.payload.background is True, "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == CUT else None, "instructions": payload.instructions,
+            "max_output_tokens": payload.max_output_tokens, "metadata": payload.metadata or {},
+            "previous_response_id": payload.previous_response_id, "conversation": named and {"id": named},
+            "parallel_tool_calls": payload.parallel_tool_calls is not False, "service_tier": "default", "store": payload.store is not False,
             "reasoning": {"effort": reasoning and reasoning.effort, "summary": reasoning and reasoning.summary},
-            "text": {"format": asked.text and asked.text.format or {"type": "text"}}, "temperature": asked.temperature,
-            "top_p": asked.top_p, "top_logprobs": asked.top_logprobs or 0, "tools": asked.tools or [],
-            "tool_choice": asked.tool_choice or "auto", "truncation": "disabled",
+            "text": {"format": payload.text and payload.text.format or {"type": "text"}}, "temperature": payload.temperature,
+            "top_p": payload.top_p, "top_logprobs": payload.top_logprobs or 0, "tools": payload.tools or [],
+            "tool_choice": payload.tool_choice or "auto", "truncation": "disabled",
             "usage": stats and usage(stats)}
 
     def _event(self, kind: str, **fields: object) -> dict[str, object]:
         self._events += 1
         return {"type": kind, "sequence_number": self._events - 1, **fields}
 
-    def _at(self, kind: Kind, called: str) -> dict[str, object]:
+    def _at(self, kind: ItemKind, called: str) -> dict[str, object]:
         """Where a part is."""
         return {"item_id": called, "output_index": len(self.items), kind.index: 0}
 
-    def _item(self, kind: Kind, called: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
+    def _item(self, kind: ItemKind, called: str, status: str, parts: list[dict[str, object]]) -> dict[str, Any]:
         own = {"role": "assistant"} if kind is MESSAGE else {"summary": [], "content": [], "encrypted_content": None}
         return {"id": called, "type": kind.item, "status": status, **own, kind.place: parts}
 
-    def _begin(self, kind: Kind) -> list[dict[str, object]]:
+    def _begin(self, kind: ItemKind) -> list[dict[str, object]]:
         called = new_id(kind.prefix)
         self._open = kind, called, []
         return [self._event("response.output_item.added", output_index=len(self.items), item=self._item(kind, called, GOES_ON, [])),
@@ -201,12 +201,12 @@ class ResponseShape(Shape):
         return [self._event(f"response.output_item.{each}", output_index=at, item=item) for each in ("added", "done")]
 
 
-def _part(kind: Kind, text: str, told: list[dict[str, object]]) -> dict[str, object]:
+def _part(kind: ItemKind, text: str, told: list[dict[str, object]]) -> dict[str, object]:
     own = {"annotations": []} if kind is MESSAGE else {}
     return {"type": kind.part, "text": text, **own, **_logprobs(kind, told)}
 
 
-def _logprobs(kind: Kind, told: list[dict[str, object]]) -> dict[str, object]:
+def _logprobs(kind: ItemKind, told: list[dict[str, object]]) -> dict[str, object]:
     return {"logprobs": told} if kind is MESSAGE else {}
 
 

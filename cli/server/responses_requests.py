@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 
 from ...runtime.tool_calls.free_text import FREE
 from .custom_tools import function_of
-from .fields import NOT_HERE, Asked, Body, ChatAsked, Reasoning, Whole, texts_of
+from .openai_requests import UNSUPPORTED_FIELDS, Body, ChatRequest, GenerationRequest, Reasoning, Whole, texts_of
 from .problems import LEAVE_IT, Problem
 from .sealing import is_alone, unsealed
 from .tools import ALLOWED
@@ -36,9 +36,9 @@ class Conversation(Body):
     id: str
 
 
-class ResponsesAsked(Asked):
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {
-        **NOT_HERE, "prompt": (), "truncation": ("disabled",)}
+class ResponsesRequest(GenerationRequest):
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {
+        **UNSUPPORTED_FIELDS, "prompt": (), "truncation": ("disabled",)}
 
     input: Any = None  # beside what came before there may be none
     instructions: str | None = None
@@ -70,7 +70,7 @@ class ResponsesAsked(Asked):
 
 
 @dataclass
-class Names:
+class ToolNames:
     """What tools are called by programs, by the names that the model knows: in `spaces` namespace and name, `free` those of free text."""
 
     spaces: dict[str, tuple[str, str]] = field(default_factory=dict)
@@ -82,24 +82,24 @@ class Names:
         return f"{space}.{name}" if space else name
 
 
-def chat_of(asked: ResponsesAsked) -> tuple[ChatAsked, list[dict[str, Any]], Names]:
+def chat_of(payload: ResponsesRequest) -> tuple[ChatRequest, list[dict[str, Any]], ToolNames]:
     """The request as one of chat completions, and its messages. Raises Problem."""
-    if asked.top_logprobs and not asked.tells:
+    if payload.top_logprobs and not payload.tells:
         raise Problem(400, f"top_logprobs goes with {LOGPROBS} in include", param="top_logprobs")
-    names = Names()
-    common = {name: getattr(asked, name) for name in Asked.model_fields}
-    own = {"messages": [], "tools": _functions(asked.tools or [], names), "tool_choice": _choice(asked.tool_choice),
-           "parallel_tool_calls": asked.parallel_tool_calls, "chat_template_kwargs": asked.chat_template_kwargs,
-           "reasoning": asked.reasoning, "reasoning_effort": asked.reasoning and asked.reasoning.effort,
-           "logprobs": asked.tells, "top_logprobs": asked.top_logprobs}
-    if asked.max_output_tokens is not None:
-        own["max_tokens"] = asked.max_output_tokens
-    if asked.text is not None and asked.text.format is not None:
-        own["response_format"] = asked.text.format
-    return ChatAsked.model_construct(**{**common, **own}), _messages(asked), names
+    names = ToolNames()
+    common = {name: getattr(payload, name) for name in GenerationRequest.model_fields}
+    own = {"messages": [], "tools": _functions(payload.tools or [], names), "tool_choice": _choice(payload.tool_choice),
+           "parallel_tool_calls": payload.parallel_tool_calls, "chat_template_kwargs": payload.chat_template_kwargs,
+           "reasoning": payload.reasoning, "reasoning_effort": payload.reasoning and payload.reasoning.effort,
+           "logprobs": payload.tells, "top_logprobs": payload.top_logprobs}
+    if payload.max_output_tokens is not None:
+        own["max_tokens"] = payload.max_output_tokens
+    if payload.text is not None and payload.text.format is not None:
+        own["response_format"] = payload.text.format
+    return ChatRequest.model_construct(**{**common, **own}), _messages(payload), names
 
 
-def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where: str = "tools") -> list[dict[str, Any]]:
+def _functions(tools: list[dict[str, Any]], names: ToolNames, space: str = "", where: str = "tools") -> list[dict[str, Any]]:
     """Tools as chat completions have them. Raises Problem for those that a server would have to run."""
     made: list[dict[str, Any]] = []
     for number, tool in enumerate(tools):
@@ -115,10 +115,10 @@ def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where
                 raise Problem(400, f"{place}.tools is a list of functions", param=f"{place}.tools")
             made += _functions(inner, names, name, f"{place}.tools")
             continue
-        for key, kind_of, called in TYPES:
-            if tool.get(key) is not None and not isinstance(tool[key], kind_of):
+        for key, item_type, called in TYPES:
+            if tool.get(key) is not None and not isinstance(tool[key], item_type):
                 raise Problem(400, f"{place}.{key} is {called}", param=f"{place}.{key}")
-        known = Names.inside(space, name)
+        known = ToolNames.inside(space, name)
         if space:
             names.spaces[known] = space, name
         if kind == "custom":
@@ -134,26 +134,26 @@ def _functions(tools: list[dict[str, Any]], names: Names, space: str = "", where
 def _choice(choice: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
     """The choice of a tool, as chat completions have it."""
     if isinstance(choice, dict) and choice.get("type") in ("function", "custom") and isinstance(choice.get("name"), str):
-        return {"type": "function", "function": {"name": Names.inside(choice.get("namespace"), choice["name"])}}
+        return {"type": "function", "function": {"name": ToolNames.inside(choice.get("namespace"), choice["name"])}}
     if isinstance(choice, dict) and choice.get("type") == ALLOWED and isinstance(choice.get("tools"), list):
         return {"type": ALLOWED, ALLOWED: {"mode": choice.get("mode", "auto"), "tools": [*map(_choice, choice["tools"])]}}
     return choice
 
 
-def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
+def _messages(payload: ResponsesRequest) -> list[dict[str, Any]]:
     turns = Turns()
-    if asked.instructions:
-        turns.say(SYSTEM, [asked.instructions])
-    if isinstance(asked.input, str):
-        turns.say(USER, [asked.input])
-    elif asked.input is None:
+    if payload.instructions:
+        turns.say(SYSTEM, [payload.instructions])
+    if isinstance(payload.input, str):
+        turns.say(USER, [payload.input])
+    elif payload.input is None:
         raise Problem(400, "input is missing", param="input")
-    elif not isinstance(asked.input, list):
+    elif not isinstance(payload.input, list):
         raise Problem(400, "input is a text or a list of items", param="input")
     else:
-        begins = begin_of(asked.input)
-        for number, item in enumerate(asked.input):
-            if number < begins and not is_systems(item):
+        begins = history_start(payload.input)
+        for number, item in enumerate(payload.input):
+            if number < begins and not is_system_message(item):
                 continue
             if not isinstance(item, dict):
                 raise Problem(400, f"input[{number}] is not an item", param=f"input[{number}]",
@@ -162,38 +162,38 @@ def _messages(asked: ResponsesAsked) -> list[dict[str, Any]]:
     return turns.messages
 
 
-def begin_of(items: list[Any]) -> int:
+def history_start(items: list[Any]) -> int:
     """The place of the last item that stands for all before it, but for a system prompt; 0 where none does."""
     alone = (at for at, item in enumerate(items) if isinstance(item, dict) and item.get("type") == COMPACTION
              and is_alone(item.get("encrypted_content")))
     return max(alone, default=0)
 
 
-def is_systems(item: Any) -> bool:
-    return isinstance(item, dict) and kind_of(item) == "message" and item.get("role") in ("system", "developer")
+def is_system_message(item: Any) -> bool:
+    return isinstance(item, dict) and item_type(item) == "message" and item.get("role") in ("system", "developer")
 
 
-def demand_items(items: list[dict[str, Any]]) -> None:
+def check_items(items: list[dict[str, Any]]) -> None:
     """Raises Problem for items of a type that no request is made of."""
     for number, item in enumerate(items):
-        if (kind := kind_of(item)) not in ITEMS:
+        if (kind := item_type(item)) not in ITEMS:
             raise Problem(400, f"items[{number}]: items of type {kind} are not supported", param=f"items[{number}]", hint=LEAVE_IT)
 
 
-def kind_of(item: dict[str, Any]) -> Any:
+def item_type(item: dict[str, Any]) -> Any:
     return item.get("type") or ("message" if "role" in item else None)
 
 
 def _add(turns: Turns, item: dict[str, Any], where: str) -> None:
     """One item of the input."""
-    kind = kind_of(item)
+    kind = item_type(item)
     if kind == "message":
         role = text_at(item, "role", where)
         if role not in ROLES:
             raise Problem(400, f"{where}.role is one of {', '.join(ROLES)}, not {role!r:.40}", param=f"{where}.role")
         turns.say(ROLES[role], texts_of(item.get("content"), f"{where}.content"))
     elif kind in ("function_call", "custom_tool_call"):
-        name = Names.inside(item.get("namespace"), text_at(item, "name", where))
+        name = ToolNames.inside(item.get("namespace"), text_at(item, "name", where))
         given = {FREE: text_at(item, FREE, where)} if kind == "custom_tool_call" else \
             object_of(text_at(item, "arguments", where), f"{where}.arguments")
         turns.call(text_at(item, "call_id", where), name, given)

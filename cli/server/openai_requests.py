@@ -15,10 +15,11 @@ from .problems import LEAVE_IT, Problem
 ROLES = ("system", "developer", "user", "assistant", "tool")
 TEXTS = ("text", "input_text", "output_text")  # types of parts that are text
 # What clients of the Hugging Face hub send where only an address was named: Python's, now and before; JavaScript's sends the address.
-UNNAMED = re.compile(r"dummy|tgi|https?://.*", re.IGNORECASE)
-THOUGHTS = ("reasoning_content", "reasoning", "thinking")  # what an assistant reasoned, as programs of one server or another send it back
+PLACEHOLDER_MODEL = re.compile(r"dummy|tgi|https?://.*", re.IGNORECASE)
+REASONING_FIELDS = ("reasoning_content", "reasoning",
+                    "thinking")  # what an assistant reasoned, as programs of one server or another send it back
 # What no answer here can have -> the values with which a request asks for nothing.
-NOT_HERE: dict[str, tuple[object, ...]] = {
+UNSUPPORTED_FIELDS: dict[str, tuple[object, ...]] = {
     "n": (1,), "best_of": (1,), "logprobs": (False,), "top_logprobs": (0,), "prompt_logprobs": (0,),
     "n_probs": (0,), "echo": (False,), "suffix": ("",), "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],),
     "function_call": ("none", "auto"), "modalities": (["text"],), "audio": (), "web_search_options": (),
@@ -42,8 +43,8 @@ class Body(BaseModel):
     """`not_here`: what no answer can have, with the values by which a request asks for nothing; `instead`: what does it here."""
 
     model_config = ConfigDict(strict=True, extra="allow", allow_inf_nan=False)
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = NOT_HERE
-    instead: ClassVar[Mapping[str, str]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = UNSUPPORTED_FIELDS
+    alternatives: ClassVar[Mapping[str, str]] = {}
 
 
 class Scale(Body):
@@ -57,14 +58,14 @@ class Scales(RootModel[list[Scale]]):
     """A body that is a list of them."""
 
     model_config = ConfigDict(strict=True)
-    not_here: ClassVar[Mapping[str, tuple[object, ...]]] = {}
+    unsupported: ClassVar[Mapping[str, tuple[object, ...]]] = {}
 
 
 class StreamOptions(Body):
     include_usage: bool | None = None
 
 
-class Asked(Body):
+class GenerationRequest(Body):
     """What requests for answers have in common. None is what the command line says."""
 
     model: str | None = None
@@ -147,7 +148,7 @@ class Message(Body):
     content: Any = None
 
 
-class ChatAsked(Asked):
+class ChatRequest(GenerationRequest):
     messages: list[Message]
     n: Whole = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -165,7 +166,7 @@ class ChatAsked(Asked):
     n_probs: Whole = None
 
 
-class TextAsked(Asked):
+class CompletionRequest(GenerationRequest):
     prompt: Any
     n: Whole = None
     logprobs: int | bool | None = None
@@ -191,31 +192,31 @@ ESCAPES = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{
 Kind = TypeVar("Kind", bound=Body | Scales)
 
 
-def parsed(kind: type[Kind], body: bytes) -> Kind:
+def parse(kind: type[Kind], body: bytes) -> Kind:
     """A body as an object. Raises Problem that names the field."""
     try:
-        asked = kind.model_validate_json(body)
+        payload = kind.model_validate_json(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_context=False, include_input=False)[0]
         if first["type"] == NO_JSON and (mended := ESCAPES.sub(_whole, body)) != body:
-            return parsed(kind, mended)
-        param = path_of(first["loc"])
+            return parse(kind, mended)
+        param = field_path(first["loc"])
         what = first["msg"][:1].lower() + first["msg"][1:]
         raise Problem(400, f"{param}: {what}" if param else f"the body is not what is asked for: {what}", param=param or None) from None
-    refuse_not_here(asked)
-    return asked
+    refuse_unsupported(payload)
+    return payload
 
 
 def _whole(escape: re.Match[bytes]) -> bytes:
     return REPLACED if escape[1] else escape[0]
 
 
-def refuse_not_here(asked: Body | Scales, where: str = "") -> None:
+def refuse_unsupported(payload: Body | Scales, where: str = "") -> None:
     """Raises Problem for a field that asks for what no answer can have; `where` is how its name begins."""
-    for field, nothing in asked.not_here.items():
-        value = (asked.model_extra or {}).get(field)
+    for field, nothing in payload.unsupported.items():
+        value = (payload.model_extra or {}).get(field)
         if value is not None and not any(is_same(value, each) for each in nothing):
-            here = asked.instead.get(field, LEAVE_IT)
+            here = payload.alternatives.get(field, LEAVE_IT)
             raise Problem(400, f"{where}{field} is not supported; {here}", param=where + field, code="unsupported_parameter")
 
 
@@ -224,14 +225,14 @@ def is_same(value: object, other: object) -> bool:
     return value == other and isinstance(value, bool) == isinstance(other, bool)
 
 
-def path_of(place: tuple[str | int, ...]) -> str:
+def field_path(place: tuple[str | int, ...]) -> str:
     """`messages[0].content`"""
     return "".join(f"[{each}]" if isinstance(each, int) else f".{each}" for each in place).lstrip(".")
 
 
-def messages_of(asked: ChatAsked) -> list[dict[str, Any]]:
+def messages_of(payload: ChatRequest) -> list[dict[str, Any]]:
     """Messages with all the keys that they came with. Raises Problem for what is no text."""
-    return [_checked(message, f"messages[{number}]") for number, message in enumerate(asked.messages)]
+    return [_checked(message, f"messages[{number}]") for number, message in enumerate(payload.messages)]
 
 
 def _checked(message: Message, where: str) -> dict[str, Any]:
@@ -240,7 +241,7 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     content, param = message.content, f"{where}.content"
     told = message.model_dump(exclude_unset=True)
     if message.role == "assistant":
-        content, told = thoughts_apart(content, told, param)
+        content, told = split_reasoning(content, told, param)
         if isinstance(calls := told.get("tool_calls"), list):
             told["tool_calls"] = [call_of(call, f"{where}.tool_calls[{at}]") for at, call in enumerate(calls)]
     if content is None and message.role not in ("assistant", "tool"):
@@ -253,13 +254,14 @@ def _checked(message: Message, where: str) -> dict[str, Any]:
     return told | {"content": content}
 
 
-def thoughts_apart(content: Any, told: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
+def split_reasoning(content: Any, told: dict[str, Any], where: str) -> tuple[Any, dict[str, Any]]:
     """An assistant's content and message, with what it reasoned as `reasoning_content`: whatever a program calls it, or in parts of type
     thinking, as Mistral has them."""
-    found = [told[name] for name in THOUGHTS if isinstance(told.get(name), str) and told[name]]
+    found = [told[name] for name in REASONING_FIELDS if isinstance(told.get(name), str) and told[name]]
     if isinstance(content, list):
-        found += ["".join(texts_of(part["thinking"], f"{where}[{at}].thinking")) for at, part in enumerate(content) if is_thought(part)]
-        content = [part for part in content if not is_thought(part)]
+        found += ["".join(texts_of(part["thinking"], f"{where}[{at}].thinking")) for at,
+                  part in enumerate(content) if is_reasoning_part(part)]
+        content = [part for part in content if not is_reasoning_part(part)]
     return content, told | ({"reasoning_content": found[0]} if found else {})
 
 
@@ -269,7 +271,7 @@ def as_text(part: object) -> object:
     return {"type": "text", "text": part["refusal"]} if is_refusal else part
 
 
-def is_thought(part: object) -> bool:
+def is_reasoning_part(part: object) -> bool:
     return isinstance(part, dict) and part.get("type") == "thinking" and isinstance(part.get("thinking"), str | list)
 
 
@@ -293,9 +295,9 @@ def texts_of(content: object, where: str) -> list[str]:
     return [text_of(part, f"{where}[{number}]") for number, part in enumerate(content)]
 
 
-def prompts_of(asked: TextAsked) -> list[str | list[int]]:
+def prompts_of(payload: CompletionRequest) -> list[str | list[int]]:
     """The prompts of a request, each a text or token ids: one, in a list or not, or several in a list. Raises Problem."""
-    prompt = asked.prompt
+    prompt = payload.prompt
     prompts = prompt if isinstance(prompt, list) and prompt and isinstance(prompt[0], str | list) else [prompt]
     if all(isinstance(each, str) or isinstance(each, list) and all(type(one) is int for one in each) for each in prompts):
         return prompts

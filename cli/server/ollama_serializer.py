@@ -11,7 +11,7 @@ from ...runtime.text import Tokenizer
 from ...runtime.tool_calls.cursor import parsed
 from .logprobs import TokenList
 from .problems import Problem
-from .shapes import Shape
+from .serializers import AnswerSerializer
 from .tools import CallList
 
 NS = 1_000_000_000
@@ -19,13 +19,13 @@ LAST = 253_402_300_799  # the last second that a date can have; files may be you
 LOAD, UNLOAD = "load", "unload"
 
 
-def stamp(seconds: float | None = None) -> str:
+def timestamp(seconds: float | None = None) -> str:
     """A moment, or now, as RFC 3339 has it."""
     moment = datetime.now(UTC) if seconds is None else datetime.fromtimestamp(min(max(seconds, 0), LAST), UTC)
     return moment.isoformat(timespec="microseconds").replace("+00:00", "Z")
 
 
-class OllamaShape(Shape, Protocol):
+class OllamaSerializer(AnswerSerializer, Protocol):
     """Each kind of answer knows how it has texts and calls (`said`). With a `tokenizer` it is told how likely tokens were."""
 
     by_line, ending, has_comments = True, b"", False
@@ -68,7 +68,7 @@ class OllamaShape(Shape, Protocol):
         return [problem.to_ollama()]
 
     def _piece(self, said: dict[str, object], done: bool = False, **more: object) -> dict[str, object]:
-        return {"model": self.model, "created_at": stamp(), **said, "done": done, **more}
+        return {"model": self.model, "created_at": timestamp(), **said, "done": done, **more}
 
     def _call(self, call: dict[str, Any], number: int) -> dict[str, Any]:
         function = call["function"]
@@ -86,7 +86,7 @@ def _logprobs(told: list[dict[str, object]]) -> dict[str, object]:
     return {"logprobs": told} if told else {}
 
 
-class OllamaMessage(OllamaShape):
+class OllamaChatSerializer(OllamaSerializer):
     """An answer to messages."""
 
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:
@@ -94,7 +94,7 @@ class OllamaMessage(OllamaShape):
         return {"message": {"role": "assistant", "content": answer, **more, **({"tool_calls": calls} if calls else {})}}
 
 
-class OllamaResponse(OllamaShape):
+class OllamaGenerateSerializer(OllamaSerializer):
     """An answer to a prompt."""
 
     def said(self, answer: str = "", thinking: str = "", calls: list[dict[str, Any]] | None = None) -> dict[str, object]:

@@ -8,19 +8,19 @@ from dataclasses import dataclass
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
 from ...runtime.generation.served_model import GenerationOptions
 from ...runtime.text import Tokenizer
-from .llama_fields import most_tokens
+from .llama_requests import most_tokens
 from .logprobs import TokenList
 from .multiple_answers import AnswerEnded
-from .shapes import Shape, timings
+from .serializers import AnswerSerializer, timings
 from .wishes import RANDOM, SAMPLING
 
 # The order in which they are here, by llama.cpp's names.
 SAMPLERS = ("penalties", "dry", "top_n_sigma", "temperature", "top_k", "top_p", "min_p", "typ_p", "xtc")
-NOT_ITS = ("repetition_penalty",)  # of the names that a request may use
+NOT_REPORTED = ("repetition_penalty",)  # of the names that a request may use
 
 
 @dataclass(frozen=True)
-class Settings:
+class LlamaAnswerContext:
     """What an answer is told with: `prompt` as a text, `fields` those alone that are asked for, `tells` tokens and their chances, of
     `tokens` the numbers alone. `is_cut`: something of the prompt was left out."""
 
@@ -34,7 +34,7 @@ class Settings:
 
 def generation_settings(wish: GenerationOptions, stream: bool, grammar: str = "") -> dict[str, object]:
     """What an answer is made by, under llama.cpp's names."""
-    values = {name: getattr(wish.settings, field) for name, field in SAMPLING.items() if name not in NOT_ITS}
+    values = {name: getattr(wish.settings, field) for name, field in SAMPLING.items() if name not in NOT_REPORTED}
     return {**values, "seed": RANDOM if wish.settings.seed is None else wish.settings.seed,
             "logit_bias": [{"token": token, "bias": bias} for token, bias in wish.settings.logit_bias], "stop": list(wish.stops),
             "max_tokens": most_tokens(wish), "n_predict": most_tokens(wish), "ignore_eos": wish.ignore_eos, "stream": stream,
@@ -42,12 +42,12 @@ def generation_settings(wish: GenerationOptions, stream: bool, grammar: str = ""
             "lora": [{"id": number, "scale": scale} for number, scale in enumerate(wish.choice or ())]}
 
 
-class LlamaShape(Shape):
+class LlamaSerializer(AnswerSerializer):
     ending = b""
 
-    def __init__(self, model: str, settings: Settings | None = None) -> None:
-        self.model, self.settings, self.text, self.index, self._sent = model, settings or Settings({}), "", 0, 0
-        self._rows = self.settings.tokenizer and TokenRows(self.settings.tokenizer)
+    def __init__(self, model: str, settings: LlamaAnswerContext | None = None) -> None:
+        self.model, self.settings, self.text, self.index, self._sent = model, settings or LlamaAnswerContext({}), "", 0, 0
+        self._rows = self.settings.tokenizer and LlamaLogprobs(self.settings.tokenizer)
         self._told: list[dict[str, object]] = []
 
     def add(self, event: PromptRead | TextDelta | Call) -> list[dict[str, object]]:
@@ -77,13 +77,13 @@ class LlamaShape(Shape):
         return ended if settings.fields is None else chosen(ended, settings.fields)
 
 
-class LlamaAnswers(Shape):
+class LlamaListSerializer(AnswerSerializer):
     """Several answers, one after the other: a list of them, or pieces each of which says by its `index` whose it is."""
 
-    ending = LlamaShape.ending
+    ending = LlamaSerializer.ending
 
-    def __init__(self, answers: Sequence[LlamaShape]) -> None:
-        self._answers: Sequence[LlamaShape] = answers
+    def __init__(self, answers: Sequence[LlamaSerializer]) -> None:
+        self._answers: Sequence[LlamaSerializer] = answers
         self._made: list[dict[str, object]] = []  # of those that have ended
         for index, answer in enumerate(answers):
             answer.index = index
@@ -124,7 +124,7 @@ def _chances(told: list[dict[str, object]]) -> dict[str, object]:
     return {"completion_probabilities": told} if told else {}
 
 
-class TokenRows(TokenList):
+class LlamaLogprobs(TokenList):
     """Tokens with how likely they were, with their numbers."""
 
     def _one(self, token: int, logprob: float | None) -> dict[str, object]:
