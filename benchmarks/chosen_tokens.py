@@ -16,7 +16,7 @@ from time import perf_counter
 import numpy as np
 
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -70,7 +70,7 @@ class Side:
     def seconds(self, chooses: bool, attends: bool) -> float:
         """Of a token that `chooses` and `attends`, or does one of both."""
         started = perf_counter()
-        with self.ops.together():
+        with self.ops.collecting():
             self.cache.begin(1)
             if chooses:
                 self.layer.choose(*self.index[:2], None if self.shape.index.each else self.index[2])

@@ -15,7 +15,7 @@ from statistics import median
 
 import numpy as np
 
-from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.kernels.cpu.memory_bandwidth import read_bandwidth
 from effllm.offload.memory import anonymous
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.measuring.bench import prepare_synthetic

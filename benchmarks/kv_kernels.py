@@ -14,8 +14,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from effllm.kernels.cpu.memory_bandwidth import read_bandwidth
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.cpu.roof import read_bandwidth
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -88,7 +88,7 @@ def main() -> None:
     for _ in range(3 if options.quick else 7):
         for name, cache in caches.items():
             roof, count = read_bandwidth(pool, buffer), len(cache.codecs)
-            with cache.layer(0).pages.ops.together():  # as a forward pass does: prepared first, then run in one go
+            with cache.layer(0).pages.ops.collecting():  # as a forward pass does: prepared first, then run in one go
                 for layer in range(count):
                     cache.layer(layer).pages.attend(q, cache.step.position, cache.step.blocks)
                 started = time.perf_counter()

@@ -54,7 +54,7 @@ class Result:
 
 def measure(rounds: int) -> None:
     """In a child: every case, printed as a line each."""
-    from effllm.kernels.choice import WORKING_SET, Trial
+    from effllm.kernels.autotune import WORKING_SET, KernelBenchmark
     from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
     from effllm.kernels.threads import ThreadPool
 
@@ -63,7 +63,7 @@ def measure(rounds: int) -> None:
         for form, (scheme, bits, group) in FORMATS.items():
             for rows, depth in SHAPES:
                 nbytes = PORTABLE_NBYTES if INSTRUCTION_SET == "portable" else WORKING_SET
-                trial = Trial(pool, bits, group, rows, depth, nbytes, scheme)
+                trial = KernelBenchmark(pool, bits, group, rows, depth, nbytes, scheme)
                 rates = trial.rates(("dot", "lut"), rounds)
                 ratio = median(lut / dot for dot, lut in zip(rates["dot"], rates["lut"], strict=True))
                 found = Result(INSTRUCTION_SET, form, rows, depth, threads, median(rates["dot"]), median(rates["lut"]), ratio,

@@ -12,7 +12,7 @@ import sys
 
 import numpy as np
 
-from effllm.kernels.cpu.roof import read_bandwidth
+from effllm.kernels.cpu.memory_bandwidth import read_bandwidth
 from effllm.kernels.threads import ThreadPool
 from effllm.offload.memory import anonymous
 from report import GIB

@@ -25,7 +25,7 @@ from pathlib import Path
 
 import llvmlite
 
-from .machine_code import assembly, compile_object, parsed, place
+from .machine_code import assembly, compile_object, load_object, parse_signature
 from .target import cpu_features
 
 # No reordering is allowed across NaN checks: a NaN must stay visible. Sums may be reassociated, which is what vectorises them.
@@ -78,10 +78,10 @@ def cache_folder() -> Path | None:
         takes_files = os.access(folder, os.W_OK) and shutil.disk_usage(folder).free >= ROOM
     except OSError:
         return None
-    return folder if takes_files or any(folder.glob(complete(folder).name)) else None
+    return folder if takes_files or any(folder.glob(completion_marker(folder).name)) else None
 
 
-def complete(folder: Path, kind: str = "*") -> Path:
+def completion_marker(folder: Path, kind: str = "*") -> Path:
     """The file that says that a cache folder holds all functions of a kind (`warm.KINDS`)."""
     return folder / f"complete-{kind}"
 
@@ -91,14 +91,14 @@ def _address(body: Callable, signature: str, fastmath: set[str] | bool, name: st
     folder = cache_folder() if body.__module__.startswith(f"{__package__}.") else None
     if folder is None:  # the folder's name speaks of the sources in here alone
         own = f"{name}.{next(_COUNT)}"
-        return place(compile_object(body, signature, fastmath, own), own)
+        return load_object(compile_object(body, signature, fastmath, own), own)
     kept = folder / f"{name}.o"
     try:
-        return place(kept.read_bytes(), name)
+        return load_object(kept.read_bytes(), name)
     except (OSError, ValueError):
         made = compile_object(body, signature, fastmath, name)
         _keep(made, kept)
-        return place(made, name)
+        return load_object(made, name)
 
 
 def _keep(made: bytes, path: Path) -> None:
@@ -149,13 +149,13 @@ class Jit:
         self.body, self.signature, self.fastmath = body, signature, fastmath
         self.name = f"{body.__module__.rpartition('.')[2]}.{body.__name__}"
         self._code, self._address = None, 0
-        self._plain = [int if kind == "int64" else float for kind in parsed(signature)[1]]
+        self._plain = [int if kind == "int64" else float for kind in parse_signature(signature)[1]]
 
     def load(self) -> None:
         """Compile, or take from the cache, unless that is done."""
         with _LOADING:
             if self._code is None:
-                result, arguments = parsed(self.signature)
+                result, arguments = parse_signature(self.signature)
                 function = ctypes.CFUNCTYPE(C_TYPES[result], *(C_TYPES[each] for each in arguments))
                 self._address = _address(self.body, self.signature, self.fastmath, self.name)
                 self._code = function(self._address)

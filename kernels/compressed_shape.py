@@ -11,7 +11,7 @@ one behind it:
 
     state   most[width]  sum[width]  weighed[width]   of the next key, of overlapping ones of the second too; then those of the index
 
-Keys lie row by row, by number; those that an indexer scores as `index_shape.py` says.
+Keys lie row by row, by number; those that an indexer scores as `indexer_shape.py` says.
 """
 
 from __future__ import annotations

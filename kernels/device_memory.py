@@ -28,7 +28,7 @@ def card_workspace(dims: Dims, widest: int, opened: int) -> int:
     """Bytes at most. `widest`, `opened`: values of the largest matrix in a stored type, and of the largest low-bit one."""
     if dims.other_heads:
         return max(card_workspace(own, widest, opened) for own in dims.alike)
-    # A recorded pass (`cuda/repeated.py`) has memory of its own, which nothing else is given.
+    # A recorded pass (`cuda/graph_replay.py`) has memory of its own, which nothing else is given.
     recorded = 0 if dims.packed_kv or dims.experts or dims.state else _pass(dims, min(dims.chunk, REPEATED), widest, opened)
     return SMALL + _pass(dims, dims.chunk, widest, opened) + recorded
 

@@ -14,7 +14,7 @@ from functools import cache
 
 import llvmlite.binding as llvm
 
-from .deferred import compiler
+from .lazy_numba import compiler
 from .target import target
 
 OF_C = {"int64": "i64", "float64": "double", "float32": "float", "void": "void"}
@@ -22,7 +22,7 @@ NUMBA_OWN = ("NRT_", "numba_", "Py", "_Py")
 CHECK = 4  # bytes of a CRC-32 before an object: LLVM does not survive every damage
 
 
-def parsed(signature: str) -> tuple[str, tuple[str, ...]]:
+def parse_signature(signature: str) -> tuple[str, tuple[str, ...]]:
     """`int64(int64, float32)` -> ("int64", ("int64", "float32"))."""
     result, _, arguments = signature.rstrip(")").partition("(")
     return result, tuple(each.strip() for each in arguments.split(",") if each.strip())
@@ -92,7 +92,7 @@ def compile_object(body: Callable, signature: str, fastmath: set[str] | bool, na
 
 def _entry(body: str, signature: str, name: str) -> str:
     """LLVM's text of a function of C that calls a function of Numba's: results by address, then an exception's, then the arguments."""
-    result, arguments = (OF_C[parsed(signature)[0]], [OF_C[each] for each in parsed(signature)[1]])
+    result, arguments = (OF_C[parse_signature(signature)[0]], [OF_C[each] for each in parse_signature(signature)[1]])
     given = "".join(f", {kind} %a{index}" for index, kind in enumerate(arguments))
     held = "ptr" if result == "void" else result
     value = "ret void" if result == "void" else f"%value = load {held}, ptr %result\n  ret {result} %value"
@@ -130,7 +130,7 @@ def _engine() -> llvm.ExecutionEngine:
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-def place(checked: bytes, name: str) -> int:
+def load_object(checked: bytes, name: str) -> int:
     """Put what `compile_object` made into memory, for good; returns the function's address. Raises ValueError where bytes are damaged."""
     found = checked[CHECK:]
     if zlib.crc32(found).to_bytes(CHECK, "little") != checked[:CHECK] or not found:

@@ -17,7 +17,7 @@ def views(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]
                                                  (*strides, depth * item, item))
 
 
-def sides(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
+def keys_and_values(page: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
     """K and V as stored, [tokens, H, D], copies."""
     keys, values = views(page, layout)
     shape = (-1, layout.kv_heads, layout.head_dim)

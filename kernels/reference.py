@@ -111,7 +111,7 @@ def attend(q: np.ndarray, k: np.ndarray, v: np.ndarray, position: int, first: np
     A query sees keys at most as late as itself and, with a window, later than its own position minus the window. `sinks` [H]: a logit per
     head that takes part in the softmax, neither scaled nor capped nor masked, and has no value. `ends` [T]: the last position that each
     query sees, where that is not its own; `among` [T]: which tokens from `position` on queries before them see, 0 for those that they do
-    not; None for all. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_index.py`); None for all.
+    not; None for all. `seen` bool [T, KVH, n]: which keys of those a query sees (`reference_indexer.py`); None for all.
     """
     tokens, heads, _ = q.shape
     group = heads // k.shape[1]

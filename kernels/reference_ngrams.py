@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from .reference import activate
-from .reference_residuals import normed, sigmoid
+from .reference_gated_residuals import normed, sigmoid
 
 LEAST = 1e-6  # of a match, whose root is taken
 

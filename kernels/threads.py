@@ -1,10 +1,10 @@
 """The thread pool: workers that wait inside compiled code and run kernels without the interpreter lock.
 
-The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed;
-work is drawn block by block from a shared counter, or from one for each region of the job (`cpu/sharing.py`), and the blocks are functions
-of the shape alone, so a result depends neither on the number of threads nor on who computed what. A worker enters a job by counting itself
-active while the job is open: one that the system has put aside never enters, and nobody waits for it. One that is put aside within a job is
-waited for; where that happens too often fewer work (`crew.py`).
+The main thread is worker 0. The others spin on the job word for a while and then park on a lock. A job is opened, worked on, closed; work
+is drawn block by block from a shared counter, or from one for each region of the job (`cpu/work_distribution.py`), and the blocks are
+functions of the shape alone, so a result depends neither on the number of threads nor on who computed what. A worker enters a job by
+counting itself active while the job is open: one that the system has put aside never enters, and nobody waits for it. One that is put aside
+within a job is waited for; where that happens too often fewer work (`thread_throttle.py`).
 
 Control block, in cache lines (8 int64): job word (odd: open) | kernel, args, workers that take part, turns of a wait that is no block's,
 turns of such waits | active | counters, 4 lines | state of worker 0, 1, ...
@@ -20,9 +20,9 @@ import numpy as np
 
 from .compile import Kernel, jit
 from .cpu.intrinsics import call_kernel, compare_swap, fetch_add, i64_at, load, relax, store
-from .cpu.sharing import COUNTERS_NBYTES, SETS, clear_counters
-from .crew import Crew
-from .deferred import inlined
+from .cpu.work_distribution import COUNTERS_NBYTES, SETS, clear_counters
+from .lazy_numba import inlined
+from .thread_throttle import ThreadThrottle
 
 JOB, KERNEL, ARGS, CREW, PATIENCE, WAITED, ACTIVE, COUNTER = 0, 64, 72, 80, 88, 96, 128, 192  # byte offsets
 STATES = COUNTER + SETS * COUNTERS_NBYTES
@@ -162,7 +162,7 @@ def _alone(control, function, args, workers):
     return sleeping
 
 
-def beyond(threads: int | None) -> list[str]:
+def thread_limit_notice(threads: int | None) -> list[str]:
     """What to say of more threads than a pool takes."""
     return [f"-t {threads}: at most {MOST_WORKERS} threads, using {MOST_WORKERS}"] if (threads or 0) > MOST_WORKERS else []
 
@@ -175,7 +175,7 @@ class ThreadPool:
         self._memory = np.zeros(STATES // 8 + 8 * self.workers + 8, np.int64)
         self._control = (self._memory.ctypes.data + 63) // 64 * 64
         self._locks = [threading.Lock() for _ in range(self.workers)]
-        self._spins, self._crew = spins, Crew(self.workers)
+        self._spins, self._crew = spins, ThreadThrottle(self.workers)
         self._closed = False
         # compiled here, not inside the first worker
         self._work, self._start, self._finish, self._alone = (function.compiled for function in (_work, _start, _finish, _alone))

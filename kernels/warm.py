@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
-from .compile import Jit, Kernel, cache_folder, complete
+from .compile import Jit, Kernel, cache_folder, completion_marker
 from .tiles import FORMATS
 
 MOST_HELPERS = 4  # each takes some 200 MB while it compiles
@@ -34,22 +34,22 @@ RAW, LOW_BIT, EXACT, LOOKUP, KV, BUNDLED, SPARSE, FOREIGN, MIXERS, EXPERTS, FLOA
 ALL = (*KINDS, *FORMATS)
 # The modules of a kind, as they are called from `cpu/`: first those of kinds that take longest to compile.
 MODULES = {
-    KV: "kv.many kv.few kv.seal kv.merge",  # attention over packed pages, and packing them
-    LOW_BIT: "packed gemm packed_rows",  # what low-bit weights of any format need
+    KV: "kv.prefill kv.decode kv.seal kv.merge",  # attention over packed pages, and packing them
+    LOW_BIT: "packed gemm packed_embedding",  # what low-bit weights of any format need
     EXACT: "gemm",  # products with them in float32
-    LOOKUP: "lut lut_order",  # the table lookup, where it is chosen
+    LOOKUP: "lut lut_layout",  # the table lookup, where it is chosen
     BUNDLED: "bundles",  # the MLP over neurons that lie one by one
-    SPARSE: "kv.estimate kv.choice",  # estimates of pages that are not read
-    FOREIGN: "foreign_words foreign_blocks foreign_floats foreign_levels",  # what puts codes of other tools in order, or widens them
-    FLOATS: "floats gemm",  # products with floats of eight bits
-    ADAPTERS: "lora_loops row_lengths",  # what they add
-    ROUNDING: "quantise",  # what makes codes of weights as they are read
-    EXPERTS: "experts",  # who visits which
-    RAW: "sampling attention attention_few linear rows .threads roof",  # what every run needs
+    SPARSE: "kv.page_estimates kv.page_selection",  # estimates of pages that are not read
+    FOREIGN: "repack_words repack_gguf fp8_to_half repack_gguf_codebooks",  # what puts codes of other tools in order, or widens them
+    FLOATS: "fp8_loops gemm",  # products with fp8 weights
+    ADAPTERS: "lora_loops row_norms",  # what they add
+    ROUNDING: "quantize_search",  # what makes codes of weights as they are read
+    EXPERTS: "moe_loops",  # who visits which
+    RAW: "sampling attention attention_decode linear row_ops .threads memory_bandwidth",  # what every run needs
     # What layers have in the place of attention over keys and values.
     MIXERS: "delta_loops kda_loops short_conv_loops mamba1_loops mamba2_loops lightning_loops rwkv7_loops latent_loops stream_loops "
-            "head_widths index_loops chosen_loops compressed_loops compressed_attention hyper_loops residual_loops ngram_loops pool_loops "
-            "cca_loops rescaling"}
+            "head_widths indexer_loops indexer_pooling sparse_attention_loops compressed_loops compressed_attention "
+            "hyper_connection_loops gated_residual_loops ngram_loops cca_loops residual_scaling"}
 
 
 def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
@@ -74,7 +74,7 @@ def compiled_functions(kinds: Sequence[str] = ALL) -> list[Kernel | Jit]:
 def is_cold(kinds: Sequence[str] = ALL) -> bool:
     """Would a run that needs these kinds have to compile, with a cache folder to compile into?"""
     folder = cache_folder()
-    return folder is not None and any(not complete(folder, kind).exists() for kind in kinds)
+    return folder is not None and any(not completion_marker(folder, kind).exists() for kind in kinds)
 
 
 def load_all(kinds: Sequence[str] = ALL) -> None:
@@ -107,7 +107,7 @@ def warm(kinds: Sequence[str] = ALL) -> Iterator[tuple[int, int]]:
 
 
 @contextmanager
-def warming(kinds: Sequence[str]) -> Iterator[None]:
+def warm_in_background(kinds: Sequence[str]) -> Iterator[None]:
     """Compile what is cold of these kinds at a low priority, beside something that waits for a network. Whatever is not done at the
     end of that is left to the first run: functions are kept one by one. Where no process can be started, all is."""
     child = None
@@ -157,7 +157,7 @@ def main() -> None:
         if not beside:
             _compile(functions, min(MOST_HELPERS, os.cpu_count() or 1))  # takes a moment where another has done it meanwhile
         for kind in kinds:
-            complete(folder, kind).touch()
+            completion_marker(folder, kind).touch()
 
 
 def _compile_beside(functions: list[Kernel | Jit], folder: Path) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 if TYPE_CHECKING:
-    from .index_shape import IndexShape
+    from .indexer_shape import IndexShape
     from .latent_shape import LatentShape
     from .ngram_shape import NgramShape
     from .state_shape import StateShape

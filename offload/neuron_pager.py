@@ -215,7 +215,7 @@ class WindowedBundles:
             self._coming = missing, self._pager.submit(self._reads(missing), False, MOST_TOGETHER // 4)
 
     def few(self, active: np.ndarray) -> Iterator[Batch]:
-        """See `kernels/cpu/bundled.py`."""
+        """See `kernels/cpu/bundled_mlp.py`."""
         self._settle(expected=False)
         of = active // self._place.together
         units = np.unique(of) if self._place.together > 1 else active

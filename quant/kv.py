@@ -149,7 +149,7 @@ def unpackable(heads: Sequence[tuple[int, int]]) -> str:
 
 def exact_sides(exact: np.ndarray, layout: PageLayout) -> tuple[np.ndarray, np.ndarray]:
     """K and V, float32 [H, PAGE, D], of a raw layer-page."""
-    k, v = (np.ascontiguousarray(side.swapaxes(0, 1), np.float32) for side in raw_pages.sides(exact, layout))
+    k, v = (np.ascontiguousarray(side.swapaxes(0, 1), np.float32) for side in raw_pages.keys_and_values(exact, layout))
     return k, v
 
 

@@ -70,7 +70,7 @@ def _items(counts: Sequence[int], layouts: Sequence[PageLayout]) -> int:
 
 def _rows(page: np.ndarray, count: int, layout: PageLayout) -> list[np.ndarray]:
     """What the first tokens hold, K channel by channel, V token by token, head after head."""
-    k, v = raw_pages.sides(page, layout)
+    k, v = raw_pages.keys_and_values(page, layout)
     return [np.ascontiguousarray(side) for head in range(layout.kv_heads) for side in (k[:count, head].T, v[:count, head])]
 
 

@@ -28,7 +28,7 @@ RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np
 class Weight:
     """`parts["data"]` holds raw values `[N, K]`, or the blob of a low-bit weight as uint8. `address` is for CPU kernels.
 
-    `looked_up`: the codes of the blob have been put in lookup order (`kernels/cpu/lut_order.py`).
+    `looked_up`: the codes of the blob have been put in lookup order (`kernels/cpu/lut_layout.py`).
     A low-bit weight may have its sections (SECTIONS) as parts instead, each somewhere else. A weight that is not in memory has no parts:
     of a matrix `in_parts` lists its rows, of a table `fetch` brings some; it is called with ids [T] and yields (place of the first, ids
     among the rows of a weight, that weight), which holds until the next.
@@ -84,9 +84,9 @@ class Weight:
 
         blob = self.parts["data"] if "data" in self.parts else self._assembled()
         if self.looked_up:
-            from ..kernels.cpu.lut_order import restored
+            from ..kernels.cpu.lut_layout import canonical_blob
 
-            blob = restored(blob, self.spec, self.shape)
+            blob = canonical_blob(blob, self.spec, self.shape)
         return dequantize(unpack(blob, self.spec, self.shape), self.spec)
 
     def _assembled(self) -> np.ndarray:
@@ -223,7 +223,7 @@ class Latent:
 
 @dataclass(frozen=True)
 class Index:
-    """An indexer's parameters (`kernels/index_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that
+    """An indexer's parameters (`kernels/indexer_shape.py`): queries of what the layer's are made of, keys and norms of both, of which that
     of queries may be absent, and weights of heads, absent where each chooses for itself. Keys of several tokens are made elsewhere.
     `entered`: the norm of what queries are made of, where they have one; `grows`: scales and offsets [heads] by which they grow with
     their place; `places` [rate * width]: what is added to what tokens of a pool say, by their place in it."""
@@ -360,7 +360,7 @@ class Streams:
 class Bundles:
     """`up` and `down` of an MLP neuron by neuron: the row of `up`, if `has_up`, `width` values, then the column of `down`, as many.
 
-    `offset`: bytes from the beginning of a bundle to its column. `holder` brings them (`kernels/cpu/bundled.py`). Biases are float32,
+    `offset`: bytes from the beginning of a bundle to its column. `holder` brings them (`kernels/cpu/bundled_mlp.py`). Biases are float32,
     `up`'s one value a neuron. `thresholds`, float32, one a neuron: gates below it count as zero, which changes the result; None: none do.
     """
 

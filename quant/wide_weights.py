@@ -11,9 +11,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Hyper:
-    """How a branch meets the `count` streams of a token, S (`kernels/reference_hyper.py`): a `matrix` [S * (2 + S), S * D] that reads all
-    of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1. Without
-    `rounds` streams are not mixed with one another: 2 * S rows, 2 * S and 2."""
+    """How a branch meets the `count` streams of a token, S (`kernels/reference_hyper_connections.py`): a `matrix` [S * (2 + S), S * D] that
+    reads all of them under a `norm`, `base` [S * (2 + S)] and `scale` [3]; where what `leaves` the last layer is read S rows, S and 1.
+    Without `rounds` streams are not mixed with one another: 2 * S rows, 2 * S and 2."""
 
     count: int
     norm: Norm
@@ -30,7 +30,7 @@ class Hyper:
 @dataclass(frozen=True)
 class Residual:
     """How a branch meets the `count` streams of a token, S, where a gate for every channel says what it reads of them
-    (`kernels/reference_residuals.py`): a `norm` of weights [S * D], `down` [R, S * D] and `up` [S * D, R] make gates, and `inject`
+    (`kernels/reference_gated_residuals.py`): a `norm` of weights [S * D], `down` [R, S * D] and `up` [S * D, R] make gates, and `inject`
     [S, S * D] what each stream gets of the branch, None where what leaves the last layer is read."""
 
     count: int

@@ -36,7 +36,7 @@ from .passes import cut
 from .policy.keep import Action, PageStats, Policy, most_with_more
 
 if TYPE_CHECKING:
-    from ..kernels.cpu.index import Chosen
+    from ..kernels.cpu.indexer import Chosen
     from ..quant.kv_seal import Sealer
     from .kv.both_ways import Ends
 

@@ -1,5 +1,5 @@
 """Models whose layers see, beyond a window, keys that are made of several tokens (`kernels/compressed_shape.py`), and mix several streams
-of a token by numbers of its own (`kernels/reference_hyper.py`)."""
+of a token by numbers of its own (`kernels/reference_hyper_connections.py`)."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from ..kernels.compressed_shape import CompressedShape
-    from ..kernels.index_shape import IndexShape
+    from ..kernels.indexer_shape import IndexShape
 
 
 @dataclass(frozen=True)

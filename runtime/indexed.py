@@ -1,4 +1,4 @@
-"""Models whose tokens choose what they see: which layers choose, and by what (`kernels/index_shape.py`)."""
+"""Models whose tokens choose what they see: which layers choose, and by what (`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from ..kernels.index_shape import IndexShape
+from ..kernels.indexer_shape import IndexShape
 
 if TYPE_CHECKING:
     from .config import ModelConfig

@@ -225,7 +225,7 @@ class Model(StoreReads):
             tap = _after_flush(host, tap)
         if same is not None:
             self._ids.setdefault(len(ids), np.zeros(len(ids), np.int64))[:] = ids
-        with self._within_memory("the GPU ran out of memory during a pass"), host.together():
+        with self._within_memory("the GPU ran out of memory during a pass"), host.collecting():
             with self.pager.lease("outer") as raw:
                 outer = self._lease("outer", raw)
                 listed = same is not None and outer.is_job and not self.config.streams

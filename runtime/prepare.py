@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from .. import DoesNotFit, MemoryTooSmall, UsageError, typed
 from ..kernels.layout import PAGE
-from ..kernels.threads import MOST_WORKERS, beyond
+from ..kernels.threads import MOST_WORKERS, thread_limit_notice
 from ..offload import hardware
 from ..offload.checkpoint import TensorStore
 from ..offload.demand import AUTO_CTX
@@ -352,4 +352,5 @@ def worker_count(options: EngineOptions) -> int:
 
 def too_many_threads(threads: int | None) -> list[Fallback]:
     """What to say of more threads than a pool takes, and why it takes no more."""
-    return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)") for said in beyond(threads)]
+    return [Fallback(f"{said} (the workers of one pool are counted in one integer; fewer saturate the memory)")
+            for said in thread_limit_notice(threads)]

@@ -10,7 +10,7 @@ import torch
 from family_models import CASES, Case, oracle
 from transformers import PreTrainedModel
 
-from effllm.kernels.cpu.index import LayerIndex
+from effllm.kernels.cpu.indexer import LayerIndex
 from effllm.runtime.engine import Engine
 
 AS_GOOD = 1e-3  # of the spread of a token's scores: as far may two tokens be apart that are taken for one another

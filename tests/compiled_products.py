@@ -8,8 +8,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from effllm.kernels import tiles
-from effllm.kernels.cuda import page_kernels, stage_kernels
-from effllm.kernels.cuda import stored_product as own
+from effllm.kernels.cuda import triton_attention, triton_stages
+from effllm.kernels.cuda import triton_matmul as own
 from effllm.kernels.layout import ACTIVATIONS, NORM_LAYER, NORM_RMS
 from effllm.quant.spec import QuantSpec
 
@@ -30,16 +30,16 @@ def made(kernel: object, capability: int, **fixed: object) -> CompiledKernel:
 def between(capability: int) -> None:
     """Every kernel of a layer that is no product."""
     for kind, with_bias in ((NORM_RMS, False), (NORM_LAYER, True)):
-        made(stage_kernels._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
+        made(triton_stages._normalise, capability, N=2048, KIND=kind, BIAS=with_bias)
     for act in ACTIVATIONS.values():
-        made(stage_kernels._gate, capability, N=stage_kernels.VALUES, ACT=act)
+        made(triton_stages._gate, capability, N=triton_stages.VALUES, ACT=act)
     for neighbours in (False, True):
-        made(stage_kernels._rotate, capability, N=32, NEIGHBOURS=neighbours)
+        made(triton_stages._rotate, capability, N=32, NEIGHBOURS=neighbours)
     for halves in (True, False):
-        made(stage_kernels._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
-        made(page_kernels._partials, capability, GROUP=4, R=page_kernels.ROWS, C=page_kernels.CHANNELS, HALVES=halves, CAPPED=halves,
-             PRECISION="tf32x3")
-        made(page_kernels._merge, capability, GROUP=4, D=64, TOGETHER=page_kernels.TOGETHER, SINKS=halves)
+        made(triton_stages._write, capability, N=64, HALVES=halves, PARTS=1, ROWS=128)
+        made(triton_attention._partials, capability, GROUP=4, R=triton_attention.ROWS, C=triton_attention.CHANNELS, HALVES=halves,
+             CAPPED=halves, PRECISION="tf32x3")
+        made(triton_attention._merge, capability, GROUP=4, D=64, TOGETHER=triton_attention.TOGETHER, SINKS=halves)
 
 
 def main(capability: int, texts: list[str]) -> None:

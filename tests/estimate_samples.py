@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
-from effllm.kernels.cpu.attention_few import attend_few_scratch
-from effllm.kernels.cpu.kv import chunks, selective
-from effllm.kernels.cpu.kv import estimate as kernels
-from effllm.kernels.cpu.kv import signs as sign_sums
-from effllm.kernels.cpu.kv.signs import LARGEST, TABLE
-from effllm.kernels.deferred import compiler
+from effllm.kernels.cpu.attention_decode import attend_decode_scratch
+from effllm.kernels.cpu.kv import chunk_softmax, selective
+from effllm.kernels.cpu.kv import page_estimates as kernels
+from effllm.kernels.cpu.kv import sign_products as sign_sums
+from effllm.kernels.cpu.kv.sign_products import LARGEST, TABLE
 from effllm.kernels.layout import PAGE
+from effllm.kernels.lazy_numba import compiler
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import address
 
 SHAPES = ((64, 4), (128, 3), (80, 6), (20, 1), (256, 8))  # head size, query heads of a KV head
-LEAD, CHUNK, CHUNKS = 2, chunks.CHUNK, chunks.CHUNKS
+LEAD, CHUNK, CHUNKS = 2, chunk_softmax.CHUNK, chunk_softmax.CHUNKS
 MOST_WORKERS, GUARD = 3, 64  # that share the scratch of a sample; floats behind each one's
 
 
@@ -86,7 +86,7 @@ class Pages:
         self.picked, self.blocks = np.zeros(pages, np.uint8), LEAD + pages + 1
         self.partials = np.full((kv_heads, self.blocks, group, depth + 2), 7.0, np.float32)
         self.block = np.zeros(kernels.ESTIMATE_SLOTS, np.int64)
-        room = attend_few_scratch(1, kv_heads * group, kv_heads, depth)  # what a run gives them
+        room = attend_decode_scratch(1, kv_heads * group, kv_heads, depth)  # what a run gives them
         self.scratch = np.full((MOST_WORKERS, room + GUARD), 5.0, np.float32)
         slots = {kernels.E_Q: self.q, kernels.E_PARTIALS: self.partials, kernels.E_PICKED: self.picked, kernels.E_SIDES: self.sides,
                  kernels.E_FAR: self.far, kernels.E_MEANS: self.means, kernels.E_VALUES: self.values, kernels.E_STEPS: self.steps,

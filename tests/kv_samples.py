@@ -7,9 +7,9 @@ import re
 import numpy as np
 
 from effllm.kernels import reference
-from effllm.kernels.cpu.kv.few import MEAN_K, MEAN_V
-from effllm.kernels.cpu.kv.many import AS_THEY_LIE, ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE
-from effllm.kernels.cpu.kv.scratch import EIGHT
+from effllm.kernels.cpu.kv.decode import MEAN_K, MEAN_V
+from effllm.kernels.cpu.kv.prefill import AS_THEY_LIE, ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE
+from effllm.kernels.cpu.kv.scratch_layout import EIGHT
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
@@ -185,45 +185,45 @@ def relative(found: np.ndarray, wanted: np.ndarray) -> float:
 
 def check_largest_products() -> None:
     """The largest and least codes, zeros, queries and weights there are: the sums of their products are exact on this instruction set."""
-    from effllm.kernels.cpu.kv import byte_products
-    from effllm.kernels.deferred import compiler
+    from effllm.kernels.cpu.kv import int8_products
+    from effllm.kernels.lazy_numba import compiler
 
     @compiler().njit("void(int64,int64,int64,int64,int64)", error_model="numpy")
     def keys(codes, widths, queries, terms, out):
-        for unit in range(0, PAGE // byte_products.UNIT, byte_products.UNITS_AT_ONCE):
-            byte_products.dot_units_4(codes, widths, queries, terms, unit, out, 4, codes, 0)
+        for unit in range(0, PAGE // int8_products.UNIT, int8_products.UNITS_AT_ONCE):
+            int8_products.dot_units_4(codes, widths, queries, terms, unit, out, 4, codes, 0)
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64)", error_model="numpy")
     def values(codes, bits, zeros, weights, out, factors):
-        byte_products.dot_values_4(codes, bits, zeros, weights, np.float32(1.0), out, 64, factors, factors + 16, codes, 0)
+        int8_products.dot_values_4(codes, bits, zeros, weights, np.float32(1.0), out, 64, factors, factors + 16, codes, 0)
 
     terms = np.repeat(np.array([1, 0], np.float32), 4)
     for fill in (0, 255):
         codes = np.full(4 * 16 * PAGE, fill, np.uint8)
-        for bits in range(1, byte_products.MOST_K + 1):
+        for bits in range(1, int8_products.MOST_K + 1):
             widths = np.full(16, bits, np.uint8)
             for query in (-127, 127):
                 queries, out = np.full((16, 4, 4), query, np.int8), np.full((4, PAGE), np.nan, np.float32)
                 keys(codes.ctypes.data, widths.ctypes.data, queries.ctypes.data, terms.ctypes.data, out.ctypes.data)
                 assert (out == 64 * query * (fill & (1 << bits) - 1)).all(), (bits, fill, query)
-        for bits in range(1, byte_products.MOST_V + 1):
-            up, less = byte_products.value_zero(bits)
+        for bits in range(1, int8_products.MOST_V + 1):
+            up, less = int8_products.value_zero(bits)
             for zero in (-less, (15 << up) - less):
                 weights, zeros, out = np.full((4, PAGE), 255, np.uint8), np.full(PAGE, zero, np.int8), np.zeros((4, 16), np.float32)
                 factors = np.repeat(np.array([0, 1], np.float32), 4)
                 values(codes.ctypes.data, bits, zeros.ctypes.data, weights.ctypes.data, out.ctypes.data, factors.ctypes.data)
-                value = ((fill & (1 << bits) - 1) << byte_products.value_multiple(bits)) + zero
+                value = ((fill & (1 << bits) - 1) << int8_products.value_multiple(bits)) + zero
                 assert abs(value) <= less and (out == 255 * PAGE * value).all(), (bits, fill, zero)
 
 
 def check_largest_digits(rows: int) -> None:
     """The same of products with 16 bits, in tiles of so many rows."""
-    from effllm.kernels.cpu.kv import byte_products, digit_products
-    from effllm.kernels.deferred import compiler
+    from effllm.kernels.cpu.kv import int8_products, int16_products
+    from effllm.kernels.lazy_numba import compiler
 
     quads, groups = 64, 16  # of the widest head
-    scale, dot_unit, dot_value = (getattr(digit_products, f"{name}_digits_{rows}") for name in ("scale", "dot_unit", "dot_value"))
-    scale_coarse, dot_rests = (getattr(digit_products, f"{name}_{rows}") for name in ("scale_coarse", "dot_rests"))
+    scale, dot_unit, dot_value = (getattr(int16_products, f"{name}_digits_{rows}") for name in ("scale", "dot_unit", "dot_value"))
+    scale_coarse, dot_rests = (getattr(int16_products, f"{name}_{rows}") for name in ("scale_coarse", "dot_rests"))
     many = rows * 4 * quads  # queries
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
@@ -231,8 +231,8 @@ def check_largest_digits(rows: int) -> None:
         scale(queries, scales, high, low, words, quads)
         if parts > groups:
             scale_coarse(queries, scales + 8 * quads, high + many, low + many, words + 2 * many, quads)
-        for unit in range(PAGE // byte_products.UNIT):
-            first = high if digit_products.DIGITS else words
+        for unit in range(PAGE // int8_products.UNIT):
+            first = high if int16_products.DIGITS else words
             dot_unit(codes, widths, starts, first, low, terms, terms + 64, unit, out, groups, parts - groups, codes, 0)
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
@@ -268,17 +268,17 @@ def check_largest_digits(rows: int) -> None:
                 assert abs(4 * quads * want) < 1 << 31 and (out == np.float32(4 * quads * want)).all(), (bits, fill, query)
             most = 32766
             lower = np.full((rows, PAGE), most & 127, np.uint8)
-            weights = np.full((rows, PAGE), most >> 7, np.uint8) if digit_products.DIGITS else np.full((rows, PAGE), most, np.int16)
+            weights = np.full((rows, PAGE), most >> 7, np.uint8) if int16_products.DIGITS else np.full((rows, PAGE), most, np.int16)
             factors = np.repeat(np.array([0, 1], np.float32), rows)
             if bits > 8:
                 out = np.ones((rows, 16), np.float32)
                 rest_of_values(*(each.ctypes.data for each in (codes, weights, out, factors[rows:])))
                 assert (out == np.float32(1 + (most & -128) * PAGE * (2 * (fill & 3) - 3))).all(), fill
                 continue
-            up, less = digit_products.value_zero(bits)
+            up, less = int16_products.value_zero(bits)
             for zero in (-less, (15 << up) - less):
                 zeros, out = np.full(PAGE, zero, np.int8), np.zeros((rows, 16), np.float32)
-                multiple = byte_products.value_multiple(bits)
+                multiple = int8_products.value_multiple(bits)
                 values(codes.ctypes.data, bits, multiple, *(each.ctypes.data for each in (zeros, weights, lower, out, factors)))
                 code = (fill & (1 << bits) - 1) - (1 << bits - 1)
                 assert zero == np.int8(zero) and (out == np.float32(most * PAGE * ((code << multiple) + zero))).all(), (bits, fill, zero)
@@ -287,11 +287,10 @@ def check_largest_digits(rows: int) -> None:
 def check_unknown_scores(rows: int) -> None:
     """Scores that are no numbers show in the sum of their row's weights and in no other row's: by digits even one, wherever it is; by bytes
     a row of them."""
-    from effllm.kernels.cpu.kv import digit_products
-    from effllm.kernels.cpu.kv import weights as softmax_weights
-    from effllm.kernels.deferred import compiler
+    from effllm.kernels.cpu.kv import int16_products, softmax_weights
+    from effllm.kernels.lazy_numba import compiler
 
-    by_bytes, by_digits = getattr(softmax_weights, f"weigh_{rows}"), getattr(digit_products, f"weigh_digits_{rows}")
+    by_bytes, by_digits = getattr(softmax_weights, f"weigh_{rows}"), getattr(int16_products, f"weigh_digits_{rows}")
 
     @compiler().njit("void(int64,int64,int64,int64,int64,int64,int64,int64)", error_model="numpy")
     def weigh(scores, low, up, fractions, tables, out, tops, totals):

@@ -30,7 +30,7 @@ VOCABULARY = {"effllm.offload.size"}
 CONFINED = {
     "torch": ("kernels/cuda/",),
     "triton": ("kernels/cuda/",),
-    "numba": ("kernels/deferred.py", "kernels/machine_code.py"),
+    "numba": ("kernels/lazy_numba.py", "kernels/machine_code.py"),
     "llvmlite": ("kernels/",),
     "rich": ("cli/screen.py",),
     "typer": ("cli/",),
@@ -45,7 +45,7 @@ CONFINED = {
     "pydantic": ("cli/server/",),
 }
 # Programs of their own that report to effllm through a pipe.
-CHILD_PROCESSES = {"kernels/warm.py", "kernels/choice.py", "runtime/conversion/on_load.py", "runtime/planning/probe.py"}
+CHILD_PROCESSES = {"kernels/warm.py", "kernels/autotune.py", "runtime/conversion/on_load.py", "runtime/planning/probe.py"}
 # Test tools that must never become a part of the product.
 NEVER_IMPORTED = {"transformers", "pytest", "hypothesis", "pexpect", "safetensors.torch"}
 LONGEST_FILE = 400

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from test_instruction_sets import X86, child
 
 from effllm.kernels import tiles
-from effllm.kernels.cpu import foreign_blocks, foreign_levels, foreign_words
+from effllm.kernels.cpu import repack_gguf, repack_gguf_codebooks, repack_words
 from effllm.quant.codes import Codes, dequantize
 from effllm.quant.imports import awq, bitsandbytes, compressed_tensors, fp8, gguf_levels, gptq, mxfp4, nvfp4
 from effllm.quant.imports.arranged import (
@@ -273,8 +273,9 @@ for layout, bits in t.WORDS:
 
 
 def test_every_kind_has_its_function() -> None:
-    assert {*foreign_blocks.KINDS, *foreign_levels.KINDS, "NVFP4"} == set(KEPT) and set(foreign_levels.KINDS) == set(gguf_levels.KINDS)
-    assert foreign_words.AWQ_ORDER == awq.ORDER and foreign_words.NOT_A_NUMBER == mxfp4.NOT_A_NUMBER
+    assert {*repack_gguf.KINDS, *repack_gguf_codebooks.KINDS, "NVFP4"} == set(KEPT)
+    assert set(repack_gguf_codebooks.KINDS) == set(gguf_levels.KINDS)
+    assert repack_words.AWQ_ORDER == awq.ORDER and repack_words.NOT_A_NUMBER == mxfp4.NOT_A_NUMBER
 
 
 def test_what_does_not_fit_is_refused_before_anything_is_read() -> None:

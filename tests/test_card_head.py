@@ -14,7 +14,7 @@ from test_gpu_tier import planned
 
 from effllm import DoesNotFit
 from effllm.cli.plan import on_gpu
-from effllm.kernels.cuda import products, stages
+from effllm.kernels.cuda import matmul, stages
 from effllm.kernels.cuda.device import SimulatedDevice
 
 
@@ -82,7 +82,7 @@ def test_without_a_kernel_for_it_the_processor_keeps_it(tmp_path: Path, monkeypa
     def missing() -> None:
         raise ImportError("triton")
 
-    for module in (products, stages):
+    for module in (matmul, stages):
         monkeypatch.setattr(module, "_kernels", missing)
     saved(Case("llama", {"hidden_size": 32, "intermediate_size": 48}, dtype="bfloat16"), tmp_path)
     engine, said = opened(tmp_path, SimulatedDevice(link=1.0, compiles=True), ctx=100)

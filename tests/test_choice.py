@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from effllm import UsageError
-from effllm.kernels import choice
-from effllm.kernels.choice import MARGIN, Case, Timing, Trial
+from effllm.kernels import autotune
+from effllm.kernels.autotune import MARGIN, Case, KernelBenchmark, Timing
 from effllm.kernels.cpu import linear
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.engine import Engine, open_prepared
@@ -31,7 +31,7 @@ FASTER, EQUAL, SLOWER = Timing(1e9, 1.5e9), Timing(1e9, 1.02e9), Timing(1e9, 0.8
 def folder(tmp_path, monkeypatch):
     """A memory of this test's own; the machine code still comes from the usual place."""
     (tmp_path / "choices").mkdir()
-    for module in (choice, lookup):
+    for module in (autotune, lookup):
         monkeypatch.setattr(module, "cache_folder", lambda: tmp_path / "choices")
     return tmp_path / "choices"
 
@@ -65,36 +65,36 @@ def test_a_choice_needs_more_than_noise():
 
 
 def test_what_was_measured_is_remembered_and_added_to(folder):
-    assert choice.remembered() == {}
-    choice.remember({CASES[0]: FASTER})
-    choice.remember({CASES[1]: SLOWER})
-    assert choice.remembered() == {CASES[0]: FASTER, CASES[1]: SLOWER}
-    choice.remember({CASES[0]: EQUAL})
-    assert choice.remembered()[CASES[0]] == EQUAL
-    assert [path.name for path in folder.iterdir()] == [choice.FILE]
+    assert autotune.load_timings() == {}
+    autotune.save_timings({CASES[0]: FASTER})
+    autotune.save_timings({CASES[1]: SLOWER})
+    assert autotune.load_timings() == {CASES[0]: FASTER, CASES[1]: SLOWER}
+    autotune.save_timings({CASES[0]: EQUAL})
+    assert autotune.load_timings()[CASES[0]] == EQUAL
+    assert [path.name for path in folder.iterdir()] == [autotune.FILE]
 
 
 @pytest.mark.parametrize(("whole", "damaged"), [('"measured"', ""), ('"lut"', '"lot"'), ('"version": 1', '"version": 2'), ("{", "["),
-                                                ("1000000000.0", "0"), ("1000000000.0", '"fast"'), (choice.FORMAT, "other")])
+                                                ("1000000000.0", "0"), ("1000000000.0", '"fast"'), (autotune.FORMAT, "other")])
 def test_a_damaged_memory_is_no_memory(folder, whole, damaged):
-    choice.remember({CASES[0]: FASTER})
-    path = folder / choice.FILE
+    autotune.save_timings({CASES[0]: FASTER})
+    path = folder / autotune.FILE
     assert whole in path.read_text()
     path.write_text(path.read_text().replace(whole, damaged), encoding="utf-8")
-    assert choice.remembered() == {}
-    choice.remember({CASES[1]: SLOWER})
-    assert choice.remembered() == {CASES[1]: SLOWER}
+    assert autotune.load_timings() == {}
+    autotune.save_timings({CASES[1]: SLOWER})
+    assert autotune.load_timings() == {CASES[1]: SLOWER}
 
 
 def test_without_a_folder_nothing_is_remembered(monkeypatch):
-    monkeypatch.setattr(choice, "cache_folder", lambda: None)
-    choice.remember({CASES[0]: FASTER})
-    assert choice.remembered() == {}
+    monkeypatch.setattr(autotune, "cache_folder", lambda: None)
+    autotune.save_timings({CASES[0]: FASTER})
+    assert autotune.load_timings() == {}
 
 
 def test_a_trial_runs_both_kernels_on_weights_that_no_cache_holds():
     pool = ThreadPool(1)
-    trial = Trial(pool, 3, 64, 96, 128, nbytes=1 << 20)
+    trial = KernelBenchmark(pool, 3, 64, 96, 128, nbytes=1 << 20)
     assert trial.blobs.nbytes >= 1 << 20 and len(set(trial.blocks[:, linear.FIRST].tolist())) == len(trial.blobs)
     rates = trial.rates(("dot", "lut"), rounds=2, parts=3)
     pool.close()
@@ -104,14 +104,14 @@ def test_a_trial_runs_both_kernels_on_weights_that_no_cache_holds():
 
 
 def test_a_child_measures_and_the_parent_remembers():
-    assert list(choice.measure([(CASES[0], 96), (CASES[1], 128)])) == [(1, 2), (2, 2)]
-    found = choice.remembered()
+    assert list(autotune.measure([(CASES[0], 96), (CASES[1], 128)])) == [(1, 2), (2, 2)]
+    found = autotune.load_timings()
     assert set(found) == set(CASES) and all(min(timing.dot, timing.lut) > 0 for timing in found.values())
 
 
 def test_a_child_that_fails_leaves_the_case_unknown():
-    assert list(choice.measure([(Case(3, 64, 128, 1), 96), (Case(3, 0, 128, 1), 96)])) == [(1, 2)]
-    assert set(choice.remembered()) == {CASES[0]}
+    assert list(autotune.measure([(Case(3, 64, 128, 1), 96), (Case(3, 0, 128, 1), 96)])) == [(1, 2)]
+    assert set(autotune.load_timings()) == {CASES[0]}
 
 
 # -- a model ------------------------------------------------------------------------------------------------------------------------------
@@ -167,10 +167,10 @@ def test_a_model_that_brings_something_new_is_measured_once_and_says_so(shape, m
 
     def measured(cases):
         asked.append(cases)
-        choice.remember({case: FASTER if case.depth == 128 else SLOWER for case, _ in cases})
+        autotune.save_timings({case: FASTER if case.depth == 128 else SLOWER for case, _ in cases})
         yield from ((done, len(cases)) for done in range(1, len(cases) + 1))
 
-    monkeypatch.setattr(choice, "measure", measured)
+    monkeypatch.setattr(autotune, "measure", measured)
     monkeypatch.setattr(lookup, "LEAST_NBYTES", 0)
     engine, said, progress = opened(shape, "auto")
     assert [(item.done, item.total) for item in progress if "measuring" in item.phase] == [(0, 2), (1, 2), (2, 2)]
@@ -185,7 +185,7 @@ def test_a_model_that_brings_something_new_is_measured_once_and_says_so(shape, m
 
 
 def test_what_could_not_be_measured_runs_by_dot_products(shape, monkeypatch):
-    monkeypatch.setattr(choice, "measure", lambda cases: iter(()))
+    monkeypatch.setattr(autotune, "measure", lambda cases: iter(()))
     monkeypatch.setattr(lookup, "LEAST_NBYTES", 0)
     engine, said, _ = opened(shape, "auto")
     assert looked_up(engine) == 0 and not said
@@ -211,5 +211,5 @@ def test_doctor_knows_kernel_and_reason_of_low_bit_weights():
         assert chosen[either, 1].chosen.startswith("dot products or table lookup") and "measured" in reason(chosen[either, 1])
         assert chosen[either, 512].chosen.startswith("int8 tiles")
     assert measurements() == ()
-    choice.remember({CASES[1]: SLOWER, CASES[0]: FASTER})
+    autotune.save_timings({CASES[1]: SLOWER, CASES[0]: FASTER})
     assert [(each.case, each.kernel) for each in measurements()] == [(CASES[0], "lut"), (CASES[1], "dot")]

@@ -5,10 +5,10 @@ import numpy as np
 import pytest
 
 from effllm.kernels import reference
-from effllm.kernels import reference_index as meaning
+from effllm.kernels import reference_indexer as meaning
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import FEW, CpuOps
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32, PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims

@@ -15,8 +15,8 @@ from test_gpu_tier import planned
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.kernels import choice
-from effllm.kernels.choice import Timing
+from effllm.kernels import autotune
+from effllm.kernels.autotune import Timing
 from effllm.kernels.cpu.stages import LOW_BIT
 from effllm.runtime.conversion.bundle_ffn import bundle
 from effllm.runtime.engine import open_engine
@@ -84,7 +84,7 @@ def test_the_run_takes_what_is_said() -> None:
 def test_what_was_measured_decides(timing: Timing, begins: str, nothing_small: None, monkeypatch: pytest.MonkeyPatch) -> None:
     every = next(each for each in chosen(SPARSE) if each.stored.startswith("ternary"))
     assert every.token.name == EITHER and "measured when" in every.token.because, "nothing is known yet"
-    monkeypatch.setattr(choice, "remembered", lambda: _Every(timing))
+    monkeypatch.setattr(autotune, "load_timings", lambda: _Every(timing))
     every = next(each for each in chosen(SPARSE) if each.stored.startswith("ternary"))
     assert every.token.name.startswith(begins) and every.token.because == timing.reason
     assert every.prompt.name.startswith("int8 tiles"), "a prompt is expanded either way"

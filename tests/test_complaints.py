@@ -306,7 +306,7 @@ def test_pygama_348_what_was_compiled_from_other_sources_is_not_used(tmp_path: P
                               capture_output=True, text=True, check=True).stdout
 
     before = key()
-    with (tmp_path / "effllm" / "kernels" / "cpu" / "rows.py").open("a") as file:
+    with (tmp_path / "effllm" / "kernels" / "cpu" / "row_ops.py").open("a") as file:
         file.write("# changed\n")
     assert len(before) == 17 and key() != before
 

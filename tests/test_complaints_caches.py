@@ -7,9 +7,9 @@ import pytest
 from hub_server import running
 from pulls import FABLE, Person
 
-from effllm.kernels.cpu import attention_few
+from effllm.kernels.cpu import attention_decode
 from effllm.kernels.cpu.jobs import Jobs
-from effllm.kernels.cpu.kv import few, many, merge
+from effllm.kernels.cpu.kv import decode, merge, prefill
 from effllm.kernels.cpu.pages import LayerPages
 from effllm.runtime.engine import open_engine
 from effllm.runtime.measuring.recall import recall
@@ -55,8 +55,8 @@ def test_llamacpp_28455_a_packed_cache_stays_where_the_layers_are_and_in_its_ker
             assert (engine.cache.sealed > 0) and engine.cache.exact_tokens < 600 or each == "16bit"
         finally:
             engine.close()
-        packed = {few.attend_packed, many.attend_packed_many, merge.merge_packed}
-        assert attention_few.attend_few in ran and (packed <= ran if each == kv else not packed & ran)
+        packed = {decode.attend_packed_decode, prefill.attend_packed_prefill, merge.merge_packed}
+        assert attention_decode.attend_decode in ran and (packed <= ran if each == kv else not packed & ran)
     assert placed[kv] == placed["16bit"] and len(placed[kv]) and not slow
 
 

@@ -18,12 +18,12 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 )
 
 from effllm.kernels import reference_compressed as meaning
-from effllm.kernels import reference_hyper, reference_index
+from effllm.kernels import reference_hyper_connections, reference_indexer
 from effllm.kernels.compressed_shape import CompressedShape
 from effllm.kernels.cpu import compressed_attention
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
@@ -97,9 +97,9 @@ class Text:
     def meant(self, tokens: int) -> np.ndarray:
         seen = None
         if self.index is not None:
-            found = reference_index.scores(self.by[:tokens], self.keys(tokens, 1), self.weights[:tokens], 0, self.index)
-            chosen = reference_index.choose(found, self.index)
-            seen = reference_index.seen(chosen, tokens // self.index.rate, 1, self.index)[:, 0]
+            found = reference_indexer.scores(self.by[:tokens], self.keys(tokens, 1), self.weights[:tokens], 0, self.index)
+            chosen = reference_indexer.choose(found, self.index)
+            seen = reference_indexer.seen(chosen, tokens // self.index.rate, 1, self.index)[:, 0]
             seen |= ((np.arange(tokens) + 1) // self.index.rate <= self.index.chosen)[:, None]
         q = self.q[:tokens].reshape(tokens, HEADS, WIDTH)
         return meaning.attend(q, self.k[:tokens], self.keys(tokens), 0, np.arange(tokens), self.shape.rate, WIDTH**-0.5, WINDOW, self.sinks,
@@ -172,7 +172,7 @@ def test_how_many_heads_are_a_job_changes_no_bit(pool: ThreadPool, monkeypatch: 
     """As many as there are, some, and one by one."""
     text, found = Text(name), []
     for most in (HEADS, 7, 1):
-        monkeypatch.setattr(compressed_attention, "at_once", lambda *sizes, most=most: most)
+        monkeypatch.setattr(compressed_attention, "heads_per_job", lambda *sizes, most=most: most)
         found.append(text.through(text.cache(pool, F16), TEXT - 2, 1, 1))
     assert np.array_equal(found[0], found[1]) and np.array_equal(found[0], found[2])
 
@@ -180,11 +180,11 @@ def test_how_many_heads_are_a_job_changes_no_bit(pool: ThreadPool, monkeypatch: 
 @given(st.integers(1, 200), st.integers(1, 9), st.integers(1, 64))
 def test_workers_have_jobs_and_jobs_have_room(heads: int, tokens: int, workers: int) -> None:
     """No fewer heads than share a tile well, unless there are none."""
-    most = compressed_attention.at_once(heads, tokens, workers)
+    most = compressed_attention.heads_per_job(heads, tokens, workers)
     fewest = min(heads, compressed_attention.FEWEST_AT_ONCE)
     assert fewest <= most <= min(heads, compressed_attention.MOST_AT_ONCE)
     assert most == fewest or tokens * -(-heads // most) >= workers
-    assert compressed_attention.at_once(64, 1, 2) == 32 and compressed_attention.at_once(64, 128, 16) == 64
+    assert compressed_attention.heads_per_job(64, 1, 2) == 32 and compressed_attention.heads_per_job(64, 128, 16) == 64
 
 
 @pytest.mark.parametrize("name", SHAPES)
@@ -223,10 +223,10 @@ def test_bytes_of_tokens_are_read_and_written_as_they_lie(pool: ThreadPool) -> N
 @given(st.integers(1, 5), st.integers(1, 30), st.integers(0, 2**31))
 def test_streams_are_mixed_by_numbers_that_add_up(count: int, rounds: int, seed: int) -> None:
     say, scale, base = np.random.default_rng(seed).standard_normal((6, count * (2 + count))) * 3, np.ones(3), np.zeros(count * (2 + count))
-    reads, writes, mixes = reference_hyper.numbers(say, scale, base, count, 1e-6, rounds)
+    reads, writes, mixes = reference_hyper_connections.numbers(say, scale, base, count, 1e-6, rounds)
     assert ((reads > 0) & (reads <= 1 + 2e-6)).all() and ((writes > 0) & (writes < 2)).all() and (mixes > 0).all()
     assert (mixes.sum(1) < 1 + 1e-12).all()  # columns, by which was divided last, and by a little more
-    few, more = (reference_hyper.numbers(say, scale, base, count, 0.0, each)[2] for each in (rounds, rounds + 10))
+    few, more = (reference_hyper_connections.numbers(say, scale, base, count, 0.0, each)[2] for each in (rounds, rounds + 10))
     assert np.abs(few.sum(1) - 1).max() < 1e-12
     beside = [np.abs(each.sum(2) - 1).sum(1) for each in (few, more)]
     assert (beside[1] <= beside[0] + 1e-12).all(), "rows come nearer"
@@ -252,7 +252,7 @@ def test_streams_are_mixed_as_transformers_does(pool: ThreadPool, count: int, on
     hypers = [of(width, count, each, leaves) for each, leaves in zip(made, (False, True), strict=True)]
     flat = ops.workspace.take("x", tokens, count * width)
     flat[:] = x.reshape(tokens, -1)
-    with ops.together():
+    with ops.collecting():
         own = ops.gathered(flat, hypers[0])
         ops.flush()
         assert np.abs(own - collapsed[0].numpy()).max() < 1e-5

@@ -7,7 +7,7 @@ from config_samples import LLAMA, refused
 from test_config_newer_families import PUBLISHED
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import PAGE
 from effllm.runtime.config import parse_config
 from effllm.runtime.indexed import without_index

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from effllm.kernels.compile import kernel
 from effllm.kernels.cpu.intrinsics import fetch_add, i64_at, relax
-from effllm.kernels.crew import LONGEST_REST_S, REST_S, WINDOW_S, Crew
+from effllm.kernels.thread_throttle import LONGEST_REST_S, REST_S, WINDOW_S, ThreadThrottle
 from effllm.kernels.threads import ThreadPool
 
 PASS_S = 0.02
@@ -19,7 +19,7 @@ SLOW = 300_000  # turns of a late thread's block: milliseconds, where the others
 END_S = 60
 
 
-def work(crew: Crew, clock: float, seconds: float, free: int) -> Iterator[tuple[float, int]]:
+def work(crew: ThreadThrottle, clock: float, seconds: float, free: int) -> Iterator[tuple[float, int]]:
     """Passes of so many seconds on a machine where `free` threads have a core each: a further one is put aside half of the time."""
     end = clock + seconds
     while clock < end:
@@ -30,7 +30,7 @@ def work(crew: Crew, clock: float, seconds: float, free: int) -> Iterator[tuple[
 
 @pytest.mark.parametrize(("most", "free"), ((2, 1), (8, 7), (8, 5)))
 def test_whoever_has_no_core_leaves_and_comes_back(most: int, free: int) -> None:
-    crew = Crew(most)
+    crew = ThreadThrottle(most)
     assert {now for _, now in work(crew, 0.0, 1.0, most)} == {most}
     beside = [*work(crew, 1.0, 30.0, free)]
     settled = [now for clock, now in beside if clock > 1.0 + WINDOW_S * (most - free + 2)]
@@ -44,7 +44,7 @@ def test_whoever_has_no_core_leaves_and_comes_back(most: int, free: int) -> None
 
 
 def test_one_hiccup_in_a_second_sends_nobody_away() -> None:
-    crew = Crew(2)
+    crew = ThreadThrottle(2)
     for number in range(500):
         crew.worked(number * PASS_S, PASS_S, PASS_S if number % 5 == 0 else 0.0)
         assert crew.now == 2
@@ -52,7 +52,7 @@ def test_one_hiccup_in_a_second_sends_nobody_away() -> None:
 
 @given(st.integers(1, 46), st.lists(st.tuples(st.floats(0, 3), st.floats(0, 1)), max_size=60))
 def test_somebody_works_whatever_is_told(most: int, passes: list[tuple[float, float]]) -> None:
-    crew, clock = Crew(most), 0.0
+    crew, clock = ThreadThrottle(most), 0.0
     for spent, share in passes:
         clock += spent
         crew.worked(clock, spent, spent * share)

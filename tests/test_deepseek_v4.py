@@ -31,7 +31,7 @@ from streamed_models import streaming
 from transformers import DeepseekV4Config, PreTrainedModel
 
 from effllm import EffllmError, UsageError
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_reader import ConfigError

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from effllm.kernels.cpu.attention_few import FEW_BLOCKS, MOST_ROWS, most_tokens, partials_floats
+from effllm.kernels.cpu.attention_decode import FEW_BLOCKS, MOST_ROWS, most_tokens, partials_floats
 from effllm.kernels.cpu.ops import FEW, CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool

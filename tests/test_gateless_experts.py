@@ -57,7 +57,7 @@ class Gateless(Layer):
 
     def of(self, ops: CpuOps, x: np.ndarray, act: str = "relu2", see=None) -> np.ndarray:
         stream = ops.from_host(x)
-        with ops.together():
+        with ops.collecting():
             ops.moe(stream, self.norm, self.router, self.experts, ROUTING, act, see, self.correction, self.shared)
         return stream.copy()
 

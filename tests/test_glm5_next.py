@@ -32,7 +32,7 @@ from transformers.models.glm5_next import modeling_glm5_next as theirs_of
 from effllm import UsageError
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.kda_shape import KdaShape
 from effllm.kernels.latent_shape import LatentShape
 from effllm.kernels.layout import F16, F32

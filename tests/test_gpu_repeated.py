@@ -12,7 +12,7 @@ from saved_models import saved
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from effllm.kernels.cuda.device import SimulatedDevice
-from effllm.kernels.cuda.repeated import Repeats
+from effllm.kernels.cuda.graph_replay import GraphCache
 from effllm.runtime.engine import Engine
 
 IDS = np.random.default_rng(5).integers(0, 4096, 400).tolist()
@@ -49,7 +49,7 @@ def test_recorded_passes_have_the_numbers_of_passes_run_anew(layers: int, monkey
     engine.backends["cuda"].on.recorded = counted
     found = answers(engine)
     assert replayed > 60 and not repeats.broken
-    monkeypatch.setattr(Repeats, "run", lambda self, blocks, positions, x, layers: layers(self._device.bring(x)))
+    monkeypatch.setattr(GraphCache, "run", lambda self, blocks, positions, x, layers: layers(self._device.to_device(x)))
     anew = answers(opened(FABLE, simulated(), gpu_layers=layers)[0])
     assert np.array_equal(found, anew)
     assert divergence(found, answers(opened(FABLE, None)[0])) < 1e-6
@@ -101,7 +101,7 @@ def test_what_the_host_decides_for_every_token_is_not_recorded(case: Case | None
 
 def test_arrays_come_from_the_host_by_which_array_they_are() -> None:
     """Two that hold the same now need not do so later."""
-    repeats, blocks, first, second = Repeats(simulated()), np.zeros((1, 4), np.int64), np.ones(1, np.float32), np.ones(1, np.float32)
+    repeats, blocks, first, second = GraphCache(simulated()), np.zeros((1, 4), np.int64), np.ones(1, np.float32), np.ones(1, np.float32)
     x, positions = np.zeros((1, 1), np.float32), np.array([0])
 
     def layers(stream: torch.Tensor) -> torch.Tensor:

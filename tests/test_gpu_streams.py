@@ -16,12 +16,12 @@ from same_bits import assert_a_saved_text_goes_on
 from test_device_memory import watched
 from transformers import PreTrainedModel
 
-from effllm.kernels import reference_cca, reference_compressed, reference_index, reference_ngrams
+from effllm.kernels import reference_cca, reference_compressed, reference_indexer, reference_ngrams
 from effllm.kernels.cca_shape import CcaShape
 from effllm.kernels.compressed_shape import CompressedShape
 from effllm.kernels.conv_shape import ConvShape
 from effllm.kernels.cuda.torch_ops import TorchOps
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32
 from effllm.kernels.ngram_shape import NgramShape, WithNgrams
 from effllm.kernels.state_shape import NO_SLOT
@@ -242,9 +242,9 @@ def test_a_choice_on_torch_is_the_references() -> None:
     index = TorchOps("cpu").index_layer(shape, np.zeros(shape.nbytes(128, F16), np.uint8), F16)
     index.rows[: len(keys)] = torch.from_numpy(keys).half()
     found = index.choose(torch.from_numpy(q), torch.from_numpy(weights), begin)
-    chosen = reference_index.choose(reference_index.scores(q, keys, weights, begin, shape), shape)
+    chosen = reference_indexer.choose(reference_indexer.scores(q, keys, weights, begin, shape), shape)
     closed = np.arange(len(keys)) < ((begin + np.arange(tokens) + 1) // 4)[:, None]
-    assert np.array_equal(found.numpy(), reference_index.seen(chosen, len(keys), 1, shape)[:, 0] & closed)
+    assert np.array_equal(found.numpy(), reference_indexer.seen(chosen, len(keys), 1, shape)[:, 0] & closed)
     assert index.choose(torch.from_numpy(q[:10]), torch.from_numpy(weights[:10]), 13) is None and shape.whole == 23
 
 

@@ -19,7 +19,7 @@ from saved_tokenizers import with_words_of_fable
 from streamed_models import paging, streaming
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
-from effllm.kernels import reference_hyper
+from effllm.kernels import reference_hyper_connections
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.latent_shape import LatentShape
@@ -76,7 +76,7 @@ def test_streams_that_are_kept_are_what_they_say(count: int, tokens: int) -> Non
     base, scale = rng.standard_normal(2 * count).astype(np.float32), rng.standard_normal(2).astype(np.float32)
     norm = Norm("rms", np.ones(count * width, np.float32), None, 1e-5)
     hyper = Hyper(count, norm, Linear(Weight.raw("f32", matrix.shape, matrix)), base, scale, 0, 1e-2, False)
-    say = reference_hyper.said(x.reshape(tokens, count, width), matrix, 1e-5)
+    say = reference_hyper_connections.said(x.reshape(tokens, count, width), matrix, 1e-5)
     said = 1 / (1 + np.exp(-(say * np.repeat(scale, count) + base)))
     reads, writes = said[:, :count] + 1e-2, 2 * said[:, count:] + 1e-2
     split = x.reshape(tokens, count, width).astype(np.float64)

@@ -23,7 +23,7 @@ from low_bit_samples import FORMATS, WITH_OUTLIERS, by_halves, dims_for, few, lo
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET, SIX_BITS
-from effllm.kernels.deferred import compiler
+from effllm.kernels.lazy_numba import compiler
 from effllm.kernels.target import target
 from effllm.kernels.tiles import LEVEL_SHIFT, scales_nbytes
 from effllm.quant.spec import QuantSpec
@@ -105,26 +105,26 @@ def compiled_loops() -> dict[str, object]:
 
 def check_loops() -> None:
     """Run them, and the rounding of activations before them, and hold both against the definition."""
-    from effllm.kernels.cpu import packed_inputs, packed_loops, packed_matrix, packed_one, packed_turns
+    from effllm.kernels.cpu import packed_activations, packed_avx2, packed_avx2_single, packed_loops, packed_matrix
 
     depth, rows = 256, 16 * packed_loops.STREAMS
     rng = np.random.default_rng(1)
     x = rng.standard_normal((1, depth), np.float32)
     column, scales = np.zeros(depth, np.int8), np.zeros(depth // 32, np.float32)
     totals, seeds = (np.zeros(depth // 16, np.int32) for _ in range(2))
-    packed_inputs.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
-    room = np.zeros(64 + depth // 32 * (packed_turns.RECORD + packed_one.SPREAD), np.uint8)
+    packed_activations.quantize_column(x.ctypes.data, depth, column.ctypes.data, scales.ctypes.data, totals.ctypes.data)
+    room = np.zeros(64 + depth // 32 * (packed_avx2.RECORD + packed_avx2_single.SPREAD), np.uint8)
     records = -(-room.ctypes.data // 64) * 64
-    spread = records + depth // 32 * packed_turns.RECORD
-    packed_turns.make_column(column.ctypes.data, scales.ctypes.data, depth // 32, packed_turns.RECORD, records)
-    packed_one.spread_records(records, depth // 32, spread)
+    spread = records + depth // 32 * packed_avx2.RECORD
+    packed_avx2.make_column(column.ctypes.data, scales.ctypes.data, depth // 32, packed_avx2.RECORD, records)
+    packed_avx2_single.spread_records(records, depth // 32, spread)
     codes, want_scales = definition.quantize_columns(x)
     assert np.array_equal(column, codes[0]) and np.array_equal(scales, want_scales[0])
     assert np.array_equal(totals, codes.reshape(-1, 16).sum(1))
     for text, loop in compiled_loops().items():
         spec = QuantSpec.parse(text)
         made = replace(random_codes(rng, spec, (rows, depth)), rows=np.ones(rows, np.float32))
-        packed_inputs.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
+        packed_activations.make_seeds(packed_matrix.seeds_way(spec.scheme, spec.group), totals.ctypes.data, seeds.ctypes.data, depth // 32)
         weight = low_bit(made, spec)
         at, zeros = spec.sections((rows, depth)), np.full(16, LEVEL_SHIFT if spec.scheme == "nvfp" else 1 << (spec.bits - 1), np.uint8)
         streams = np.arange(packed_loops.STREAMS)
@@ -155,9 +155,9 @@ def check_floats() -> None:
 
 
 def floats_assembly() -> str:
-    from effllm.kernels.cpu.floats import float_columns
+    from effllm.kernels.cpu.fp8_loops import fp8_columns
 
-    return float_columns.assembly()
+    return fp8_columns.assembly()
 
 
 # What widens a vector's codes, and multiplies them.
@@ -212,9 +212,9 @@ def test_loops_are_right_with_emulated_instructions_of(name, tmp_path):
 
 def several_assembly() -> str:
     """The loop of several columns of a codebook, alone in a function."""
-    from effllm.kernels.cpu import packed_factors, packed_formats
+    from effllm.kernels.cpu import packed_formats, packed_scales
 
-    loop = packed_formats.columns(packed_factors.CODEBOOK, 127)
+    loop = packed_formats.columns(packed_scales.CODEBOOK, 127)
 
     @compiler().njit(f"void({', '.join(['int64'] * 14)})", error_model="numpy")
     def run(count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
@@ -237,9 +237,9 @@ def test_several_columns_without_a_dot_product_keep_a_group_in_registers(tmp_pat
 
 def pairs_assembly() -> str:
     """The loop of several columns of a 4-bit codebook for pairs of row blocks, alone in a function."""
-    from effllm.kernels.cpu import packed_factors, packed_pairs
+    from effllm.kernels.cpu import packed_avx512, packed_scales
 
-    loop = packed_pairs.pairs(4, packed_factors.CODEBOOK)
+    loop = packed_avx512.pairs(4, packed_scales.CODEBOOK)
 
     @compiler().njit(f"void({', '.join(['int64'] * 9)})", error_model="numpy")
     def run(count, together, table, tables, x, tiles, shift, zero_shift, sums):

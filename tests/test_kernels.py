@@ -203,7 +203,7 @@ def test_two_rotary_tables_in_one_pass(pool):
     y = rng.standard_normal((40, HEADS * HEAD_DIM), np.float32)
     ops, alone = CpuOps(pool, DIMS), CpuOps(pool, DIMS)
     several = [y.copy() for _ in range(6)]
-    with ops.together():
+    with ops.collecting():
         for i, each in enumerate(several):
             ops.rope_heads(each, HEADS, HEAD_DIM, positions, tables[i % 2], None)
     for i, each in enumerate(several):

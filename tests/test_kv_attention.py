@@ -12,8 +12,8 @@ from effllm import UsageError
 from effllm.kernels.compile import cpu_features
 from effllm.kernels.cpu.attention import TALL_FROM, TALL_ROWS
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
-from effllm.kernels.cpu.kv.many import packed_scratch
-from effllm.kernels.cpu.kv.scratch import EIGHT, few_scratch, query_places, tile_rows
+from effllm.kernels.cpu.kv.prefill import prefill_scratch
+from effllm.kernels.cpu.kv.scratch_layout import EIGHT, decode_scratch, query_places, tile_rows
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.kv import codec
@@ -308,5 +308,5 @@ def test_all_widths_on_this_machine():
 @pytest.mark.parametrize("group", (2, 3, 5, 8, 12, 33, 71, 128))
 def test_a_prompts_page_has_room_where_its_keys_lie(group, head_dim):
     """`attend_page` over K, V and S of a tile; what it is given for one token alone holds its queries too."""
-    keys, rows = packed_scratch(group, 1, head_dim), -(-group // tile_rows(group)) * tile_rows(group)
-    assert few_scratch(group, head_dim) - query_places(rows, head_dim)[6] // 4 < PAGE * (2 * head_dim + 32 * group) < keys
+    keys, rows = prefill_scratch(group, 1, head_dim), -(-group // tile_rows(group)) * tile_rows(group)
+    assert decode_scratch(group, head_dim) - query_places(rows, head_dim)[6] // 4 < PAGE * (2 * head_dim + 32 * group) < keys

@@ -21,7 +21,7 @@ from effllm import UsageError
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.kernels import reference
-from effllm.kernels.cpu.kv.mixed import MixedPages
+from effllm.kernels.cpu.kv.mixed_codecs import MixedPages
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import PAGE
 from effllm.kernels.threads import ThreadPool

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from effllm.kernels import reference_latent as reference
-from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, attend_many_state
+from effllm.kernels.cpu.attention import QUERY_TILE, WIDE_QUERY, _height_of, attend_prefill_state
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.inner_loops import LOW_ROWS, TILE_ROWS
 from effllm.kernels.cpu.ops import FEW, CpuOps
@@ -196,7 +196,7 @@ def test_attention_of_one_wide_head_with_many_queries(heads: int, depth: int) ->
 def test_memory_between_turns_is_counted_by_the_tiles_that_there_are() -> None:
     dims = Dims(8, 20, 1, 576, 8, 8, chunk=100, ctx=320, rows=1, spilled_kv=True)
     height = _height_of(20, 576, 512)
-    assert height == 9 and attend_many_state(100, dims) >= -(-100 // height) * height * 20 * (576 + 4)
+    assert height == 9 and attend_prefill_state(100, dims) >= -(-100 // height) * height * 20 * (576 + 4)
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -208,8 +208,8 @@ def test_memory_between_turns_holds_every_chunk_up_to_the_longest(group: int, pa
         height = _height_of(group, 0 if packed else 64, tokens)
         unit = TILE_ROWS * LOW_ROWS if packed else TILE_ROWS
         rows = -(-height * group // unit) * unit
-        assert attend_many_state(chunk, dims) >= 2 * -(-tokens // height) * rows * (2 * 64 + 6 if packed else 64 + 4)
-        return attend_many_state(chunk, dims)
+        assert attend_prefill_state(chunk, dims) >= 2 * -(-tokens // height) * rows * (2 * 64 + 6 if packed else 64 + 4)
+        return attend_prefill_state(chunk, dims)
 
     for chunk in (64, 255, 256, 512):
         assert len({floats(chunk, tokens) for tokens in range(1, chunk + 1)}) == 1

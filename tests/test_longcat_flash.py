@@ -61,7 +61,7 @@ def test_what_is_handed_on_matches_the_definition(handed: int, threads: int) -> 
             x, seen = inputs(tokens, seed=tokens), []
             expected, routed = reference_moe.moe(x, layer.norm, layer.router, layer.experts, routing, "silu")
             stream = ops.from_host(x)
-            with ops.together():
+            with ops.collecting():
                 ops.moe(stream, layer.norm, layer.router, layer.experts, routing, "silu", seen.append)
             close(stream.copy(), expected, x)
             assert isinstance(seen[0], Routed) and np.array_equal(seen[0].offsets, routed.offsets)

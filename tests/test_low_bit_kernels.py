@@ -320,7 +320,7 @@ def test_a_stage_that_is_replayed_reads_its_input_anew(pools):
             x = cpu.workspace.take("x", 1, depth)
             x[:] = rng.standard_normal((1, depth), np.float32)
             if collected:
-                with cpu.together():
+                with cpu.collecting():
                     out, = cpu.norm_linear(x, NO_NORM, [each])
             else:
                 out, = cpu.norm_linear(x, NO_NORM, [each])

@@ -12,18 +12,18 @@ from test_instruction_sets import TARGETS, X86, child, runs_here
 
 from effllm.kernels import reference_low_bit as definition
 from effllm.kernels.compile import cpu_features
-from effllm.kernels.cpu import linear, lut_loops, lut_order, stages
+from effllm.kernels.cpu import linear, lut_layout, lut_loops, stages
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cpu.stages import LOW_BIT
-from effllm.kernels.deferred import compiler
+from effllm.kernels.lazy_numba import compiler
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.codes import values
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
 
 OUTLIERS = ("affine3:64+0.02", "ternary:128+0.05")
-LOOKED_UP = tuple(text for text in FORMATS if not lut_order.declines(*(getattr(QuantSpec.parse(text), name) for name in
+LOOKED_UP = tuple(text for text in FORMATS if not lut_layout.declines(*(getattr(QuantSpec.parse(text), name) for name in
                                                                        ("scheme", "bits", "group")))) + OUTLIERS
 SHAPES = ((17, 33), (32, 32), (90, 257), (217, 1100))
 COLUMNS = (1, 2, 5, 16)
@@ -50,7 +50,7 @@ def moved(pool: ThreadPool, weight: Weight) -> Weight:
     start = -room.ctypes.data % 64
     copy = room[start : start + blob.size]
     copy[:] = blob
-    lut_order.arrange(pool, copy, weight.spec, weight.shape)
+    lut_layout.reorder_codes(pool, copy, weight.spec, weight.shape)
     return replace(weight, parts={"data": copy}, looked_up=True)
 
 
@@ -72,7 +72,7 @@ def test_lookup_order_is_a_permutation_that_can_be_undone(pools, text):
         end = spec.sections(shape).scales
         assert np.array_equal(before[end:], after[end:]) and not np.array_equal(before[:end], after[:end])
         assert np.unpackbits(before[:end]).sum() == np.unpackbits(after[:end]).sum()
-        assert np.array_equal(lut_order.restored(after, spec, shape), before)
+        assert np.array_equal(lut_layout.canonical_blob(after, spec, shape), before)
         assert np.array_equal(own.to_f32(), weight.to_f32())
 
 
@@ -84,7 +84,7 @@ def in_lookup_order(codes: np.ndarray, bits: int) -> np.ndarray:
     return planes.transpose(1, 3, 0, 4, 2).reshape(-1)
 
 
-@pytest.mark.parametrize("bits", lut_order.BITS)
+@pytest.mark.parametrize("bits", lut_layout.BITS)
 def test_every_bit_lies_where_the_order_says(pools, bits):
     spec, shape = QuantSpec(bits, 32, "affine"), (64, 96)
     made = random_codes(np.random.default_rng(bits), spec, shape)
@@ -97,7 +97,7 @@ def test_every_bit_lies_where_the_order_says(pools, bits):
                                                       ("affine3:64", 33, "33 rows")])
 def test_what_cannot_be_looked_up_is_declined_with_the_reason(pools, text, rows, reason):
     spec = QuantSpec.parse(text)
-    assert reason in lut_order.declines(spec.scheme, spec.bits, spec.group, rows)
+    assert reason in lut_layout.declines(spec.scheme, spec.bits, spec.group, rows)
     with pytest.raises(ValueError, match=reason):
         moved(pools[0], low_bit(random_codes(np.random.default_rng(0), spec, (rows, 64)), spec))
 

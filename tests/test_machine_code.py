@@ -9,8 +9,8 @@ import pytest
 
 from effllm.kernels.compile import KERNEL_SIGNATURE
 from effllm.kernels.cpu.intrinsics import i64_at
-from effllm.kernels.deferred import compiler, inlined
-from effllm.kernels.machine_code import _as_one_module, compile_object, place
+from effllm.kernels.lazy_numba import compiler, inlined
+from effllm.kernels.machine_code import _as_one_module, compile_object, load_object
 
 
 @inlined()
@@ -43,7 +43,7 @@ def test_numba_makes_no_machine_code_of_what_a_kernel_calls(monkeypatch):
     monkeypatch.setattr(type(codegen._engine), "finalize_object", refuse)
     made = compile_object(doubled, KERNEL_SIGNATURE, False, "test.doubled")
     cell = ctypes.c_int64(20)
-    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(place(made, "test.doubled"))(ctypes.addressof(cell), 2, 0)
+    ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 3)(load_object(made, "test.doubled"))(ctypes.addressof(cell), 2, 0)
     assert cell.value == 42
 
 

@@ -69,7 +69,7 @@ class Layer:
 
     def run(self, ops: CpuOps, x: np.ndarray, top_k: int = TOP, renormalise: bool = True, act: str = "silu", see=None) -> np.ndarray:
         stream = ops.from_host(x)
-        with ops.together():
+        with ops.collecting():
             ops.moe(stream, self.norm, self.router, self.experts, Routing(top_k, renormalise), act, see)
         return stream.copy()
 

@@ -153,7 +153,7 @@ def test_what_a_download_compiles_is_what_the_folder_needs(hub: Hub, tmp_path: P
     plan = plan_pull(wish_of(parse_reference("org/name", env), env), Client(env), env)
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
     given: list[tuple[str, ...]] = []
-    monkeypatch.setattr(pull, "warming", lambda kinds: given.append(kinds) or nullcontext())
+    monkeypatch.setattr(pull, "warm_in_background", lambda kinds: given.append(kinds) or nullcontext())
     list(pull.pull_model(plan, Client(env), env))
     needed = set(folder_kinds(folder / "m.gguf" if name == "gguf" else folder, EngineOptions()))
     (found,) = map(set, given)
@@ -182,7 +182,8 @@ def test_a_run_meanwhile_waits_for_one_function_not_for_all(tmp_path: Path) -> N
 
 
 def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> None:
-    kept, program = tmp_path / "kernels", f"import time\nfrom {warm.__name__} import warming\nwith warming(('raw',)): time.sleep(600)"
+    kept = tmp_path / "kernels"
+    program = f"import time\nfrom {warm.__name__} import warm_in_background\nwith warm_in_background(('raw',)): time.sleep(600)"
     with subprocess.Popen([sys.executable, "-P", "-c", program], env={**os.environ, "XDG_CACHE_HOME": str(kept)}) as parent:
         while not (made := next(kept.rglob("*.o"), None)) and parent.poll() is None:
             time.sleep(0.02)
@@ -200,7 +201,7 @@ def test_a_compiler_beside_a_process_that_is_killed_ends_too(tmp_path: Path) -> 
 def test_where_no_process_can_be_started_a_download_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(warm, "is_cold", lambda kinds=warm.ALL: True)
     monkeypatch.setattr(warm.sys, "executable", str(tmp_path / "nothing"))
-    with warm.warming((warm.RAW,)):
+    with warm.warm_in_background((warm.RAW,)):
         done = True
     assert done
 

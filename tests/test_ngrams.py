@@ -15,11 +15,11 @@ from transformers.models.qwen4_exp.modeling_qwen4_exp import (
     Qwen4ExpTextPLELayer,
 )
 
-from effllm.kernels import reference_index
+from effllm.kernels import reference_indexer
 from effllm.kernels.cpu.candidates import default_registry
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.delta_shape import DeltaShape
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.kernels.layout import F16, F32
 from effllm.kernels.ngram_shape import NgramShape, WithNgrams
 from effllm.kernels.reference_ngrams import ended
@@ -130,7 +130,7 @@ def test_streams_behind_gates_are_those_of_transformers(pool: ThreadPool, only: 
         with torch.no_grad():
             read, _, shares = (each.numpy() for each in theirs(torch.from_numpy(x)))
         expected = x.reshape(tokens, COUNT, WIDTH) + shares[..., None] * branch[:, None]
-        with ops.together():
+        with ops.collecting():
             own = ops.gathered(x, residual)
             ops.flush()
             assert np.abs(own - read).max() < 1e-5 * np.abs(read).max()
@@ -154,13 +154,13 @@ def test_what_n_grams_add_is_what_transformers_adds_however_a_text_is_cut(pool: 
     ids = np.random.default_rng(5).integers(0, 300, TEXT)
     shape = WithNgrams(DeltaShape(1, 1, 4, 4, 2), SHAPE)
     states = ops.state_layer(shape, anonymous(shape.nbytes), told)
-    with ops.together():  # all at once: of few tokens products have other last bits
+    with ops.collecting():  # all at once: of few tokens products have other last bits
         products = ops.ngram_products(rows, w)
 
     def run(begin: int, end: int, source: int, target: int, after: int = 0, kept: int = NO_SLOT) -> np.ndarray:
         told[[FROM, TO, AFTER, KEPT]] = source, target, after, kept
         out, own, words = x[begin:end].copy(), [each[begin:end].copy() for each in products], states.words(ids[begin:end], END)
-        with ops.together():
+        with ops.collecting():
             states.add_ngrams(out, own, w)
         before = np.concatenate([np.full(2, END), ids])[begin : end + 2]
         assert np.array_equal(words, np.lib.stride_tricks.sliding_window_view(before, 3))
@@ -209,13 +209,13 @@ def test_blocks_are_chosen_by_means_wherever_a_text_is_cut(pool: ThreadPool, sto
     whole, made = through([tokens])
     stored_keys = keys if stored == F32 else keys.astype(np.float16).astype(np.float32)
     places = np.arange(tokens // 4) * 4
-    meant = reference_index.means(stored_keys, ("rms+1", CLOSING[0].weight, None, 1e-6), 4, *TABLE.turns(places))
+    meant = reference_indexer.means(stored_keys, ("rms+1", CLOSING[0].weight, None, 1e-6), 4, *TABLE.turns(places))
     assert np.abs(made - meant).max() < (1e-5 if stored == F32 else 4e-3)
     for cuts in ([1] * 30 + [7, 100, 3, 60], [50, 150]):
         again, keys_again = through(cuts)
         assert np.array_equal(again, whole) and np.array_equal(keys_again, made)
-    found = reference_index.scores(by, made, None, 0, INDEX)
-    seen = reference_index.seen(reference_index.choose(found, INDEX), tokens, 2, INDEX)[:, 0]
+    found = reference_indexer.scores(by, made, None, 0, INDEX)
+    seen = reference_indexer.seen(reference_indexer.choose(found, INDEX), tokens, 2, INDEX)[:, 0]
     late = np.arange(tokens) >= INDEX.whole
     causal = np.arange(tokens) <= np.arange(tokens)[:, None]
     counts = (seen & causal)[late].sum(1)

@@ -12,7 +12,7 @@ from low_bit_samples import NO_NORM, dims_for, few, low_bit, many, random_codes,
 from transformers.integrations.bitnet import ActQuant as Rounding
 
 from effllm.kernels import reference_low_bit as definition
-from effllm.kernels.cpu import amx, amx_planes, lut_order, stages
+from effllm.kernels.cpu import amx, amx_int16, lut_layout, stages
 from effllm.kernels.cpu.int8_ir import INSTRUCTION_SET
 from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.cuda.torch_ops import TorchOps
@@ -66,7 +66,7 @@ def test_products_by_lookup_are_the_same(pools):
     codes = replace(codes, scales=np.ones_like(codes.scales))
     weight = low_bit(codes, spec)
     blob = weight.parts["data"].copy()
-    lut_order.arrange(pools[1], blob, spec, shape)
+    lut_layout.reorder_codes(pools[1], blob, spec, shape)
     cpu = CpuOps(pools[1], replace(dims_for(640, 64), one_scale=True))
     for count in (1, 4):
         got = product(cpu, x[:count], Linear(Weight(spec, shape, {"data": blob}, looked_up=True)))
@@ -117,9 +117,9 @@ def test_torch_rounds_by_one_scale_too():
 @pytest.mark.parametrize("least", [0.0, 9.0])
 def test_the_bytes_that_the_matrix_unit_reads(least: float):
     """Packed without it: a block of a token by its own largest activation, or by what that is at least."""
-    x, scale, steps = columns(1, amx.BLOCK), np.zeros(1, np.float32), np.zeros(2 * amx_planes.STEP_NBYTES, np.int8)
+    x, scale, steps = columns(1, amx.BLOCK), np.zeros(1, np.float32), np.zeros(2 * amx_int16.STEP_NBYTES, np.int8)
     x /= np.abs(x).max()
-    amx_planes.pack_byte_block(x.ctypes.data, scale.ctypes.data, steps.ctypes.data, int(np.float32(least).view(np.uint32)))
+    amx_int16.pack_byte_block(x.ctypes.data, scale.ctypes.data, steps.ctypes.data, int(np.float32(least).view(np.uint32)))
     top = np.float32(max(1.0, least))
-    got = np.concatenate([steps[at : at + amx_planes.INPUTS] for at in (0, amx_planes.STEP_NBYTES)])
+    got = np.concatenate([steps[at : at + amx_int16.INPUTS] for at in (0, amx_int16.STEP_NBYTES)])
     assert scale[0] == top / np.float32(127) and np.array_equal(got, np.rint(x[0] * (np.float32(127) / top)))

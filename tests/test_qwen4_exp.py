@@ -31,7 +31,7 @@ from transformers import PreTrainedModel, Qwen4ExpTextConfig
 from transformers.models.qwen4_exp import modeling_qwen4_exp as theirs_of
 
 from effllm import UsageError
-from effllm.kernels.index_shape import IndexShape
+from effllm.kernels.indexer_shape import IndexShape
 from effllm.offload.checkpoint import CheckpointError
 from effllm.quant.weight import Weight
 from effllm.runtime.config import parse_config

@@ -11,9 +11,9 @@ from conversions import options, run
 from streamed_models import FABLE, paging
 from test_moe_models import mixture_model
 
-from effllm.kernels.cpu.angles import Turner, put_angles
 from effllm.kernels.cpu.jobs import Jobs
 from effllm.kernels.cpu.ops import CpuOps
+from effllm.kernels.cpu.rotary_angles import AngleUpdater, write_angles
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.page_stream import PagesLost
@@ -138,19 +138,19 @@ def test_what_stands_between_is_done_anew() -> None:
     assert isinstance(ops, Jobs)
     key, again = object(), [False]
     for turn in range(3):
-        with ops.together():
+        with ops.collecting():
             again[0] = ops.replay(key, 1, turn)
             if not again[0]:
                 with ops.recording(key, 1):
                     ops.refresh(lambda position: seen.append(("at", position)))
-                    ops.between(lambda: seen.append("first"))
-                    ops.between(lambda: seen.append("second"))
+                    ops.host_step(lambda: seen.append("first"))
+                    ops.host_step(lambda: seen.append("second"))
         assert again[0] == (turn > 0)
     assert seen == ["first", "second", ("at", 1), "first", "second", ("at", 2), "first", "second"]
-    with ops.together(), ops.recording(key, 1):
+    with ops.collecting(), ops.recording(key, 1):
         ops.flush()  # a pass that needs to be told apart is none to repeat
-        ops.between(lambda: seen.append("third"))
-    with ops.together():
+        ops.host_step(lambda: seen.append("third"))
+    with ops.collecting():
         assert not ops.replay(key, 1, 3)
     pool.close()
 
@@ -175,8 +175,8 @@ def test_the_embeddings_of_a_low_bit_model_are_looked_up_in_the_list(tmp_path: P
 def test_angles_of_the_next_tokens_are_made_together(channels: int, count: int) -> None:
     table = RopeTable((1e4 ** -(np.arange(channels) / channels)).astype(np.float32), 1.19, 2 * channels)
     kept, alone = np.zeros((2, 2, count, channels), np.float32)
-    turner = Turner(table, *kept)
+    turner = AngleUpdater(table, *kept)
     for position in [0, 1, 62, 63, 64, 65, 5000, 4999, 130_000, *range(2000, 2200)]:
         turner(position)
-        put_angles(table, *alone, np.arange(position, position + count))
+        write_angles(table, *alone, np.arange(position, position + count))
         assert np.array_equal(kept, alone)

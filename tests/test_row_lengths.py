@@ -7,7 +7,7 @@ import pytest
 from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes
 from test_instruction_sets import TARGETS, X86, child, runs_here
 
-from effllm.kernels.cpu.row_lengths import BLOCK, squared_lengths
+from effllm.kernels.cpu.row_norms import BLOCK, squared_row_norms
 from effllm.kernels.threads import ThreadPool
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight, from_f32
@@ -32,7 +32,7 @@ def check(name: str, rows: int, depth: int, rank: int) -> None:
     found = []
     for threads in (1, 2):
         pool = ThreadPool(threads)
-        found += [squared_lengths(pool, weight, pairs), squared_lengths(pool, weight, {3: pairs[3]})]
+        found += [squared_row_norms(pool, weight, pairs), squared_row_norms(pool, weight, {3: pairs[3]})]
         pool.close()
     for number, (a, b) in pairs.items():
         wanted = np.square(weight.to_f32().astype(np.float64) + b.astype(np.float64) @ a).sum(1)

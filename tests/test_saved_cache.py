@@ -319,7 +319,7 @@ def test_exact_tokens_come_back_to_the_bit(stored, counts, parts):
     kind = np.uint32 if stored == F32 else np.uint16
     for wanted, found, count in zip(pages, back, counts):
         for one_layer, other in zip(wanted, found):
-            for here, there in zip(raw_pages.sides(one_layer, layout), raw_pages.sides(other, layout)):
+            for here, there in zip(raw_pages.keys_and_values(one_layer, layout), raw_pages.keys_and_values(other, layout)):
                 np.testing.assert_array_equal(here[:count].view(kind), there[:count].view(kind))
                 assert here.shape == (PAGE, 2, 16) and not there[count:].any()
     for bad in (data[:-1], data + b"x", data[: len(data) // 2]) if counts else (b"", data + b"x"):

@@ -49,7 +49,7 @@ class Shared(Layer):
 
     def routed(self, ops: CpuOps, x: np.ndarray, routing: Routing, see=None) -> np.ndarray:
         stream = ops.from_host(x)
-        with ops.together():
+        with ops.collecting():
             ops.moe(stream, self.norm, self.router, self.experts, routing, "silu", see, self.correction, self.shared)
         return stream.copy()
 

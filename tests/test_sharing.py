@@ -8,7 +8,7 @@ from numpy import int64
 
 from effllm.kernels.compile import kernel
 from effllm.kernels.cpu.intrinsics import i64_at
-from effllm.kernels.cpu.sharing import REGIONS, first_region, take
+from effllm.kernels.cpu.work_distribution import REGIONS, first_region, take_block
 from effllm.kernels.threads import ThreadPool
 
 
@@ -18,7 +18,7 @@ def note_blocks(args, worker, counter):
     a = i64_at(args)
     region, ended, taken = first_region(worker), int64(0), 0
     while True:
-        block, region, ended = take(counter, region, ended, a[0])
+        block, region, ended = take_block(counter, region, ended, a[0])
         if block < 0:
             return
         noted = i64_at(a[1] + 16 * block)

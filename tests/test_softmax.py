@@ -6,8 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from effllm.kernels.cpu.softmax import softmax_row
-from effllm.kernels.deferred import compiler
 from effllm.kernels.layout import PAGE
+from effllm.kernels.lazy_numba import compiler
 
 
 @compiler().njit("UniTuple(float32, 2)(int64, int64, int64, float32)")

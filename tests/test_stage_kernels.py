@@ -8,7 +8,7 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
-from effllm.kernels.cuda.one_kernel import FEW
+from effllm.kernels.cuda.kernel_choice import FEW
 from effllm.kernels.cuda.pages import TorchLayerPages
 from effllm.kernels.cuda.stages import ACTIVATE
 from effllm.kernels.cuda.torch_ops import TorchOps

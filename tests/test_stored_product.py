@@ -20,10 +20,10 @@ from gpu_runs import divergence, logits, opened, simulated
 from low_bit_samples import FORMATS, WITH_OUTLIERS, low_bit, random_codes, seed_of
 from saved_models import saved
 
-from effllm.kernels.cuda import products, stored_product
+from effllm.kernels.cuda import matmul, triton_matmul
 from effllm.kernels.cuda.device import CudaDevice, SimulatedDevice
 from effllm.kernels.cuda.low_bit import Format
-from effllm.kernels.cuda.low_bit import opened as opened_by_torch
+from effllm.kernels.cuda.low_bit import dequantize as opened_by_torch
 from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Linear, Norm, Weight
@@ -59,11 +59,11 @@ def guarded(blob: np.ndarray) -> torch.Tensor:
 def test_weights_are_opened_to_the_same_bits_and_multiplied(text: str) -> None:
     rng, (weight, form) = np.random.default_rng(1), sample(text, 37, 150)
     blob, bias = guarded(weight.parts["data"]), torch.from_numpy(rng.standard_normal(37, np.float32)).to(ON)
-    assert torch.equal(stored_product.opened(blob, form, 1, 3), opened_by_torch(blob, form, 1, 3))
+    assert torch.equal(triton_matmul.dequantize(blob, form, 1, 3), opened_by_torch(blob, form, 1, 3))
     for tokens, added in ((1, None), (3, bias)):
         x = torch.from_numpy(rng.standard_normal((tokens, 150), np.float32)).to(ON)
         want = x.double() @ torch.from_numpy(weight.to_f32()).to(ON).double().T + (0 if added is None else added)
-        assert (stored_product.of_codes(x, blob, form, added) - want).abs().max() <= 2e-6 * max(1, want.abs().max())
+        assert (triton_matmul.low_bit_matmul(x, blob, form, added) - want).abs().max() <= 2e-6 * max(1, want.abs().max())
 
 
 @pytest.mark.parametrize("text, inputs", [pytest.param(text, inputs, id=f"{said}-{text}",
@@ -73,14 +73,14 @@ def test_weights_are_opened_to_the_same_bits_and_multiplied(text: str) -> None:
 def test_rows_of_several_turns(text: str, inputs: int) -> None:
     """What is read ahead is what comes next, and nothing counts twice; products are added to what is there."""
     rng, (weight, form) = np.random.default_rng(2), sample(text, 32, inputs)
-    assert inputs // 32 >= stored_product.TILES_OF_WARP * stored_product.WARPS
+    assert inputs // 32 >= triton_matmul.TILES_OF_WARP * triton_matmul.WARPS
     blob, weight = guarded(weight.parts["data"]), torch.from_numpy(weight.to_f32()).to(ON).double()
     for tokens in (1, 2):
         x, there = (torch.from_numpy(rng.standard_normal((tokens, each), np.float32)).to(ON) for each in (inputs, 32))
         product = x.double() @ weight.T
-        assert (stored_product.of_codes(x, blob, form, None) - product).abs().max() <= 2e-6 * product.abs().max()
+        assert (triton_matmul.low_bit_matmul(x, blob, form, None) - product).abs().max() <= 2e-6 * product.abs().max()
         want, into = there + 0.5 * product, there.clone()
-        assert stored_product.of_codes(x, blob, form, None, into, 0.5) is into
+        assert triton_matmul.low_bit_matmul(x, blob, form, None, into, 0.5) is into
         assert (into - want).abs().max() <= 2e-6 * product.abs().max()
 
 
@@ -92,8 +92,8 @@ def test_sixteen_bit_weights_are_multiplied(stored: str) -> None:
         weight = torch.from_numpy(rng.standard_normal((rows, inputs), np.float32)).to(ON, TYPES[stored])
         for added in (None, bias):
             want = x.double() @ weight.double().T + (0 if added is None else added)
-            assert (stored_product.of_halves(x, weight, added) - want).abs().max() <= 2e-6 * want.abs().max()
-            found = stored_product.of_halves(x, weight, added, torch.ones_like(want, dtype=torch.float32), -2.0)
+            assert (triton_matmul.half_matmul(x, weight, added) - want).abs().max() <= 2e-6 * want.abs().max()
+            found = triton_matmul.half_matmul(x, weight, added, torch.ones_like(want, dtype=torch.float32), -2.0)
             assert (found - (1 - 2 * want)).abs().max() <= 4e-6 * want.abs().max()
 
 
@@ -134,7 +134,7 @@ def failing(error: Exception) -> object:
      "the GPU runs stages of a layer by several kernels each: Triton is not installed (pip install 'effllm[cuda]')"),
     (failing(torch.OutOfMemoryError("none left")), None)])
 def test_kernels_that_fail_or_err_are_not_taken_and_told_once(kernel: object, said: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "_kernels", lambda: SimpleNamespace(of_codes=kernel))
+    monkeypatch.setattr(matmul, "_kernels", lambda: SimpleNamespace(low_bit_matmul=kernel))
     ops, linear, wide = placed("4bit", 48, 64)
     for tokens in (1, 2, 3, 1):
         x = np.random.default_rng(3).standard_normal((tokens, 64), np.float32)
@@ -154,7 +154,7 @@ def test_a_kernel_that_fails_later_leaves_its_products_to_torch(monkeypatch: pyt
 
     first = product()
     assert np.array_equal(first, product()) and not ops.products.is_slow, "the first one is the kernel's too"
-    monkeypatch.setattr(products, "_kernels", lambda: SimpleNamespace(of_codes=failing(RuntimeError("no space left"))))
+    monkeypatch.setattr(matmul, "_kernels", lambda: SimpleNamespace(low_bit_matmul=failing(RuntimeError("no space left"))))
     np.testing.assert_allclose(product(), x @ wide.T, rtol=1e-4, atol=1e-5)
     assert ops.announcements() == ["the GPU runs stages of a layer by several kernels each: no space left"]
 

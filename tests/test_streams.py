@@ -51,8 +51,8 @@ class Model:
 
 def stages(ops: object, of: Model, tokens: int, host: bool = True) -> list[np.ndarray]:
     """Every stage once, as copies."""
-    take = (lambda array: array[:tokens].copy()) if host else (lambda array: ops.on.bring(array[:tokens]))
-    copy = (lambda array: array.copy()) if host else (lambda array: ops.on.fetch(array).copy())
+    take = (lambda array: array[:tokens].copy()) if host else (lambda array: ops.on.to_device(array[:tokens]))
+    copy = (lambda array: array.copy()) if host else (lambda array: ops.on.to_host(array).copy())
     x, own, outs, seen = take(of.x), take(of.own), [], []
     outs.append(copy(ops.predicted(x, of.streams)))
     outs.append(copy(x))
@@ -127,7 +127,7 @@ def test_the_cpu_computes_what_is_meant(tokens: int, registry: str | None, pool:
 @pytest.mark.parametrize("tokens", TOKENS)
 def test_torch_computes_what_is_meant(tokens: int) -> None:
     ops = TorchOps("cpu")
-    assert_near(stages(ops, Model().on(ops.on.bring), tokens, host=False), by_hand(Model(), tokens))
+    assert_near(stages(ops, Model().on(ops.on.to_device), tokens, host=False), by_hand(Model(), tokens))
 
 
 def test_neither_threads_nor_other_tokens_change_a_bit() -> None:

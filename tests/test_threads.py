@@ -239,7 +239,7 @@ def test_a_cache_folder_on_a_full_disk_is_said_to_take_nothing(tmp_path, monkeyp
     monkeypatch.setattr(compiling.shutil, "disk_usage", lambda _: SimpleNamespace(free=free))
     assert compiling.cache_folder.__wrapped__() is None
     folder = tmp_path / "kernels" / cache_key()
-    compiling.complete(folder, "raw").touch()  # filled before the disk was
+    compiling.completion_marker(folder, "raw").touch()  # filled before the disk was
     assert compiling.cache_folder.__wrapped__() == folder
 
 
@@ -352,11 +352,11 @@ def test_threads_that_ask_for_one_function_compile_it_once():
 def test_jobs_that_are_noted_aside_run_when_they_are_asked_for() -> None:
     jobs, done = Jobs(ThreadPool(2)), np.zeros(3, np.int64)
     args = np.array([3, done.ctypes.data], np.int64)
-    with jobs.aside() as own:  # nothing is collected
+    with jobs.deferring() as own:  # nothing is collected
         jobs.run(count_blocks, args.ctypes.data)
     assert done.tolist() == [1, 1, 1] and not own
-    with jobs.together():
-        with jobs.aside() as own:
+    with jobs.collecting():
+        with jobs.deferring() as own:
             jobs.run(count_blocks, args.ctypes.data)
         jobs.flush()
         assert done.tolist() == [1, 1, 1] and own == [(count_blocks.address, args.ctypes.data, True)]

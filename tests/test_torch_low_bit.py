@@ -33,7 +33,7 @@ def test_any_weight_opens_to_what_it_means(text: str, rows: int, depth: int, dat
     form = opening.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
     first = data.draw(st.integers(0, (rows - 1) // 16))
     end = data.draw(st.integers(first + 1, -(-rows // 16)))
-    found = opening.opened(torch.from_numpy(weight.parts["data"].copy()), form, first, end).numpy()
+    found = opening.dequantize(torch.from_numpy(weight.parts["data"].copy()), form, first, end).numpy()
     np.testing.assert_array_equal(found.view(np.int32), weight.to_f32()[16 * first : 16 * end].view(np.int32))
 
 

@@ -7,15 +7,15 @@ import sys
 
 import pytest
 
-from effllm.kernels import trial, warm
+from effllm.kernels import target_check, warm
 from effllm.kernels.compile import cpu_features
 
 FORCED = {"NUMBA_CPU_NAME": "icelake-server", "NUMBA_CPU_FEATURES": "+avx512f,+avx512bw,+avx512vl,+avx512vnni"}
 
 
 def test_nothing_is_forced_normally():
-    assert trial.forced({}) == "" and trial.forced({"NUMBA_CPU_NAME": ""}) == ""
-    assert trial.forced({"NUMBA_CPU_NAME": "haswell", "HOME": "/"}) == "NUMBA_CPU_NAME=haswell"
+    assert target_check.forced_target({}) == "" and target_check.forced_target({"NUMBA_CPU_NAME": ""}) == ""
+    assert target_check.forced_target({"NUMBA_CPU_NAME": "haswell", "HOME": "/"}) == "NUMBA_CPU_NAME=haswell"
 
 
 @pytest.mark.skipif("avx512f" in cpu_features(), reason="this processor has AVX-512")
@@ -40,11 +40,11 @@ def test_a_child_that_is_ended_by_a_signal_is_a_no(tmp_path, monkeypatch):
     script = tmp_path / "python"
     script.write_text("#!/bin/sh\nkill -ILL $$\n")
     script.chmod(script.stat().st_mode | stat.S_IXUSR)
-    monkeypatch.setattr(trial, "cache_folder", lambda: None)
+    monkeypatch.setattr(target_check, "cache_folder", lambda: None)
     monkeypatch.setattr(sys, "executable", str(script))
-    assert not trial.runs([warm.RAW, warm.LOW_BIT])
+    assert not target_check.target_runs([warm.RAW, warm.LOW_BIT])
     script.write_text("#!/bin/sh\nexit 3\n")
-    assert trial.runs([warm.RAW])
+    assert target_check.target_runs([warm.RAW])
 
 
 @pytest.mark.slow

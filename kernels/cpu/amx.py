@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..reference_low_bit import HALVES_SPAN
 from .int8_ir import FLOATS, I8, INSTRUCTION_SET, WORDS, constant, fma, function, load, offset, splat, store
 from .intrinsics import F32, I64
@@ -55,7 +55,7 @@ def store_tiles(builder: ir.IRBuilder, stage: ir.Value) -> None:
         call(builder, "tilestored64", I8(tile), _pointer(builder, offset(builder, stage, TILE_NBYTES * tile)), I64(INPUTS))
 
 
-@instructions
+@llvm_intrinsic
 def configure(builder, scratch):
     """All tiles of 16 rows of 64 bytes. scratch: CONFIG_NBYTES bytes."""
     shape = [1, *[0] * 15, *[INPUTS, 0] * 8, *[0] * 16, *[SIDE] * 8, *[0] * 8]
@@ -63,7 +63,7 @@ def configure(builder, scratch):
     call(builder, "ldtilecfg", _pointer(builder, scratch))
 
 
-@instructions
+@llvm_intrinsic
 def release(builder):
     call(builder, "tilerelease")
 
@@ -89,7 +89,7 @@ def _merge_tokens(builder: ir.IRBuilder, stage: ir.Value, scales: ir.Value, out:
             store(builder, fma(builder, builder.sitofp(own, FLOATS), scale, load(builder, place, FLOATS, 4)), place, 4)
 
 
-@instructions
+@llvm_intrinsic
 def product_of_bytes(builder, weights, scales, panel, blocks, stage, out, pitch):
     """out[32 tokens][32 rows] (float32, tokens `pitch` bytes apart) += scale * (panel . rows), block by block; `blocks` >= 1.
 
@@ -116,7 +116,7 @@ def product_of_bytes(builder, weights, scales, panel, blocks, stage, out, pitch)
         _merge_tokens(builder, stage, last, out, pitch, half)
 
 
-@instructions
+@llvm_intrinsic
 def product_of_halves(builder, weights, second, panel, steps, stage):
     """Products of a panel's 16 tokens with 32 rows, numbers of two bytes both, over `steps` >= 1 times 64 inputs, int32 [2][2][16][16] at
     `stage`: of each row block upper by upper bytes, and what is 256 times less. Lower by lower is left out.
@@ -141,7 +141,7 @@ def product_of_halves(builder, weights, second, panel, steps, stage):
     store_tiles(builder, stage)
 
 
-@instructions
+@llvm_intrinsic
 def add_halves(builder, stage, scales, factors, out, pitch):
     """out[16][32] (float32, tokens `pitch` bytes apart) += (256 * first + second) * factor of the row * scale of the token, of what
     `product_of_halves` made. scales: float32 [16]; factors: float32 [32]."""

@@ -12,7 +12,6 @@ import numpy as np
 from numpy import float32, int32, int64, uint16, uint32
 
 from ..compile import REASSOCIATE
-from ..deferred import inlined
 from ..layout import (
     BF16,
     CAP_BITS,
@@ -34,6 +33,7 @@ from ..layout import (
     SWISH_LIMIT,
     SWISH_SLOPE,
 )
+from ..lazy_numba import inlined
 from .inner_loops import (
     FEW_ROWS,
     FEW_STEP,

@@ -1,15 +1,14 @@
 """Attention over a grid of page blocks, and writing K and V into them.
 
-The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each
-query row, with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not
-depend on which thread computed a block or where its bytes live. Two kernels implement it: `attend_few` makes one partial per
-(KV head, block) for decode and `merge_few` merges them (`attention_few.py`); `attend_many` walks the blocks for a tile of queries in
-prefill.
+The cache is a table of blocks in position order: sinks, sealed pages, open pages. Each block gives a partial (o, m, l) for each query row,
+with m the block's own maximum, and partials merge in table order. That is the whole definition, so the answer does not depend on which
+thread computed a block or where its bytes live. Two kernels implement it: `attend_decode` makes one partial per (KV head, block) for decode
+and `merge_decode` merges them (`attention_decode.py`); `attend_prefill` walks the blocks for a tile of queries in prefill.
 
 A head may have a sink: a learned logit that takes part in the softmax without a value. It joins the sum once, after the last block.
 
 A call sees rows FROM to TO of the table, so the table can be gone through in turns while pages come from a disk: partials have their
-places by row, and `attend_many` takes up where the call before it stopped. Bits do not depend on the turns.
+places by row, and `attend_prefill` takes up where the call before it stopped. Bits do not depend on the turns.
 
 Query rows are ordered token-major within a KV head: row = t * group + g.
 """
@@ -19,8 +18,8 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import F32, HEADER_NBYTES, PAGE
+from ..lazy_numba import inlined
 from ..workspace import Dims
 from .arithmetic import MINUS_INF, ONE, ZERO, exp, expand, narrow_half
 from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
@@ -33,8 +32,8 @@ Q, OUT, TOKENS, POSITION, BLOCKS, TABLE, HEADS, FROM, TO = range(9)
 KV_HEADS, HEAD_DIM, SCALE, WINDOW, SOFTCAP, DTYPE, SCRATCH, SCRATCH_STRIDE, PARTIALS = range(9, 18)
 EXACT, PAGES, PAGE_STRIDE, HEAD_STRIDE, SIDE, ROWS, PART_STRIDE = range(18, 25)  # ROWS: tokens of a part of a page
 SINKS = 25  # address of a float32 logit per query head, 0 for none
-STATE = 26  # where `attend_many` keeps what it has so far, when several calls see the table between them; 0 for one
-ENDS = 27  # address of the last position int64 that each query sees, for `attend_many` alone; 0: its own
+STATE = 26  # where `attend_prefill` keeps what it has so far, when several calls see the table between them; 0 for one
+ENDS = 27  # address of the last position int64 that each query sees, for `attend_prefill` alone; 0: its own
 # Address of an int64 per token of the call, by ENDS: is it one that queries before it see? 0: all are.
 AMONG, ATTEND_SLOTS = 28, 29
 # Columns of the block table: sealed or exact, index of the page or slot, first position, tokens held.
@@ -273,7 +272,7 @@ def _write_rows(a, kv, begin_token, rows, outputs, stats):
 
 
 @kernel({"contract"})
-def attend_many(args, worker, counter):
+def attend_prefill(args, worker, counter):
     """A tile of tokens of one KV head at a time, all blocks in order.
 
     Scratch per worker, float32: Q[rows, D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O[rows, D],
@@ -328,15 +327,15 @@ def attend_many(args, worker, counter):
             _write_rows(a, kv, begin_token, rows, o, stats)
 
 
-def attend_many_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
-    """Floats of scratch per worker for `attend_many`."""
+def attend_prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_prefill`."""
     broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
     capacity = -(-_height_of(group, head_dim, TALL_FROM) * group // TILE_ROWS) * TILE_ROWS
     return capacity * (2 * head_dim + broad + PAGE + 4) + PAGE * (head_dim + broad)
 
 
-def attend_many_state(tokens: int, dims: Dims) -> int:
-    """Floats that a prompt's chunk of up to `tokens` tokens needs between turns, here or in `kv/many.py`."""
+def attend_prefill_state(tokens: int, dims: Dims) -> int:
+    """Floats that a prompt's chunk of up to `tokens` tokens needs between turns, here or in `kv/prefill.py`."""
     group, unit, most = dims.heads // dims.kv_heads, TILE_ROWS * LOW_ROWS if dims.packed_kv else TILE_ROWS, 0
     for count in {tokens, min(tokens, TALL_FROM - 1)}:  # of a height more tokens need more
         height = _height_of(group, 0 if dims.packed_kv else dims.head_dim, count)

@@ -5,8 +5,8 @@ Both repeat what `inner_loops.dot_rows` does to one output, operation for operat
 
 from __future__ import annotations
 
-from ..deferred import inlined, instructions, types
 from ..layout import BF16, F16
+from ..lazy_numba import inlined, llvm_intrinsic, types
 from .arithmetic import widen
 from .inner_loops import FLOATS, VECTOR, plain_f32, widen_bf16, widen_f16
 from .int8_ir import fma, function, load, splat, store
@@ -17,7 +17,7 @@ from .ir_loop import Loop
 def _add_scaled(convert, item: int):
     """A loop for a stored type of `item` bytes."""
 
-    @instructions
+    @llvm_intrinsic
     def add_scaled(builder, weights, factor: types.float32, sums, vectors):
         """sums[i] = fma(weights[i], factor, sums[i]) for `vectors` >= 1 times VECTOR values; addresses, and a float32."""
         scale = splat(builder, factor, FLOATS)
@@ -58,7 +58,7 @@ def add_scaled(weights, dtype, factor, sums, vectors):
 
 
 def _lane_sum(parts: int):
-    @instructions
+    @llvm_intrinsic
     def lane_sum(builder, lanes) -> types.float32:
         """The sum of `parts` * VECTOR float32 at an address, as `dot_rows` adds up its lanes."""
         vectors = [load(builder, builder.add(lanes, I64(4 * VECTOR * part)), FLOATS, 4) for part in range(parts)]

@@ -14,8 +14,8 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import F32
+from ..lazy_numba import inlined
 from .arithmetic import dot, expand, gated, normalise, widen
 from .bundle_loops import add_scaled, sum_of_four, sum_of_two
 from .inner_loops import FEW_ROWS, FEW_STEP, MANY_ROWS, MANY_STEP, TILE_COLUMNS, TILE_ROWS, VECTOR, tile_product

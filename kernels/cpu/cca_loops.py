@@ -10,7 +10,7 @@ import numpy as np
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from ..reference_cca import LEAST
 from ..state_shape import AFTER, KEPT, TO
 from .arithmetic import dot_of, squares_of

@@ -10,23 +10,23 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .. import reference_compressed as meaning
-from .. import reference_index
+from .. import reference_indexer
 from ..compressed_shape import CompressedShape
 from ..layout import F32, PAGE, REPEATED
 from ..registry import Call
 from ..state_shape import AFTER, FROM, KEPT, NO_SLOT, TO
 from ..workspace import Dims, address
-from . import attention, hyper, ngrams
+from . import attention, hyper_connections, ngrams
 from . import compressed_attention as attending
 from . import compressed_loops as loops
-from .angles import Angles, KeyAngles, angles_of
-from .rows import SHARE_FROM
+from .rotary_angles import Angles, KeyAngles, cached_angles
+from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:
     from ...quant.wide_weights import Compressor
     from ...runtime.rope import RopeTable
-    from .index import Chosen, LayerIndex
+    from .indexer import Chosen, LayerIndex
     from .ops import CpuOps
     from .pages import LayerPages
 
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
 def wide_floats(dims: Dims) -> int:
     """Floats of scratch per worker, of these layers and of what mixes streams."""
     if not isinstance(dims.state, CompressedShape):
-        return hyper.scratch_floats(dims)
-    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim), hyper.scratch_floats(dims))
+        return hyper_connections.scratch_floats(dims)
+    return max(loops.scratch_floats(dims.state.width), attending.scratch_floats(dims.heads, dims.head_dim),
+               hyper_connections.scratch_floats(dims))
 
 
-wide_workspace = hyper.plan_workspace
+wide_workspace = hyper_connections.plan_workspace
 
 
 def turn_tails(ops: CpuOps, y: np.ndarray, heads: int, head_dim: int, positions: np.ndarray, table: RopeTable,
                back: bool = False) -> np.ndarray:
     """See `BlockOps`."""
-    angles = angles_of(ops, ops._angles, positions, table)
+    angles = cached_angles(ops, ops._angles, positions, table)
     ops.registry.select(Call("turn tails")).candidate.run(ops, y, heads, head_dim, angles, back)
     return y
 
@@ -125,7 +126,7 @@ def compress(states: CompressedStates, products: Sequence[np.ndarray], w: Compre
                              ops.scratch_stride, 0)
     block.view(np.float64)[loops.EPS] = w.norm.eps
     for kept in (block, turned.cos, turned.sin):
-        ops.keep(kept)
+        ops.keep_alive(kept)
     ops.refresh(partial(_move, block, turned))
     ops.run(loops.compress, address(block), tokens * sum(shape.series) >= SHARE_FROM)
 
@@ -151,11 +152,11 @@ def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.
     block[attention.SINKS] = address(sinks)
     lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
     units = (0, 0, 0) if chosen is None else (address(chosen.units), chosen.shape.chosen, chosen.first)
-    at_once = attending.at_once(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
+    at_once = attending.heads_per_job(q.shape[1] // pages.layout.head_dim, len(q), ops.pool.workers)
     block[attending.KEYS :] = address(keys.memory), keys.shape.rate, *units, lead, at_once
-    ops.keep(block)
+    ops.keep_alive(block)
     if len(q) > REPEATED:
-        ops.once()
+        ops.never_replay()
     ops.refresh(partial(block.__setitem__, attention.POSITION))
     ops.run(attending.attend_compressed, address(block))
 
@@ -164,7 +165,8 @@ class WideOps:
     """The stages of `CpuOps` that these models alone have."""
 
     compressed_keys, turn_tails = compressed_keys, turn_tails
-    gathered, mixed, grouped_linear, picked_experts = hyper.gathered, hyper.mixed, hyper.grouped_linear, hyper.picked_experts
+    gathered, mixed = hyper_connections.gathered, hyper_connections.mixed
+    grouped_linear, picked_experts = hyper_connections.grouped_linear, hyper_connections.picked_experts
     ngram_rows, ngram_products = ngrams.ngram_rows, ngrams.ngram_products
 
 
@@ -220,7 +222,7 @@ def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np
     closed, seen = keys.shape.keys(position + len(q)), None
     if chosen is not None:
         seen = np.ones((len(q), closed), bool)
-        seen[chosen.first :] = reference_index.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
+        seen[chosen.first :] = reference_indexer.seen(chosen.units.reshape(len(q) - chosen.first, 1, -1), closed, 1, chosen.shape)[:, 0]
     split = q.reshape(len(q), -1, pages.layout.head_dim)
     out[:] = meaning.attend(split, near[:, 0], keys.rows[:closed], position, at, keys.shape.rate, pages.scale, pages.window, sinks,
                             seen).reshape(out.shape)

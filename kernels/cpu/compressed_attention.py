@@ -10,8 +10,8 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import F32, HEADER_NBYTES, PAGE
+from ..lazy_numba import inlined
 from .arithmetic import MINUS_INF, ZERO, expand
 from .attention import (
     ATTEND_SLOTS,
@@ -168,7 +168,7 @@ def attend_compressed(args, worker, counter):
                 target[i] = result[i] / l
 
 
-def at_once(heads: int, tokens: int, workers: int) -> int:
+def heads_per_job(heads: int, tokens: int, workers: int) -> int:
     """Heads of a job: all that share what is brought, unless that leaves a worker without one. A head's bits do not depend on it."""
     most = min(heads, MOST_AT_ONCE)
     while most > FEWEST_AT_ONCE and tokens * -(-heads // most) < workers:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import F32, NORM_RMS, PAGE
+from ..lazy_numba import inlined
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import MINUS_INF, ZERO, exp, narrow_half, normalise_here
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u16_at

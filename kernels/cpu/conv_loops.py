@@ -5,8 +5,8 @@ Every token is convolved for itself and tap by tap in one order, so neither thre
 
 from __future__ import annotations
 
-from ..deferred import inlined
 from ..layout import SILU
+from ..lazy_numba import inlined
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ZERO, activate
 from .intrinsics import f32_at, fetch_add, i64_at

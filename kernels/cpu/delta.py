@@ -14,7 +14,7 @@ from . import delta_loops as loops
 from . import kda_loops
 from .conv_loops import BIAS, X
 from .recurrent import RecurrentStates
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Delta

@@ -13,13 +13,13 @@ import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
-from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
+from ..lazy_numba import inlined
 from ..reference_delta import KEY_EPS
 from .arithmetic import ONE, ZERO, activate, dot_of, exp, normalise_here, squares_of
 from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .state_rows import begin_rows, keep_rows, next_rows
+from .recurrence_rows import begin_rows, keep_rows, next_rows
 
 ROWS = 32  # of a state, for one thread at a time: 16 KiB where keys are 128 wide
 EPS_OF_KEYS = np.float32(KEY_EPS)

@@ -20,12 +20,13 @@ from __future__ import annotations
 from numpy import float32, uint32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import NORM_NONE, ONE_SCALE, align
+from ..lazy_numba import inlined
 from ..tiles import AFFINE, MINIMUM, NIBBLE, OFFSET, SUPER, TILE
 from ..tiles import ROWS as TILE_ROWS
 from .arithmetic import gate_values, least_of, normed_row
-from .gemm_floats import TILE_SCRATCH_NBYTES, expand_f32, outliers_of
+from .gemm_avx2_codebook import stepped_product
+from .gemm_dequantize import TILE_SCRATCH_NBYTES, expand_f32, outliers_of
 from .gemm_formats import BIAS, BITS, FIELDS, GROUP, OUT, OUT_STRIDE, ROWS, SCHEME, SPARSE, stored_depth
 from .gemm_groups import (
     group_product,
@@ -40,7 +41,6 @@ from .gemm_groups import (
 )
 from .gemm_pack import narrow_pack_panel, pack_panel, stepped_pack_panel
 from .gemm_scaled import SCALED_SHIFT, SPAN
-from .gemm_steps import stepped_product
 from .gemm_stripes import (
     BLOCK_ROWS,
     FACTORS_AT,
@@ -73,7 +73,7 @@ from .inner_loops import TILE_COLUMNS, tile_product
 from .inner_loops import TILE_ROWS as FLOAT_ROWS
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at, u32_at
 from .linear import ADD, DEPTH_BLOCK, GATED, MANY_BLOCK
-from .sharing import matrix_of
+from .work_distribution import matrix_of
 
 # Slots of the argument block; the matrices follow, as `gemm_stripes.py` says.
 X, COUNT, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, WAY, AT_ONCE, MATRICES, FIRST = range(15)

@@ -16,8 +16,8 @@ from __future__ import annotations
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import ONE_SCALE, align
+from ..lazy_numba import inlined
 from ..tiles import TILE
 from .amx import (
     BLOCK,
@@ -32,8 +32,8 @@ from .amx import (
     product_of_halves,
     release,
 )
-from .amx_planes import pack_byte_block, pack_token, scale_token
-from .amx_rows import FLOATS_NBYTES, PAIR, PAIR_NBYTES, PLANE_NBYTES, SPAN, expand_narrow, expand_wide, tiles_of_stripe
+from .amx_expand import FLOATS_NBYTES, PAIR, PAIR_NBYTES, PLANE_NBYTES, SPAN, expand_narrow, expand_wide, tiles_of_stripe
+from .amx_int16 import pack_byte_block, pack_token, scale_token
 from .arithmetic import least_of, normed_row
 from .gemm import (
     AT_ONCE,
@@ -64,7 +64,7 @@ from .gemm_stripes import BLOCK_ROWS, ROWS_AT, SCALED, prepare_rows, up_of
 from .gemm_tiles import STRIPE
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .linear import GATED
-from .sharing import matrix_of
+from .work_distribution import matrix_of
 
 BYTES, HALVES = 4, 5  # beside the ways of `gemm.py`
 PANEL = 2 * SIDE  # tokens, of bytes

@@ -10,8 +10,9 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, WIDE_SHIFT
+from .fp8_vectors import small_scales
 from .gemm_tiles import HALVES, NARROW, PAIRS, SIGNED_BYTES, STEP, WHOLE, Form
 from .int8_ir import (
     BYTES,
@@ -34,8 +35,7 @@ from .int8_ir import (
 )
 from .intrinsics import I16, I32, I64
 from .ir_loop import Loop
-from .packed_factors import byte_scales, exponent_scales, half_scales
-from .small_floats import small_scales
+from .packed_scales import byte_scales, exponent_scales, half_scales
 
 LOWERED = 128 if SIGNED_BYTES else 0  # what codes of eight bits are taken lower by
 CODEBOOK, LINEAR, BLOCKS, EXPONENTS, SMALL = "codebook", "linear", "blocks", "exponents", "small"
@@ -43,7 +43,7 @@ QUADS = 8  # of a tile
 
 
 def codes_of(bits: int):
-    @instructions
+    @llvm_intrinsic
     def run(builder, source, out):
         """A tile's codes to 512 bytes at `out`."""
         for piece in range(PIECES):
@@ -158,7 +158,7 @@ def put(builder: ir.IRBuilder, out: ir.Value, quad: int, piece: int, values: Pai
 
 
 def _plain(way: str, form: Form = WHOLE, lower: int = 0):
-    @instructions
+    @llvm_intrinsic
     def run(builder, codes, extra, out):
         """A tile as it is into a stripe at `out`: v as 16-bit numbers, or in forms of bytes as those (levels + LEVEL_SHIFT; codes,
         `lower` less)."""
@@ -181,7 +181,7 @@ def _plain(way: str, form: Form = WHOLE, lower: int = 0):
 
 
 def _factors(way: str):
-    @instructions
+    @llvm_intrinsic
     def run(builder, scales, tables, out, second):
         """The factors of 16 rows, float32 at `out`; of a codebook's other group at `second`."""
         if way == CODEBOOK:
@@ -196,7 +196,7 @@ def _factors(way: str):
 
 
 def _largest(way: str):
-    @instructions
+    @llvm_intrinsic
     def run(builder, scales, extra, stride, top, count, out):
         """The largest |f * v| that each of 16 rows can hold, float32 at `out`.
 
@@ -227,7 +227,7 @@ def _largest(way: str):
 
 
 def _levels_of(shift: int):
-    @instructions
+    @llvm_intrinsic
     def run(builder, codes, tables):
         """Codes of a tile at `codes` -> levels + `shift`, in place."""
         table = [builder.add(each, constant(BYTES, shift)) for each in table_of(builder, tables)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,
@@ -32,7 +32,7 @@ from ..tiles import (
 from ..tiles import ROWS as TILE_ROWS
 from .gemm_expand import codes_of
 from .intrinsics import u8_at
-from .lut_order import expand_tiles, pair_at
+from .lut_layout import expand_tiles, pair_at
 
 # Slots of a matrix, from its first on: addresses of a blob's sections (SPARSE 0: no outliers), the format, 1 for codes in lookup order,
 # then as for other matrices.

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from .gemm_expand import LOWERED
 from .gemm_tiles import AT_ONCE, HEADER, NARROW, STRIPE, VECTORS, WHOLE, Form, add_sums, first_sums, panel_by_turns, steps_of_tile
 from .int8_ir import FLOATS, HALVES, LANES, WORDS, constant, load, offset
@@ -19,7 +19,7 @@ def _group_product(halves: bool, with_minima: bool = False, form: Form = WHOLE, 
     minima of every group, which are added. `alike`: all rows have one shift. `lowered`: how far below the codes the stripe's bytes are
     beside minima."""
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, weights, factors, shifts, stride, panel, out, inputs):
         """out[token][STRIPE] (float32) += scale * (factor * sum), group by group; blocks of TILE inputs, `inputs` of them in all.
 

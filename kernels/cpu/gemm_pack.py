@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from .gemm_tiles import HEADER, NARROW, ROUND, ROUND_BITS, STEPPED, TOKENS, WHOLE, Form
 from .int8_ir import FLOATS, LANES, WORDS, constant, load, offset, splat, store
 from .intrinsics import F32, I32, I64
@@ -54,7 +54,7 @@ def folded(builder: ir.IRBuilder, vectors: list[ir.Value], combine: Combine) -> 
 
 
 def _packing(form: Form):
-    @instructions
+    @llvm_intrinsic
     def run(builder, x, stride, count, header, factor, least):
         """`count` (a multiple of 32) float32 of each of TOKENS tokens, `stride` bytes apart, quantized into the block at `header`: scales,
         `factor` * sums, sums of a half, steps.

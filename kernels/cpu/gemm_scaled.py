@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..tiles import ROWS, TILE
 from .amx import PAIR_SPAN, QUAD_NBYTES
 from .gemm_expand import (
@@ -40,7 +40,6 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
-    ask,
     constant,
     function,
     levels_of_tile,
@@ -48,6 +47,7 @@ from .int8_ir import (
     load_table,
     loose_quads,
     offset,
+    prefetch_lines,
     splat,
     store,
     unpack_tile,
@@ -98,7 +98,7 @@ def _limit(builder: ir.IRBuilder, limits: ir.Value, piece: int) -> ir.Value:
 def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
     by_words = WORDS_LOOKED_UP and bits != UNPACKED
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, source, scales, second, zeros, limits, up, out):
         """A tile as int8 of each row's own range into a stripe at `out` (this row block's place in it).
 
@@ -130,7 +130,7 @@ def _scaled(way: str, bits: int, shift: int = SCALED_SHIFT, step: int = STEP):
 def _scaled_codebook(bits: int, ahead: int, shift: int = SCALED_SHIFT, step: int = STEP):
     nbytes = ROWS * TILE * bits // 8
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, source, scales, tables, limits, up, count, out):
         """`_scaled` of `count` tiles of a codebook. What lies `ahead` tiles further is asked for."""
         steps, own = steps_table(builder, tables), [_limit(builder, limits, piece) for piece in range(PIECES)]
@@ -141,8 +141,8 @@ def _scaled_codebook(bits: int, ahead: int, shift: int = SCALED_SHIFT, step: int
             down = builder.sub(constant(HALVES, 8), splat(builder, builder.trunc(up, I16), HALVES))
         loop = Loop(builder, count, [source, scales, out], "tiles")
         source, scales, out = loop.values
-        ask(builder, offset(builder, source, ahead * nbytes), nbytes, 2)
-        ask(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
+        prefetch_lines(builder, offset(builder, source, ahead * nbytes), nbytes, 2)
+        prefetch_lines(builder, offset(builder, scales, ahead * ROWS), ROWS, 2)
         factors = step_factors(builder, steps, scales)
         for piece, limit in enumerate(own):
             multipliers = [_multiplier(builder, half[piece], limit) for half in factors]

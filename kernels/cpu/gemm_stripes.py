@@ -1,13 +1,13 @@
 """Rows of a low-bit weight as stripes of the int8 product: which bytes of the blob make a tile, and where it goes.
 
-`gemm_expand.py` turns one tile into another form; here are the loops over tiles and the formats, in `gemm_floats.py` those for float32.
+`gemm_expand.py` turns one tile into another form; here are the loops over tiles and the formats, in `gemm_dequantize.py` those for float32.
 """
 
 from __future__ import annotations
 
 from numpy import float32, int32, int64, uint32
 
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from ..tiles import (
     CODEBOOK,
     MINIMUM,
@@ -21,6 +21,8 @@ from ..tiles import (
     TILE,
 )
 from ..tiles import ROWS as TILE_ROWS
+from .gemm_avx2_codebook import STEPPED_TILE, stepped_codebook
+from .gemm_dequantize import CONSTANTS_AT, TILE_SCRATCH_NBYTES
 from .gemm_expand import (
     LOWERED,
     block_factors,
@@ -37,13 +39,6 @@ from .gemm_expand import (
     small_factors,
     wide_levels_of,
 )
-from .gemm_factors import (
-    minima_factors,
-    nibble_factors,
-    signed_factors,
-    super_factors,
-)
-from .gemm_floats import CONSTANTS_AT, TILE_SCRATCH_NBYTES
 from .gemm_formats import (
     BITS,
     CODES,
@@ -80,13 +75,18 @@ from .gemm_scaled import (
     scaled_linear_4,
     scaled_linear_8,
 )
-from .gemm_steps import STEPPED_TILE, stepped_codebook
+from .gemm_super_blocks import (
+    minima_factors,
+    nibble_factors,
+    signed_factors,
+    super_factors,
+)
 from .gemm_tiles import AS_BYTES, INPUTS, ITEM, NARROW_INPUTS, PAIRS, STEP, STRIPE
 from .intrinsics import bits_to_f32, f32_at, i8_at, i32_at, u8_at, u16_at
 
 SCALED, GROUPED = 0, 1
 NARROW_CODES = 2 if AS_BYTES else GROUPED  # the groups apart as well, codes of up to four bits as bytes
-STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_steps.py`)
+STEPPED = 3 if AS_BYTES else SCALED  # levels of up to four bits as bytes, multiplied by their steps (`gemm_avx2_codebook.py`)
 # A whole number of stripes, also when one half is another matrix's. All of them see a panel while it lies in the second-level cache.
 BLOCK_ROWS = max(2 * STRIPE, 64)
 MOST = float32(127.0)
@@ -98,7 +98,7 @@ FACTORS_AT = WIDE_AT + STRIPE * SPAN * ITEM  # float32 [group][STRIPE]
 SHIFTS_AT = FACTORS_AT + STRIPE * (SPAN // 16) * 4  # int32 [tile][STRIPE], or float32 minima of tiles or groups
 LIMITS_AT = SHIFTS_AT + STRIPE * (SPAN // 16) * 4  # float32 per row of a block, as is the next
 ROWS_AT = LIMITS_AT + 4 * BLOCK_ROWS
-TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros behind them: what `gemm_floats.py` takes
+TILE_AT = ROWS_AT + 4 * BLOCK_ROWS  # codes of a tile, 16 constant zeros behind them: what `gemm_dequantize.py` takes
 ZEROS_AT = TILE_AT + CONSTANTS_AT
 STRIPES_NBYTES = TILE_AT + TILE_SCRATCH_NBYTES
 

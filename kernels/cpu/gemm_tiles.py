@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..target import target
 from .int8_ir import (
     BYTES,
@@ -35,13 +35,13 @@ from .int8_ir import (
     LANES,
     WIDTH,
     WORDS,
-    ask,
     constant,
     fma,
     function,
-    in_register,
     load,
     offset,
+    opaque_address,
+    prefetch_lines,
     splat,
     store,
     words_at,
@@ -92,7 +92,7 @@ WHOLE = Form(INPUTS, 2 if PAIRS else 4)
 # What codes of up to four bits are multiplied by; the same form where there is no better one.
 NARROW = Form(4, 2, True) if INSTRUCTION_SET == "avx2" else WHOLE
 AS_BYTES, NARROW_INPUTS, NARROW_ITEM = NARROW.halves, NARROW.inputs, NARROW.item
-STEPPED = Form(4, 2, raised=True)  # of `gemm_steps.py`, which only AVX2 runs
+STEPPED = Form(4, 2, raised=True)  # of `gemm_avx2_codebook.py`, which only AVX2 runs
 # Adding it to a float32 below 2**22 leaves the nearest integer, ties to even, in the low bits.
 ROUND, ROUND_BITS = 12582912.0, 0x4B400000
 
@@ -117,9 +117,9 @@ def steps_of_tile(builder: ir.IRBuilder, weights: ir.Value, x: ir.Value, inputs:
     """
     loop = Loop(builder, builder.lshr(inputs, I64((form.inputs * form.unroll).bit_length() - 1)), [weights, x, *sums], "steps")
     weights, x, *sums = loop.values
-    weights, x = in_register(builder, weights), in_register(builder, x)
+    weights, x = opaque_address(builder, weights), opaque_address(builder, x)
     if ahead is not None:
-        ask(builder, builder.add(x, ahead), 4 * TOKENS * form.unroll)
+        prefetch_lines(builder, builder.add(x, ahead), 4 * TOKENS * form.unroll)
     for step in range(form.unroll):
         rows = [load(builder, offset(builder, weights, STEP * step + WIDTH * v), WORDS, 4) for v in range(VECTORS)]
         for t, word in enumerate(words_at(builder, offset(builder, x, 4 * TOKENS * step), tokens)):
@@ -175,7 +175,7 @@ def add_sums(builder: ir.IRBuilder, out: ir.Value, running: list[ir.Value], head
         return list(with_sums(builder, running, header, sums, factors, minima, shifts, part))
     # Without this the compiler keeps what it has stored, in more registers than there are.
     builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
-    out = in_register(builder, out)
+    out = opaque_address(builder, out)
     at = lambda i: offset(builder, out, 4 * LANES * i)  # noqa: E731
     old = (load(builder, at(i), FLOATS, 4) for i in range(len(sums)))
     for i, value in enumerate(with_sums(builder, old, header, sums, factors, minima, shifts, part)):
@@ -208,7 +208,7 @@ def with_sums(builder: ir.IRBuilder, old: Iterable[ir.Value], header: ir.Value, 
         yield fma(builder, value, scale, before)
 
 
-@instructions
+@llvm_intrinsic
 def block_product(builder, weights, panel, out, inputs, block, ahead):
     """out[token][STRIPE] (float32) += scale * (panel . stripe), block by block of `block` inputs; `inputs` a multiple of TILE in all.
 
@@ -235,7 +235,7 @@ def _correction(form: Form):
     words, floats = ir.VectorType(I32, lanes), ir.VectorType(F32, lanes)
     item_bits, step_bits = 8 * form.item, (form.inputs - 1).bit_length()
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, places, values, count, panel, block, block_nbytes, out):
         """out[token] (float32, room for 16) = sum over `count` >= 1 outliers of value * (scale * x), in their order.
 
@@ -263,7 +263,7 @@ def _correction(form: Form):
 
 
 def _finish(add: bool):
-    @instructions
+    @llvm_intrinsic
     def run(builder, sums, scales, bias, out, stride, tokens):
         """out[token] (STRIPE rows, tokens `stride` bytes apart) = sums[token][STRIPE] * scales + bias, or that much more with `add`.
 

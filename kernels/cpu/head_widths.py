@@ -15,7 +15,7 @@ from ..registry import Call
 from ..workspace import Dims, address
 from .arithmetic import exp, softplus
 from .intrinsics import f32_at, fetch_add, i64_at
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm

@@ -11,7 +11,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import inlined, instructions
+from ..lazy_numba import inlined, llvm_intrinsic
 from .int8_ir import fma, function, load, offset, splat, store
 from .intrinsics import F16, F32, HAS_HALF, I16, I32, I64
 from .ir_loop import Loop
@@ -60,7 +60,7 @@ def _dot_rows(widen, item: int, count: int, width: int):
     """A dot loop for `count` rows of a stored type of `item` bytes, `width` weights of each at a time."""
     parts = width // VECTOR
 
-    @instructions
+    @llvm_intrinsic
     def dot_rows(builder, table, x, steps, out):
         """The rows whose addresses lie at `table` times float32 x over `steps` >= 1 steps of `width` weights; the sums to `out`.
 
@@ -95,7 +95,7 @@ many_rows_bf16, many_rows_f16, many_rows_f32 = (_dot_rows(*kind, MANY_ROWS, MANY
 def _tile_product(rows: int, vectors: int = 2):
     """A register tile of `rows` x (`vectors` * VECTOR)."""
 
-    @instructions
+    @llvm_intrinsic
     def tile_product(builder, a, a_stride, b, b_stride, c, c_stride, depth, accumulate):
         """C[R, N] (+)= A[R, depth] @ B[depth, N], all float32; R and N are the tile's rows and columns (TILE_COLUMNS, WIDE_COLUMNS).
 

@@ -20,7 +20,7 @@ from collections.abc import Callable
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import cgutils, inlined
+from ..lazy_numba import cgutils, inlined
 from ..target import target
 from ..tiles import PLANES, ROWS
 from .intrinsics import F32, I16, I32, I64
@@ -76,7 +76,7 @@ def offset(builder: ir.IRBuilder, address: ir.Value, nbytes: int) -> ir.Value:
     return builder.add(address, I64(nbytes)) if nbytes else address
 
 
-def ask(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3) -> None:
+def prefetch_lines(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3) -> None:
     """Ask for the cache lines of bytes that will be read soon: into the first-level cache, or into the second with a `nearness` of 2."""
     fetch = function(builder, ir.VoidType(), [I8.as_pointer(), I32, I32, I32], "llvm.prefetch.p0")
     for line in range(0, nbytes, 64):
@@ -84,7 +84,7 @@ def ask(builder: ir.IRBuilder, address: ir.Value, nbytes: int, nearness: int = 3
         builder.call(fetch, [where, I32(0), I32(nearness), I32(1)])
 
 
-def in_register(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
+def opaque_address(builder: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """The address, of which the compiler is to know nothing but its register: it would write it as a sum of two, and an instruction with
     such an operand in memory is decoded as two."""
     return builder.asm(ir.FunctionType(I64, [I64]), "", "=r,0", [address], side_effect=False)

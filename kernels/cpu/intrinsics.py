@@ -9,7 +9,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from ..compile import cpu_features
-from ..deferred import cgutils, instructions, intrinsic, types
+from ..lazy_numba import cgutils, intrinsic, llvm_intrinsic, types
 
 I16, I32, I64, F16, F32 = ir.IntType(16), ir.IntType(32), ir.IntType(64), ir.HalfType(), ir.FloatType()
 HAS_HALF = bool(cpu_features() & {"f16c", "fullfp16", "neon", "fp-armv8"})
@@ -33,25 +33,25 @@ i8_at, u8_at, i32_at, u32_at = _pointer("int8"), _pointer("uint8"), _pointer("in
 i16_at = _pointer("int16")
 
 
-@instructions
+@llvm_intrinsic
 def bits_to_f32(builder, bits: types.uint32) -> types.float32:
     """uint32 -> the float32 with these bits."""
     return builder.bitcast(bits, F32)
 
 
-@instructions
+@llvm_intrinsic
 def f32_to_bits(builder, value: types.float32) -> types.uint32:
     """float32 -> its bits as uint32."""
     return builder.bitcast(value, I32)
 
 
-@instructions
+@llvm_intrinsic
 def half_to_f32(builder, bits: types.uint16) -> types.float32:
     """uint16 bits of a half -> float32, by the conversion instruction. Only where `HAS_HALF`."""
     return builder.fpext(builder.bitcast(bits, F16), F32)
 
 
-@instructions
+@llvm_intrinsic
 def f32_to_half(builder, value: types.float32) -> types.uint16:
     """float32 -> bits of the nearest half (ties to even), by the conversion instruction. Only where `HAS_HALF`."""
     return builder.bitcast(builder.fptrunc(value, F16), I16)
@@ -61,23 +61,23 @@ def _address(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
     return builder.inttoptr(value, I64.as_pointer())
 
 
-@instructions
+@llvm_intrinsic
 def load(builder, address) -> types.int64:
     return builder.load_atomic(_address(builder, address), "seq_cst", 8)
 
 
-@instructions
+@llvm_intrinsic
 def store(builder, address, value):
     builder.store_atomic(value, _address(builder, address), "seq_cst", 8)
 
 
-@instructions
+@llvm_intrinsic
 def fetch_add(builder, address, value) -> types.int64:
     """Atomically add; returns the value before."""
     return builder.atomic_rmw("add", _address(builder, address), value, "seq_cst")
 
 
-@instructions
+@llvm_intrinsic
 def compare_swap(builder, address, expected, wanted) -> types.int64:
     """Atomically replace `expected` by `wanted`; 1 if that happened."""
     pair = builder.cmpxchg(_address(builder, address), expected, wanted, "seq_cst", "seq_cst")
@@ -102,7 +102,7 @@ def relax(typingctx):
     return types.void(), codegen
 
 
-@instructions
+@llvm_intrinsic
 def call_kernel(builder, function, args, worker, counter):
     """Call `void(int64, int64, int64)` at an address."""
     kind = ir.FunctionType(ir.VoidType(), [I64, I64, I64])

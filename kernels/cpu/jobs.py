@@ -4,7 +4,7 @@ Between two kernels the weights have driven the interpreter's own data out of th
 times what it costs beforehand. The jobs of a forward pass are therefore collected and run by one call at its end. While an answer is
 written, a pass differs from the last one of as many tokens in a position alone: its list is kept, and what the position changes is
 refreshed in place, so that neither a token nor a draft costs any preparation. Where a pass depends on what comes from a disk, or on who is
-routed where, an action stands in the list (`between`), and only that is done anew.
+routed where, an action stands in the list (`host_step`), and only that is done anew.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Recording:
 
 
 class Jobs:
-    """What a backend runs its kernels with. `flush` and `replay` belong inside `together`."""
+    """What a backend runs its kernels with. `flush` and `replay` belong inside `collecting`."""
 
     def __init__(self, pool: ThreadPool) -> None:
         self.pool = pool
@@ -62,14 +62,14 @@ class Jobs:
         self._collected.append((kernel.address, where, parallel))
 
     @property
-    def noted(self) -> int:
+    def pending(self) -> int:
         """How many jobs are collected and have not run."""
         return len(self._collected or ())
 
     def run_beside(self, kernel: Kernel, block: np.ndarray, noted: int) -> None:
         """Run a kernel as one job with the last that was noted, whose outputs it does not read; by itself where none came behind `noted`
         jobs."""
-        if self.noted <= noted:
+        if self.pending <= noted:
             self.run(kernel, address(block), True, block)
             return
         first, where, _ = self._collected.pop()
@@ -77,13 +77,13 @@ class Jobs:
         self._kept += [block, both]
         self._collected.append((side_by_side.address, address(both), True))
 
-    def keep(self, block: np.ndarray) -> None:
+    def keep_alive(self, block: np.ndarray) -> None:
         """Keep an argument block alive until what was collected has run."""
         if self._collected is not None:
             self._kept.append(block)
 
     @contextmanager
-    def one_input(self) -> Iterator[None]:
+    def shared_input(self) -> Iterator[None]:
         """The products inside have one input and one norm before it."""
         self._packed = {}
         try:
@@ -99,7 +99,7 @@ class Jobs:
         return before != way
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def collecting(self) -> Iterator[None]:
         """Collect the jobs of a forward pass and run them at the end (or at `flush`). Outputs may be read only after the end."""
         self._collected = []
         try:
@@ -112,7 +112,7 @@ class Jobs:
             self._kept.clear()
 
     @contextmanager
-    def aside(self) -> Iterator[list[tuple[int, int, bool]]]:
+    def deferring(self) -> Iterator[list[tuple[int, int, bool]]]:
         """What is noted inside is the caller's, to `note` when it is to run; where nothing is collected, it runs at once."""
         before, own = self._collected, []
         self._collected = None if before is None else own
@@ -122,7 +122,7 @@ class Jobs:
             self._collected = before
 
     def note(self, jobs: Sequence[tuple[int, int, bool]]) -> None:
-        """Note jobs of `aside`."""
+        """Note jobs of `deferring`."""
         if jobs:
             self._collected += jobs
 
@@ -144,7 +144,7 @@ class Jobs:
                 else:
                     self.pool.run_list(step)
 
-    def between(self, action: Callable[[], None]) -> None:
+    def host_step(self, action: Callable[[], None]) -> None:
         """Run what was collected, then `action`, which may run kernels whose number and arguments nobody foresees. A recorded pass does the
         action anew when it comes again."""
         making = self._making
@@ -169,7 +169,7 @@ class Jobs:
             made.kept = list(self._kept)
             self._recorded, self._making = before | {tokens: made}, None
 
-    def once(self) -> None:
+    def never_replay(self) -> None:
         """The pass that is being recorded will not come again as it is."""
         self._making = None
 
@@ -179,7 +179,7 @@ class Jobs:
             self._making.refresh.append(change if self._row is None else partial(_of_row, change, self._row))
 
     @contextmanager
-    def of_row(self, row: int) -> Iterator[None]:
+    def for_row(self, row: int) -> Iterator[None]:
         """What is noted inside is of one token of a pass whose tokens are of several texts: it is told that one's position."""
         self._row = row
         try:

@@ -9,13 +9,13 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
-from ..deferred import inlined
 from ..layout import NORM_RMS
+from ..lazy_numba import inlined
 from .arithmetic import ONE, ZERO, exp, normalise_here, softplus
 from .conv_loops import CHANNELS, MIXED, TOKENS, keep_raw, next_token
 from .delta_loops import BOUND, DECAY, DT, EPS, GATES, KEY_DIM, NORM, OUT, ROWS, SLOTS, VALUE_DIM, VALUE_HEADS, A, B, Z, mix
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .state_rows import begin_rows, keep_rows, next_rows
+from .recurrence_rows import begin_rows, keep_rows, next_rows
 
 __all__ = ["BOUND", "GATES", "OUT", "SLOTS", "gated_norm", "mix_inputs", "recur"]  # all but the last two are `delta_loops`'
 

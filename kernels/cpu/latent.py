@@ -13,7 +13,7 @@ from ..registry import Call
 from ..workspace import Dims, address
 from . import latent_loops as loops
 from . import states
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 from .stages import FEW
 
 if TYPE_CHECKING:

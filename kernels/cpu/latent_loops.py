@@ -11,8 +11,8 @@ from __future__ import annotations
 from numpy import float32, uint32
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import BF16, F32
+from ..lazy_numba import inlined
 from .arithmetic import ZERO, dot, expand, normalise_here, widen, widen_half
 from .inner_loops import FEW_ROWS, LOW_ROWS, TILE_COLUMNS, TILE_ROWS, VECTOR, low_tile_product, product
 from .intrinsics import bits_to_f32, f32_at, f64_at, fetch_add, i64_at, u16_at

@@ -13,12 +13,12 @@ from __future__ import annotations
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import F32
+from ..lazy_numba import inlined
 from .arithmetic import dot, expand, gated, normalise
 from .inner_loops import FEW_ROWS, MANY_ROWS, TILE_COLUMNS, TILE_ROWS, tile_product
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .sharing import first_region, matrix_of, take
+from .work_distribution import first_region, matrix_of, take_block
 
 # Slots of the argument block.
 X, TOKENS, DEPTH, NORM, NORM_WEIGHT, NORM_BIAS, EPS, SCRATCH, SCRATCH_STRIDE, MODE, ACT, MATRICES, FIRST = range(13)
@@ -82,7 +82,7 @@ def few_columns(args, worker, counter):
         blocks += _few_blocks(a, FIRST + i * FIELDS, own)
     region, ended = first_region(worker), int64(0)
     while True:
-        block, region, ended = take(counter, region, ended, blocks)
+        block, region, ended = take_block(counter, region, ended, blocks)
         if block < 0:
             return
         row_of = int64(FIRST)

@@ -19,7 +19,7 @@ from numpy import float32, int64
 from ..compile import cpu_features, kernel
 from ..layout import align
 from .amx import AMX, CONFIG_NBYTES, SIDE, STAGE_NBYTES, configure, release
-from .amx_parts import PARTS, STEP, STEP_NBYTES, float_product, pair_rows, split_token
+from .amx_bf16 import PARTS, STEP, STEP_NBYTES, float_product, pair_rows, split_token
 from .arithmetic import normed_row
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 from .linear import (
@@ -46,7 +46,7 @@ from .linear import (
     X,
     biased,
 )
-from .sharing import matrix_of
+from .work_distribution import matrix_of
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Norm

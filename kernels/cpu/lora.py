@@ -33,7 +33,7 @@ MOST = 6  # matrices of a stage
 NONE, AS_THEY_ARE, BY_TEXT = range(3)
 
 
-class Scales:
+class AdapterScales:
     """How much of each adapter the texts of a pass have, as the backend holds it, and which way all of them go."""
 
     forget: Callable[[], None]
@@ -87,7 +87,7 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear]
     way, by = (mode, act) if mode != linear.GATED or not is_added else (linear.PLAIN, "none")
     if mode == linear.GATED and is_added:
         outs = [outs[0], ops.workspace.take("up", *outs[0].shape)]
-    noted = ops.noted
+    noted = ops.pending
     if ops._remembered(x, norm, plain, way, by, outs[0] if mode == linear.ADD else None) is None:
         ops._matrix(x, norm, plain, outs, way, by)
     if is_added:

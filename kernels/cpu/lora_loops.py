@@ -23,8 +23,8 @@ from llvmlite import ir
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined, instructions
 from ..layout import BF16, F16, F32, THIN_INPUTS, THIN_OUTPUTS, THIN_RANKS
+from ..lazy_numba import inlined, llvm_intrinsic
 from .arithmetic import ONE, ZERO, gate_values, normalise, widen
 from .inner_loops import TILE_COLUMNS, VECTOR, plain_f32, widen_bf16, widen_f16
 from .int8_ir import constant, fma, load, offset, splat, store
@@ -32,7 +32,7 @@ from .intrinsics import F32 as FLOAT
 from .intrinsics import I64, call_kernel, f32_at, f64_at, i64_at
 from .ir_loop import Loop
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
-from .sharing import COUNTERS_NBYTES, first_region, take
+from .work_distribution import COUNTERS_NBYTES, first_region, take_block
 
 # How many sums `parts_of` says that there are of a number between; scales of adapters, 0 for none, and floats from token to token.
 ALL_PARTS, SCALES, STEP, OWN_FIRST = range(FIRST, FIRST + 4)
@@ -60,7 +60,7 @@ def _add_to(builder: ir.IRBuilder, value: ir.Value, address: ir.Value, warm: ir.
 
 
 def _in(widened: Callable, item: int, abreast: int, lanes: int):
-    @instructions
+    @llvm_intrinsic
     def run(builder, x, apart, weights, pitch, steps, out, out_apart, warm):
         """out[c, :lanes] (+)= the products of CHAINS * steps inputs with as many rows of weights, `pitch` bytes apart, for `abreast` x."""
         floats = ir.VectorType(FLOAT, lanes)
@@ -84,7 +84,7 @@ def _in(widened: Callable, item: int, abreast: int, lanes: int):
 
 
 def _out(widened: Callable, item: int, abreast: int, lanes: int, vectors: int):
-    @instructions
+    @llvm_intrinsic
     def run(builder, thin, apart, weights, pitch, rank, out, out_apart, warm):
         """out[c, :vectors * lanes] (+)= thin[c, :rank] @ weights, rows of which are `pitch` bytes apart, for `abreast` of thin."""
         floats = ir.VectorType(FLOAT, lanes)
@@ -198,7 +198,7 @@ def columns_in(args, worker, counter):
     normed = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
     region, ended, at_hand = first_region(worker), int64(0), int64(-1)
     while True:
-        block, region, ended = take(counter, region, ended, parts if groups == 1 else groups)
+        block, region, ended = take_block(counter, region, ended, parts if groups == 1 else groups)
         if block < 0:
             return
         group = int64(0) if groups == 1 else block
@@ -334,7 +334,7 @@ def columns_out(args, worker, counter):
         blocks += groups * _runs(a, OWN_FIRST + i * OUT_FIELDS)
     region, ended, at_hand, of = first_region(worker), int64(0), int64(-1), int64(-1)
     while True:
-        block, region, ended = take(counter, region, ended, blocks)
+        block, region, ended = take_block(counter, region, ended, blocks)
         if block < 0:
             return
         m = int64(OWN_FIRST)

@@ -15,7 +15,7 @@ from ..layout import NORMS, ONE_SCALE, activation_number, is_activation
 from ..registry import Call
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
 from ..workspace import address
-from . import floats, gemm, gemm_amx, linear, lut, lut_order, packed, packed_formats, packed_matrix, packed_rows
+from . import fp8_loops, gemm, gemm_amx, linear, lut, lut_layout, packed, packed_embedding, packed_formats, packed_matrix
 from .amx import AMX
 from .inner_loops import TILE_COLUMNS
 from .packed_matrix import FIELDS
@@ -28,7 +28,7 @@ MOST_MATRICES = 16
 FINE_COLUMNS = packed.MOST_COLUMNS // 2  # tokens of which each has two columns
 RAW, DOT, LOOKED_UP, FLOATS = range(4)  # kinds of weights, that is, of jobs
 # int64 slots of the longest argument block.
-BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_rows.BLOCK_SIZE)
+BLOCK_SIZE = max(linear.FIRST + MOST_MATRICES * FIELDS, gemm.FIRST + MOST_MATRICES * gemm.FIELDS, packed_embedding.BLOCK_SIZE)
 
 
 def scratch_floats(chunk: int, wide: int) -> int:
@@ -73,7 +73,7 @@ def declines_floats(call: Call) -> str:
 
 def declines_lookup(call: Call) -> str:
     """The same for lookup, which has to be prepared for."""
-    return (declines(call) or lut_order.declines(call.stored, call.bits)
+    return (declines(call) or lut_layout.declines(call.stored, call.bits)
             or ("" if call.looked_up else "the codes lie in the order of dot products"))
 
 
@@ -138,7 +138,7 @@ def run_floats(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[
                act: str) -> None:
     """Up to 16 columns of floats of eight bits."""
     fill_few(ops, x, norm, linears, outs, mode, act)
-    ops.run_and_remember(floats.float_columns, x, norm, linears, outs, mode, act)
+    ops.run_and_remember(fp8_loops.fp8_columns, x, norm, linears, outs, mode, act)
 
 
 def run_many(ops: CpuOps, x: np.ndarray, norm: Norm | None, linears: Sequence[Linear], outs: Sequence[np.ndarray], mode: int,
@@ -208,4 +208,4 @@ def embed(ops: CpuOps, ids: np.ndarray, table: Weight, scale: float, out: np.nda
     factor = int(np.float32(scale).view(np.uint32))
     block = [ids.__array_interface__["data"][0], len(ids), table.shape[1], factor, *before, 0, ops.at(out), out.strides[0] // 4, *after, 0]
     ops.args[: len(block)] = block
-    ops.run(packed_rows.embed_rows, ops.where, len(ids) > 1, ops.args)
+    ops.run(packed_embedding.embed_rows, ops.where, len(ids) > 1, ops.args)

@@ -1,4 +1,4 @@
-"""Low-bit weights in lookup order (`lut_order.py`) times up to 16 columns.
+"""Low-bit weights in lookup order (`lut_layout.py`) times up to 16 columns.
 
 One column is looked up. Several are multiplied as `packed.py` does it, from quads that are expanded once: a table is made for a column
 alone, so lookups would cost each column what they cost the first. Argument block and results are those of `packed.py`, to the bit.
@@ -9,20 +9,20 @@ from __future__ import annotations
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import ONE_SCALE
+from ..lazy_numba import inlined
 from ..tiles import ROWS, SCHEME_SHIFT, TILE
 from . import lut_loops as loops
-from . import packed, packed_inputs
+from . import packed, packed_activations
 from .arithmetic import gate_values, normalise
 from .intrinsics import f64_at, i64_at
 from .linear import ACT, DEPTH, EPS, FIRST, GATED, MATRICES, MODE, NORM, NORM_BIAS, NORM_WEIGHT, SCRATCH, SCRATCH_STRIDE, TOKENS, X
+from .lut_layout import BITS, PAIR, expand_tiles, pair_at
 from .lut_loops import ABREAST, SUMS
-from .lut_order import BITS, PAIR, expand_tiles, pair_at
 from .packed import AT_ONCE, COLUMNS_AT, MOST_COLUMNS, OTHERS_AT, QUADS_AT, STRETCH, SUMS_AT, SUMS_NBYTES, TABLE_AT, X_AT, ZERO_AT
-from .packed_inputs import PAD
+from .packed_activations import PAD
 from .packed_matrix import FIELDS, KIND, ROW_COUNT, SCALES, SHIFT, TILES, WEIGHT, WHOLE, scales_nbytes_of, zeros_of
-from .sharing import first_region, take
+from .work_distribution import first_region, take_block
 
 RUN_NBYTES = 131_072  # of a pair of row blocks that is read on end
 
@@ -91,16 +91,16 @@ def _quantize_columns(args, columns, records, tables):
     """All tokens, normed and rounded to int8, and of one its tables, of several their records."""
     a, eps = i64_at(args), float32(f64_at(args)[EPS])
     tokens, depth = a[TOKENS], a[DEPTH]
-    scales, seeds, totals, normed, nbytes = packed_inputs.column_parts(depth)
+    scales, seeds, totals, normed, nbytes = packed_activations.column_parts(depth)
     tiles = (depth + PAD - 1) // PAD * PAD // TILE
     for t in range(tokens):
         at = columns + t * nbytes
         normalise(a[X] + 4 * t * depth, at + normed, depth, a[NORM] % ONE_SCALE, a[NORM_WEIGHT], a[NORM_BIAS], eps)
-        packed_inputs.quantize_column(at + normed, depth, at, at + scales, at + totals, a[NORM])
+        packed_activations.quantize_column(at + normed, depth, at, at + scales, at + totals, a[NORM])
         if tokens > 1 and not packed.IN_TURN:
-            packed_inputs.make_seeds(WHOLE, at + totals, at + seeds, tiles)
+            packed_activations.make_seeds(WHOLE, at + totals, at + seeds, tiles)
     if tokens > 1:
-        packed_inputs.make_records(tokens, tiles, columns, columns + scales, columns + seeds, nbytes, records)
+        packed_activations.make_records(tokens, tiles, columns, columns + scales, columns + seeds, nbytes, records)
     else:
         loops.make_tables(columns, tiles, tables)
 
@@ -109,7 +109,7 @@ def _quantize_columns(args, columns, records, tables):
 def _write_sums(a, m, block, run, count, columns, sums, others):
     """16 sums each of `count` products to the output: with `run` 0 of a row block and that many tokens, else of one token and row blocks in
     pairs that are `run` pairs apart; where a stage is GATED they are the gate's, and up's are at `others`."""
-    _, _, _, normed, nbytes = packed_inputs.column_parts(a[DEPTH])
+    _, _, _, normed, nbytes = packed_activations.column_parts(a[DEPTH])
     for i in range(count):
         token, own = (i, block) if run == 0 else (int64(0), block + i // 2 * 2 * run + i % 2)
         column, at = columns + token * nbytes + normed, 4 * ROWS * i
@@ -131,7 +131,7 @@ def looked_up_columns(args, worker, counter):
     scratch = (a[SCRATCH] + worker * a[SCRATCH_STRIDE] + 63) // 64 * 64
     x, sums = i64_at(scratch + X_AT), scratch + SUMS_AT
     others = scratch + OTHERS_AT
-    scales, seeds, totals, _, nbytes = packed_inputs.column_parts(depth)
+    scales, seeds, totals, _, nbytes = packed_activations.column_parts(depth)
     columns = scratch + COLUMNS_AT
     records = packed.records_at(scratch, columns + tokens * nbytes)
     x[0], x[1], x[2], x[3] = columns, columns + scales, columns + seeds, (columns + nbytes + 63) // 64 * 64
@@ -140,7 +140,7 @@ def looked_up_columns(args, worker, counter):
         works += _works(a, FIRST + i * FIELDS)
     ready, seeded, region, ended = False, int64(-1), first_region(worker), int64(0)
     while True:
-        work, region, ended = take(counter, region, ended, works)
+        work, region, ended = take_block(counter, region, ended, works)
         if work < 0:
             return
         m = int64(FIRST)

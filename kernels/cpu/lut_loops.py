@@ -1,7 +1,7 @@
 """Weights of 2 to 4 bits as bit planes, multiplied by table lookup (T-MAC, arXiv 2407.00088), with exact sums.
 
 Four activations have sixteen sums of a subset, and four bits of a plane are the index of one. So a row's sum over a tile (32 inputs) is
-eight lookups per plane, and a byte shuffle does one for each of 16 rows. Codes lie in lookup order (`lut_order.py`), 32 rows side by side.
+eight lookups per plane, and a byte shuffle does one for each of 16 rows. Codes lie in lookup order (`lut_layout.py`), 32 rows side by side.
 
 Exact: a sum of four int8, -508 to 508, is kept as 32 * high + low with low in 0..31, in two tables of bytes. Eight of each still fit a
 byte, so a tile is summed by additions of bytes alone, and the planes are put together in 16 bits: |sum (code - 2**(bits - 1)) * x| is at
@@ -19,7 +19,7 @@ from __future__ import annotations
 from llvmlite import ir
 from numpy import float32, int32
 
-from ..deferred import inlined, instructions, types
+from ..lazy_numba import inlined, llvm_intrinsic, types
 from ..tiles import ROWS, TILE
 from .int8_ir import (
     BYTES,
@@ -28,19 +28,19 @@ from .int8_ir import (
     I8,
     WIDTH,
     WORDS,
-    ask,
     constant,
     fma,
     function,
     load,
     offset,
+    prefetch_lines,
     splat,
     store,
     to_floats,
 )
 from .intrinsics import F32, I16, I32, I64, f32_at, i8_at, i16_at, i32_at, i64_at, u8_at
 from .ir_loop import Loop
-from .lut_order import LINE, PAIR, QUADS, pair_tile_nbytes
+from .lut_layout import LINE, PAIR, QUADS, pair_tile_nbytes
 
 ABREAST = 2  # pairs that share a table while it is in a register
 SUMS = ABREAST * PAIR  # results of `look_up_sums`
@@ -114,7 +114,7 @@ class _Sums:
 def _shuffled_sums(bits: int):
     """The loop of one width."""
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, table, x, groups, in_group, zero_stride, out):
         """ABREAST pairs of row blocks times one column -> float32 [ABREAST][32] at `out`, row scales not applied.
 
@@ -173,7 +173,7 @@ def _tile(builder: ir.IRBuilder, bits: int, carried: list[ir.Value], factors: li
     name = "llvm.x86.avx512.pmaddw.d.512" if WIDTH == 64 else "llvm.x86.avx2.pmadd.wd"
     sum_up = function(builder, WORDS, [HALVES] * 2, name)
     for each in codes:
-        ask(builder, offset(builder, each, AHEAD), pair_tile_nbytes(bits))
+        prefetch_lines(builder, offset(builder, each, AHEAD), pair_tile_nbytes(bits))
     sums = [_Sums(builder, bits) for _ in range(VECTORS)]
     half = ir.VectorType(I8, min(WIDTH, PAIR))
     keep = constant(BYTES, 15)
@@ -235,13 +235,13 @@ def _scalar_sums(bits: int):
 look_up_sums = _shuffled_sums if SHUFFLES else _scalar_sums
 
 
-@instructions
+@llvm_intrinsic
 def fused(builder, a: types.float32, b: types.float32, c: types.float32) -> types.float32:
     """a * b + c of float32, rounded once."""
     return builder.call(function(builder, F32, [F32] * 3, "llvm.fma.f32"), [a, b, c])
 
 
-@instructions
+@llvm_intrinsic
 def _shuffled_tables(builder, codes, tiles, out):
     """int8 activations -> per four of them 16 low bytes and 16 high bytes of the sums of subsets."""
     bytes_, halves = ir.VectorType(I8, 32), ir.VectorType(I16, 16)

@@ -11,12 +11,12 @@ from __future__ import annotations
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
-from ..deferred import inlined
 from ..layout import NORM_RMS, SILU
+from ..lazy_numba import inlined
 from .arithmetic import ZERO, activate, exp, normalise_here, softplus
 from .conv_loops import CHANNELS, MIXED, OWN, TOKENS, convolve, copy, keep_raw, next_token
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .state_rows import begin_rows, keep_rows, next_rows
+from .recurrence_rows import begin_rows, keep_rows, next_rows
 
 SHARE = 4096  # floats of a state for one thread at a time: 16 KiB, which stay in the first-level cache
 GATED = 1024  # channels of a token that one thread gates at a time

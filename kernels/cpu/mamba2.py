@@ -12,7 +12,7 @@ from ..workspace import address
 from . import mamba2_loops as loops
 from .conv_loops import MEMORY, X
 from .recurrent import RecurrentStates
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Mamba2

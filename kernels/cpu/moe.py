@@ -1,7 +1,7 @@
 """How the CPU backend runs a mixture of experts: the router's product, who goes where, every visited expert's products, the weighted sum.
 
 For a few tokens all of it is noted beforehand and runs without coming back to Python: a kernel picks the experts and writes the argument
-blocks of their products, which then run as one job (`experts.py`). Only what is picked is read. For more tokens Python asks who goes
+blocks of their products, which then run as one job (`moe_loops.py`). Only what is picked is read. For more tokens Python asks who goes
 where and notes the products of one expert after the other, each expert's weights being read once for all of its tokens. Experts of
 which only some are in memory take the way of `moe_paged.py`, through the same kernels. A shared expert is two matrix stages like any
 MLP's: the first is noted before the experts are added to what it reads, the second adds to the sum. Where experts are a branch beside an
@@ -23,10 +23,10 @@ from ..layout import NORMS, activation_number
 from ..reference_moe import Routed, Routing
 from ..registry import Call
 from ..workspace import Dims, address
-from . import experts as kernels
-from . import floats, linear, low_bit, lut, packed
-from .rows import SHARE_FROM, norm_rows
-from .stages import FEW, Stages
+from . import fp8_loops, linear, low_bit, lut, packed
+from . import moe_loops as kernels
+from .row_ops import SHARE_FROM, norm_rows
+from .stages import FEW, MatrixStages
 
 if TYPE_CHECKING:
     from ...quant.weight import Apart, Expert, Linear, Norm, SharedExpert
@@ -178,7 +178,7 @@ def shared_hidden(ops: CpuOps, x: np.ndarray, norm: Norm, shared: SharedExpert |
         if ops._remembered(x, norm, (shared.scale,), linear.PLAIN, "none") is None:
             ops._matrix(x, norm, [shared.scale], [scales], linear.PLAIN, "none")
         block = np.array([ops.at(hidden), *hidden.shape, ops.at(scales)], np.int64)
-        ops.keep(block)
+        ops.keep_alive(block)
         ops.run(kernels.scale_rows, address(block), len(x) > 1)
     return hidden
 
@@ -208,7 +208,7 @@ def routed_stage(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, experts
     if not known or stage.asked != asked or stage.apart is not apart:
         stage = _prepared(ops, x, norm, router, experts, asked, correction, apart, table(ops, experts, asked[1]))
     for kept in stage.kept:
-        ops.keep(kept)
+        ops.keep_alive(kept)
     return stage
 
 
@@ -347,7 +347,7 @@ def columns_of(ops: CpuOps, experts: Sequence[Expert], act: str) -> int:
         for each, activation in ((pair[0], act if len(pair) > 1 else "none"), (expert.down, "none")):
             if each.weight.spec.is_raw:
                 limit = FEW
-            if ops._runner(each, 1, activation) not in (Stages.few_columns, low_bit.run_few, low_bit.run_floats):
+            if ops._runner(each, 1, activation) not in (MatrixStages.few_columns, low_bit.run_few, low_bit.run_floats):
                 return 0
     return limit
 
@@ -357,7 +357,7 @@ def _kernel(each: Linear) -> Kernel:
     if each.weight.spec.is_raw:
         return linear.few_columns
     if each.weight.spec.scheme == "float":
-        return floats.float_columns
+        return fp8_loops.fp8_columns
     return lut.looked_up_columns if each.weight.looked_up else packed.packed_columns
 
 

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..workspace import address
-from . import experts as kernels
 from . import linear
+from . import moe_loops as kernels
 from .moe import (
     MOST_STAGES,
     Stage,
@@ -78,11 +78,11 @@ def run(ops: CpuOps, x: np.ndarray, norm: Norm, router: Linear, pages: ExpertPag
     grouping = [job for job in stage.jobs if job[0] is kernels.group_visits or job[0] is kernels.gather_rows]
     for job in before:
         ops.run(*job)
-    with ops.aside() as routing:
+    with ops.deferring() as routing:
         ahead = _note_next(ops, x, pages, asked[0].handed) if len(x) == 1 else []
         beside = shared_hidden(ops, x, norm, shared, asked[1])
     if len(x) <= stage.table.columns:
-        ops.between(partial(_few, ops, stage, pages, grouping, routing, ahead))
+        ops.host_step(partial(_few, ops, stage, pages, grouping, routing, ahead))
     else:
         ops.note(routing)
         for job in grouping:
@@ -149,7 +149,7 @@ def _note_products(ops: CpuOps, stage: Stage, experts: Iterable[int], number: Ma
         entries[0] = len(entries) // 3
         if entries[0]:
             job = np.array(entries, np.int64)
-            ops.keep(job)
+            ops.keep_alive(job)
             if which and not stage.table.has_gate:
                 ops.run(kernels.activate_inputs, address(job), entries[0] > 1)
             ops.run(kernels.each_product, address(job), True)

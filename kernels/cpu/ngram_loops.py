@@ -10,8 +10,8 @@ import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
-from ..deferred import inlined
 from ..layout import NORM_RMS_PLUS_ONE, SILU
+from ..lazy_numba import inlined
 from ..reference_ngrams import LEAST
 from .arithmetic import ONE, ZERO, activate, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONV, MIXED, OWN, TAPS, TOKENS, X, add_tap, copy, input_of, keep_raw, next_token

@@ -16,7 +16,7 @@ from ..workspace import address
 from . import linear
 from . import ngram_loops as loops
 from .conv_loops import BIAS, X
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 from .states import LayerStates, Slots
 
 if TYPE_CHECKING:

@@ -15,17 +15,33 @@ from ..layout import PAGE, PageLayout
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Dims, Workspace, address
-from . import attention, bundled, cca, index, inputs, latent, latent_loops, linear, lora, low_bit, moe, rescaling, rows, states, streams
+from . import (
+    attention,
+    bundled_mlp,
+    cca,
+    indexer,
+    latent,
+    latent_loops,
+    linear,
+    lora,
+    low_bit,
+    moe,
+    per_layer_inputs,
+    residual_scaling,
+    row_ops,
+    states,
+    streams,
+)
 from . import head_widths as widths
-from .angles import Angles, angles_of
-from .attention_few import attend_few_scratch, partials_floats
+from .attention_decode import attend_decode_scratch, partials_floats
 from .compressed import WideOps, wide_floats, wide_workspace
 from .inner_loops import TILE_COLUMNS
-from .kv.many import packed_scratch
-from .kv.scratch import few_scratch
+from .kv.prefill import prefill_scratch
+from .kv.scratch_layout import decode_scratch
 from .kv.seal import seal_scratch
 from .linear_amx import panel_floats, scratch_floats
-from .stages import FEW, Stages
+from .rotary_angles import Angles, cached_angles
+from .stages import FEW, MatrixStages
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Curve, Linear, Norm, Weight
@@ -43,34 +59,34 @@ def plan_workspace(dims: Dims, workers: int) -> dict[str, int]:
     columns = -(-chunk // TILE_COLUMNS) * TILE_COLUMNS
     group = dims.heads // dims.kv_heads
     scratch = max(linear.HEADROOM + FEW * wide, TILE_COLUMNS * wide, linear.MANY_BLOCK * (linear.DEPTH_BLOCK + columns),
-                  attention.attend_many_scratch(dims.heads, dims.kv_heads, dims.head_dim),
-                  attend_few_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
+                  attention.attend_prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim),
+                  attend_decode_scratch(FEW, dims.heads, dims.kv_heads, dims.head_dim),
                   low_bit.scratch_floats(chunk, wide), scratch_floats(chunk, wide),
                   0 if dims.latent is None else latent_loops.scratch_floats(dims.latent.nope, dims.latent.rank),
-                  max(packed_scratch(dims.heads, dims.kv_heads, dims.head_dim), few_scratch(group, dims.head_dim),
+                  max(prefill_scratch(dims.heads, dims.kv_heads, dims.head_dim), decode_scratch(group, dims.head_dim),
                       seal_scratch(dims.head_dim)) if dims.packed_kv else 0, streams.scratch_floats(dims), lora.scratch_floats(dims),
-                  index.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
+                  indexer.scratch_floats(dims), wide_floats(dims), cca.scratch_floats(dims))
     blocks = max(dims.ctx // attention.PAGE + 3, dims.seen)
     # Where attention takes turns, all of a few tokens have their own partials at any depth, and a prompt's tiles wait between two turns.
-    partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), index.partials_floats(dims))
+    partials = max(partials_floats(FEW, dims.heads, dims.head_dim, blocks), indexer.partials_floats(dims))
     state = 0
     if dims.spilled_kv:
-        partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_many_state(chunk, dims)
+        partials, state = FEW * blocks * dims.heads * (dims.head_dim + 2), attention.attend_prefill_state(chunk, dims)
     # y0 takes the queries, and later in a layer a branch on its way to the stream
     return {"x": chunk * dims.hidden * max(1, dims.streams), "y0": chunk * max(dims.projected, dims.hidden),
             **states.plan_workspace(dims, chunk), "attend": chunk * dims.attended, "gate": chunk * dims.ffn, "up": chunk * dims.ffn,
             "panels": max(columns * wide, panel_floats(chunk, wide)), "low_panels": low_bit.panel_floats(chunk, wide),
             "scratch": workers * (scratch + 16), "logits": dims.rows * dims.vocab,
-            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled.plan_workspace(dims, chunk),
-            **latent.plan_workspace(dims, chunk), **inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
-            **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **index.plan_workspace(dims, chunk),
+            "partials": partials, "state": state, **moe.plan_workspace(dims, chunk), **bundled_mlp.plan_workspace(dims, chunk),
+            **latent.plan_workspace(dims, chunk), **per_layer_inputs.plan_workspace(dims, chunk), **streams.plan_workspace(dims, chunk),
+            **lora.plan_workspace(dims, chunk), **widths.plan_workspace(dims, chunk), **indexer.plan_workspace(dims, chunk),
             **cca.plan_workspace(dims, chunk), **wide_workspace(dims, chunk),
             # then, of drafts by a layer of its own, what goes into it and states that wait for it
             "joined": min(chunk, PAGE) * dims.joined, "states": (chunk + FEW) * dims.hidden if dims.joined else 0,
             "between": chunk * dims.between * dims.hidden}
 
 
-class CpuOps(Stages, lora.Scales, WideOps):
+class CpuOps(MatrixStages, lora.AdapterScales, WideOps):
     """See the module. `dims` sizes the workspace; one instance serves every CPU block of a model."""
 
     name = "cpu"
@@ -186,23 +202,24 @@ class CpuOps(Stages, lora.Scales, WideOps):
 
     mlp_and_experts, expert_branch = moe.mlp_and_experts, moe.expert_branch
     moe = moe.moe
-    layer_inputs = inputs.layer_inputs
-    add_inputs = inputs.add_inputs
+    layer_inputs = per_layer_inputs.layer_inputs
+    add_inputs = per_layer_inputs.add_inputs
     enter_streams, leave_streams = streams.enter_streams, streams.leave_streams
     predicted, corrected, spread_inputs = streams.predicted, streams.corrected, streams.spread_inputs
     low_rank, added, cut_mlp = streams.low_rank, streams.added, streams.cut_mlp
     first_stream, add_to_first, widened, lent_mlp = streams.first_stream, streams.add_to_first, streams.widened, streams.lent_mlp
     second_stream, put_stream = streams.second_stream, streams.put_stream
-    kept = rows.kept
-    copied, scaled, clipped, normed, part_queries, gate_heads = (rows.copied, rows.scaled, rows.clipped, rows.norm_rows, rows.part_queries,
-                                                                 rows.gate_heads)
-    grown_heads, normed_apart = rows.grown_heads, rows.normed_apart
-    rescaled, routed_by, paired_heads = rescaling.rescaled, rescaling.routed_by, widths.paired_heads
-    gated_rows, normed_beside = rescaling.gated_rows, rescaling.normed_beside
+    kept = row_ops.kept
+    copied, scaled, clipped, normed = row_ops.copied, row_ops.scaled, row_ops.clipped, row_ops.norm_rows
+    part_queries, gate_heads = row_ops.part_queries, row_ops.gate_heads
+    grown_heads, normed_apart = row_ops.grown_heads, row_ops.normed_apart
+    rescaled, routed_by, paired_heads = residual_scaling.rescaled, residual_scaling.routed_by, widths.paired_heads
+    gated_rows, normed_beside = residual_scaling.gated_rows, residual_scaling.normed_beside
     marked_heads = widths.marked_heads
-    widened_heads, narrowed_heads, renormed, bundled_mlp = widths.widened_heads, widths.narrowed_heads, widths.renormed, bundled.bundled_mlp
+    widened_heads, narrowed_heads, renormed = widths.widened_heads, widths.narrowed_heads, widths.renormed
+    bundled_mlp = bundled_mlp.bundled_mlp
     latent_keys, latent_queries, latent_values = latent.latent_keys, latent.latent_queries, latent.latent_values
-    state_layer, index_layer = states.state_layer, index.index_layer
+    state_layer, index_layer = states.state_layer, indexer.index_layer
 
     def logits(self, x: np.ndarray, norm: Norm, head: Linear, softcap: float | None = None, scale: float = 1.0) -> np.ndarray:
         """Scores of the next token, float32 [T, V]: scale * head(norm(x)), then capped. T at most `dims.rows`."""
@@ -222,7 +239,7 @@ class CpuOps(Stages, lora.Scales, WideOps):
                    norm: Norm | None) -> np.ndarray:
         """Norm if any, of heads or of the whole row as its weight is long, then rotary position on y[T, heads * head_dim], in place."""
         if table is not None or norm is not None:
-            self._rotate_with(self, y, heads, head_dim, angles_of(self, self._angles, positions, table), norm)
+            self._rotate_with(self, y, heads, head_dim, cached_angles(self, self._angles, positions, table), norm)
         return y
 
     # -- running kernels -------------------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Low-bit weights times up to 16 columns (decode): memory is the limit, the weights are read once and unpacked once.
 
-Activations are quantized (`packed_inputs.py`), per token and 32 inputs, to int8; every worker does it for itself, which is cheaper than a
-second job. The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that read
-the same input are one job.
+Activations are quantized (`packed_activations.py`), per token and 32 inputs, to int8; every worker does it for itself, which is cheaper
+than a second job. The argument block is that of `linear.py`, with more fields per matrix. Matrices of one job have one format; several that
+read the same input are one job.
 """
 
 from __future__ import annotations
@@ -11,12 +11,12 @@ import numpy as np
 from numpy import float32, int64
 
 from ..compile import kernel
-from ..deferred import inlined
 from ..layout import ONE_SCALE
+from ..lazy_numba import inlined
 from ..tiles import ROWS, TILE
 from .arithmetic import gate_values, normalise
 from .intrinsics import bits_to_f32, call, f32_at, f64_at, i64_at, u16_at, u32_at
-from .kv.loops import prefetch
+from .kv.unpack_loops import prefetch
 from .linear import (
     ACT,
     ADD,
@@ -35,8 +35,7 @@ from .linear import (
     TOKENS,
     X,
 )
-from .packed_formats import COLUMNS, EXPAND, PAIRS, SINGLE
-from .packed_inputs import (
+from .packed_activations import (
     PAD,
     RECORD,
     abreast,
@@ -48,6 +47,10 @@ from .packed_inputs import (
     quantize_rest,
     turns,
 )
+from .packed_avx2 import IN_TURN
+from .packed_avx2_single import SPREAD, spread_records
+from .packed_avx512 import FEW, IN_PAIRS, PAIR
+from .packed_formats import COLUMNS, EXPAND, PAIRS, SINGLE
 from .packed_loops import ABREAST, AHEAD, STREAMS, SUMS_NBYTES
 from .packed_matrix import (
     BIAS,
@@ -71,11 +74,8 @@ from .packed_matrix import (
     way_of,
     zeros_of,
 )
-from .packed_one import SPREAD, spread_records
-from .packed_pairs import FEW, IN_PAIRS, PAIR
-from .packed_turns import IN_TURN
 from .packed_vectors import put_block
-from .sharing import first_region, take
+from .work_distribution import first_region, take_block
 
 MOST_COLUMNS = SUMS_NBYTES // (4 * ROWS)
 AT_ONCE = PAIR if IN_PAIRS else 1  # row blocks that are multiplied together where there are several columns
@@ -320,7 +320,7 @@ def packed_columns(args, worker, counter):
         works += _works(a, FIRST + i * FIELDS)
     ready, seeded, region, ended = False, int64(-1), first_region(worker), int64(0)
     while True:
-        work, region, ended = take(counter, region, ended, works)
+        work, region, ended = take_block(counter, region, ended, works)
         if work < 0:
             return
         m, begin, last = _place(a, work)

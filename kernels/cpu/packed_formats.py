@@ -10,14 +10,14 @@ import numpy as np
 
 from ..compile import Jit, jit
 from ..tiles import SCHEME_MASK, SCHEME_SHIFT, SCHEMES
-from . import packed_factors as ways
+from . import packed_scales as ways
+from .packed_avx2 import IN_TURN
+from .packed_avx2 import columns as columns_in_turn
+from .packed_avx2_single import single as single_book
+from .packed_avx512 import IN_PAIRS, pairs
+from .packed_avx512 import columns as columns_of_pairs
 from .packed_loops import columns as columns_abreast
 from .packed_loops import expand, single
-from .packed_one import single as single_book
-from .packed_pairs import IN_PAIRS, pairs
-from .packed_pairs import columns as columns_of_pairs
-from .packed_turns import IN_TURN
-from .packed_turns import columns as columns_in_turn
 
 columns = columns_in_turn if IN_TURN else columns_of_pairs if IN_PAIRS else columns_abreast
 # How a scheme's sums are scaled, and how its codes are expanded; the others in both as PLAIN.

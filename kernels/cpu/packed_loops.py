@@ -5,8 +5,8 @@ group, times the group's scale, times the activations' scale of these 32 inputs,
 neither on its neighbours nor on the other columns, the threads or the instruction set.
 
 `single` unpacks in registers and multiplies at once with one column. For more columns `expand` unpacks a stretch into a buffer in the
-first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once. `packed_turns.py` has the
-`columns` of AVX2 without a four-way dot product, `packed_one.py` the `single` of its codebooks, `packed_pairs.py` what AVX-512 does.
+first-level cache and `columns` multiplies it with several columns, so that a weight is unpacked once. `packed_avx2.py` has the `columns` of
+AVX2 without a four-way dot product, `packed_avx2_single.py` the `single` of its codebooks, `packed_avx512.py` what AVX-512 does.
 
 What `single` became, read from the assembly, in instructions per 64 weights:
 
@@ -15,8 +15,8 @@ What `single` became, read from the assembly, in instructions per 64 weights:
     avx512, vbmi       6.4   8.3   6.2   6.7    one `vpdpbusd`, for a codebook one `vpermb`, which takes codes with what lies above them
     the same, znver5   7.5   9.4   7.3   8.1    of one row block: each activation is read for that alone
     avx2vnni          16.5  22.9  16.2   9.1    two of each, for half as many bytes
-    avx2              15.3  19.4  15.0  18.6    two `vpmaddubsw`, and for codebooks (`packed_one.py`) one `vpmaddwd`; with 8 bits two of
-                                                that, two `vpsignb` and two `vpabsb`
+    avx2              15.3  19.4  15.0  18.6    two `vpmaddubsw`, and for codebooks one `vpmaddwd` (`packed_avx2_single.py`); with 8 bits
+                                                two of that, two `vpsignb` and two `vpabsb`
     neondot           22.9  38.9  24.2  19.9    four `sdot`, for a codebook four `tbl`, of 16 bytes each; two `and` and two `ushr`
     neon              39.5  58.8  40.4  35.8    eight `smull`, four `addp` and four `sadalp` in the place of the four `sdot`
 
@@ -29,7 +29,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..target import cpu_features, target
 from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
 from .int8_ir import (
@@ -40,12 +40,12 @@ from .int8_ir import (
     PIECES,
     WIDTH,
     WORDS,
-    ask,
     constant,
     levels_of_tile,
     load,
     load_table,
     offset,
+    prefetch_lines,
     splat,
     steps_table,
     store,
@@ -55,7 +55,7 @@ from .int8_ir import (
 from .int8_products import TABLE_SHIFT, side_by_side
 from .intrinsics import F32, I32, I64
 from .ir_loop import Loop
-from .packed_factors import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
+from .packed_scales import CODEBOOK, EXPONENTS, HALVES, NIBBLE, SIGNED, SMALL, TABLE, places_of, tile_of
 
 # Row blocks that `single` takes side by side, and how many bytes ahead of each are asked for: a row block's arithmetic hides too little of
 # its way from memory. What suits a processor was measured (docs/architecture): a Zen 5 wants one run of memory and its pages ahead of
@@ -106,14 +106,14 @@ def tile_at(builder: ir.IRBuilder, codes: ir.Value, following: ir.Value, tile: i
     passed = builder.mul(tile, I64(nbytes))
     at, behind = builder.add(codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), builder.mul(tiles, I64(nbytes)))
     here = builder.icmp_signed("<", behind, I64(0))
-    ask(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(following, behind)), nbytes)
+    prefetch_lines(builder, builder.select(here, offset(builder, at, AHEAD), builder.add(following, behind)), nbytes)
     return at
 
 
 def single(bits: int, way: str, streams: int = STREAMS):
     """The decode loop of one format."""
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, table, tables, x, tiles, shift, zero_shift, out):
         """`streams` row blocks times one column -> float32 [streams][16] at `out`, row scales not applied.
 
@@ -148,16 +148,16 @@ def single(bits: int, way: str, streams: int = STREAMS):
 def expand(bits: int, way: str):
     """Unpacking of one format, for several columns."""
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, codes, tables, tiles, out):
         """`tiles` tiles of a row block -> their quads, 512 bytes a tile, as unsigned bytes (codes, or levels as `weights_of` has them);
-        codes of eight bits 128 lower as `packed_turns.py` takes them."""
+        codes of eight bits 128 lower as `packed_avx2.py` takes them."""
         levels, _ = tables_of(builder, way, tables, bits)
         loop = Loop(builder, tiles, [], "expand")
         tile = loop.turn
         at = builder.add(codes, builder.mul(tile, I64(tile_nbytes(bits))))
         to = builder.add(out, builder.mul(tile, I64(64 * 8)))
-        ask(builder, offset(builder, at, NEXT), tile_nbytes(bits))
+        prefetch_lines(builder, offset(builder, at, NEXT), tile_nbytes(bits))
         for piece in range(PIECES):
             for j, value in enumerate(weights_of(builder, way, levels, at, bits, piece)):
                 if bits == 8 and INSTRUCTION_SET == "avx2":
@@ -171,14 +171,14 @@ def expand(bits: int, way: str):
 def columns(way: str, most: int):
     """The loop over expanded tiles for ABREAST columns or for one, codes up to `most`."""
 
-    @instructions
+    @llvm_intrinsic
     def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
         """Tiles [begin, end) of a row block, expanded at `quads`, times `count` columns; adds to float32 [count][16] at `sums`.
 
         x: records of the columns' tiles, from tile 0 on: the codes of all columns, int8 [count][32], their scales, float32 [count], their
         seeds, int32 [count][2]. scales, zeros: of the row block's first tile. `share` bytes per tile from `ahead` on are asked for
         meanwhile: memory is idle while a stretch is multiplied, and what is unpacked next would be waited for. apart: see
-        `packed_pairs.columns`; here row blocks are multiplied one by one.
+        `packed_avx512.columns`; here row blocks are multiplied one by one.
         """
         given = [quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share]
         with builder.if_else(builder.icmp_signed(">", count, I64(1))) as (several, one):
@@ -201,7 +201,7 @@ def _multiply(builder: ir.IRBuilder, way: str, count: int, most: int, args: list
     passed, quarter = builder.sub(tile, begin), builder.lshr(share, I64(2))
     wanted = builder.add(ahead, builder.mul(passed, share))
     for i in range(4):
-        ask(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+        prefetch_lines(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
     record, at = builder.add(x, builder.mul(tile, I64(RECORD * count))), builder.add(quads, builder.mul(passed, I64(64 * 8)))
     codes, x_scales, seeds = [], [], []
     for c in range(count):

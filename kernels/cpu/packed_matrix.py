@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from numpy import int64
 
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from ..tiles import (
     AFFINE,
     BLOCK,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import instructions
+from ..lazy_numba import llvm_intrinsic
 from ..tiles import ROWS, TILE
 from .inner_loops import VECTOR
 from .int8_ir import I8, constant, function, load, offset, splat, store
@@ -15,7 +15,7 @@ MAGIC, MAGIC_BITS = 1.5 * 2**23, 0x4B400000  # added to a small float, it leaves
 SMALLEST = 2.0**-126  # scale of activations; below it, its inverse could be infinite
 
 
-@instructions
+@llvm_intrinsic
 def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     """float32 [tiles * 32] -> int8 of the same count, float32 scales per 32 (largest magnitude / 127), int32 totals per 16. `tiles` >= 1;
     `least`: the bits of what a largest magnitude is at least.
@@ -57,7 +57,7 @@ def quantize_tiles(builder, x, tiles, codes, scales, totals, least):
     loop.end([])
 
 
-@instructions
+@llvm_intrinsic
 def scale_rows(builder, sums, row_scales):
     """16 float32 at `sums` times 16 bfloat16 at `row_scales`, in place."""
     halves, words, wide = ir.VectorType(I16, VECTOR), ir.VectorType(I32, VECTOR), ir.VectorType(F32, VECTOR)
@@ -68,7 +68,7 @@ def scale_rows(builder, sums, row_scales):
         store(builder, builder.fmul(load(builder, at, wide, 4), scale), at, 4)
 
 
-@instructions
+@llvm_intrinsic
 def put_block(builder, sums, target, add):
     """16 float32 from `sums` to `target`, added to what is there where `add` is not 0."""
     wide = ir.VectorType(F32, VECTOR)

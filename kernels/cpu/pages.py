@@ -4,8 +4,8 @@ Exact (open) pages sit in numbered slots, sealed pages in the layer's extent; ra
 `layout.PageLayout`, so one kernel reads either. A block list is an int64 array `[n, 4]`: sealed (0 or 1), slot or page index, first
 position, tokens held; it is the same for every layer of a step.
 
-Sealed pages may lie on a disk from some page on (`Spilled`). Attention then goes through the table in turns: what is in memory first, then
-run after run of pages for as long as each is leased, then the open pages. Every kernel does in turns what it does at once.
+Sealed pages may lie on a disk from some page on (`SpilledPages`). Attention then goes through the table in turns: what is in memory first,
+then run after run of pages for as long as each is leased, then the open pages. Every kernel does in turns what it does at once.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from ..compile import Kernel
 from ..layout import F32, PageLayout
 from ..registry import Call
 from ..workspace import address
-from . import attention, attention_few, compressed
+from . import attention, attention_decode, compressed
 from .compressed import CompressedKeys
-from .index import Chosen, attend
+from .indexer import Chosen, attend
 from .kv.selective import Selective
 from .ops import FEW, CpuOps
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 
 
 class Codec(Protocol):
@@ -37,7 +37,7 @@ class Codec(Protocol):
     def seal(self, exact: np.ndarray, layout: PageLayout, layer: int, first_token: int, out: np.ndarray) -> None: ...
 
 
-class Spilled(Protocol):
+class SpilledPages(Protocol):
     """The pages of one layer that lie on a disk (`offload/page_stream.py`): those from `first` on. `staging` is where the next one of them
     is sealed, `lead` the rows of a block table before that of page 0."""
 
@@ -69,10 +69,10 @@ class LayerPages:
     """`exact` and `sealed` are uint8 memory; scale, window (None: all) and softcap are the layer's attention."""
 
     # For many tokens; for one: partials, then merging.
-    many, few, merge = attention.attend_many, (attention_few.attend_few,), attention_few.merge_few
+    many, few, merge = attention.attend_prefill, (attention_decode.attend_decode,), attention_decode.merge_decode
     base = attention.PAGES  # the slot with the address of page 0
     by_page: int | None = None  # the slot that asks for a partial of every page, where pages are otherwise merged as they are read
-    spilled: Spilled | None = None
+    spilled: SpilledPages | None = None
     selective: Selective | None = None
     ends: np.ndarray | None = None  # of the last call, and so `among`
     among: np.ndarray | None = None
@@ -191,7 +191,7 @@ class LayerPages:
         table = ops.addresses_of_step(blocks, blocks)[0]
         block[attention.SINKS] = address(sinks)
         if tokens > (FEW if self.spilled is None and self.ends is None else 1):
-            ops.once()
+            ops.never_replay()
         if self.spilled is not None:
             if (read := self.spilled.reads())[0] < read[1]:
                 self._in_turns(read, q, position, blocks, table, out)
@@ -212,13 +212,13 @@ class LayerPages:
         """Argument blocks like `block` for few tokens: one for as many as have room for their partials."""
         ops, (tokens, width) = self.ops, q.shape
         heads = width // self.layout.head_dim
-        most = attention_few.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
+        most = attention_decode.most_tokens(ops.workspace.floats["partials"], heads, self.layout, len(blocks))
         begins = np.arange(0, tokens, most)
         calls = np.repeat(block[None], len(begins), 0)
         calls[:, attention.Q], calls[:, attention.OUT] = ops.at(q) + 4 * width * begins, ops.at(out) + 4 * width * begins
         calls[:, attention.TOKENS], calls[:, attention.POSITION] = np.minimum(most, tokens - begins), position + begins
         calls[:, attention.BLOCKS : attention.TO + 1] = len(blocks), table, heads, 0, len(blocks)
-        ops.keep(calls)
+        ops.keep_alive(calls)
         ops.refresh(partial(_move, calls[:, attention.POSITION]))
         return calls
 
@@ -232,11 +232,11 @@ class LayerPages:
         """`compiled` where pages of the disk lie between those in memory. What was noted so far runs while the first of them come."""
         calls, lead = self.calls(q, position, blocks, table, out), self.spilled.lead
         self.turn(calls, 0, lead + read[0])
-        self.ops.between(partial(self._as_they_come, calls))
+        self.ops.host_step(partial(self._attend_as_loaded, calls))
         self.turn(calls, lead + read[1], len(blocks))
         self.merged(calls)
 
-    def _as_they_come(self, calls: Sequence[np.ndarray]) -> None:
+    def _attend_as_loaded(self, calls: Sequence[np.ndarray]) -> None:
         """Attention over the pages that are read, all of them sealed."""
         lead, few = self.spilled.lead, self.few[-1:]
         with closing(self.spilled.come()) as come:
@@ -282,16 +282,16 @@ class LayerPages:
             if call[attention.STATE] == 0:
                 self.ops.run(self.merge, address(self._noted(call)))
 
-    def some(self, call: np.ndarray, blocks: np.ndarray) -> SomePages:
+    def some(self, call: np.ndarray, blocks: np.ndarray) -> ScatteredPages:
         """What attends to some pages of the disk for the one token of `call`; where partials merge by page."""
         own, table = self._noted(call), blocks.copy()
         own[attention.TABLE] = address(table)
-        return SomePages(self, own, table)
+        return ScatteredPages(self, own, table)
 
     def _noted(self, call: np.ndarray) -> np.ndarray:
         """An argument block of a job's own, which may come again from another position on."""
         own = call.copy()
-        self.ops.keep(own)
+        self.ops.keep_alive(own)
         self.ops.refresh(partial(own.__setitem__, attention.POSITION))
         return own
 
@@ -317,7 +317,7 @@ class LayerPages:
 
     def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
         """K and V as stored, [PAGE, KVH, D], of a block; of a slot with fewer parts fewer tokens."""
-        return raw_pages.sides(self._sealed_page(index) if sealed else self._slot(index), self.layout)
+        return raw_pages.keys_and_values(self._sealed_page(index) if sealed else self._slot(index), self.layout)
 
 
 def _move(positions: np.ndarray, position: int) -> None:
@@ -325,7 +325,7 @@ def _move(positions: np.ndarray, position: int) -> None:
     positions += position - int(positions[0])
 
 
-class SomePages:
+class ScatteredPages:
     """Attention of one token over pages of the disk that lie anywhere, some at a time: `call` is its argument block, `table` a block table
     of its own, in which an index counts bytes."""
 

@@ -19,7 +19,7 @@ from ..workspace import address
 from . import linear
 from . import rwkv7_loops as loops
 from .conv_loops import RAW, TOKENS, X
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:

@@ -11,15 +11,15 @@ import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, kernel
-from ..deferred import inlined
 from ..layout import NORM_LAYER
+from ..lazy_numba import inlined
 from ..reference_rwkv7 import LEAST as LEAST_LENGTH
 from ..reference_rwkv7 import SLOWEST as SLOWEST_RATE
 from ..state_shape import AFTER, FROM, KEPT, TO
 from .arithmetic import ONE, ZERO, dot_of, exp, normalise, normalise_here, sigmoid, squares_of
 from .conv_loops import CHANNELS, CONTROL, MEMORY, OWN, RAW, SLOT, TOKENS, X, copy
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
-from .state_rows import begin_rows, keep_rows, next_rows
+from .recurrence_rows import begin_rows, keep_rows, next_rows
 
 ROWS = 32  # of a state, for one thread at a time: 8 KiB where heads are 64 wide
 SLOWEST, LEAST, TWO = float32(SLOWEST_RATE), float32(LEAST_LENGTH), float32(2.0)

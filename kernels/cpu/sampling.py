@@ -15,7 +15,7 @@ import numpy as np
 from numpy import float32, float64, int64, uint32, uint64
 
 from ..compile import REASSOCIATE, jit
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from .arithmetic import exp
 from .intrinsics import bits_to_f32, f32_at, f32_to_bits, f64_at, i32_at, i64_at, u32_at
 

@@ -12,7 +12,7 @@ from ..layout import REPEATED
 from ..workspace import address
 from . import short_conv_loops as loops
 from .conv_loops import BIAS, X
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ threads nor the cut of a prompt change a bit. `reference_conv.py` says what is c
 from __future__ import annotations
 
 from ..compile import kernel
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from ..state_shape import AFTER, KEPT, TO
 from .conv_loops import CHANNELS, CONTROL, CONV, MEMORY, OWN, RAW, SLOT, TAPS, TOKENS, X, add_tap, copy, input_of
 from .intrinsics import f32_at, fetch_add, i64_at

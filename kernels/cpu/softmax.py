@@ -7,12 +7,12 @@ from functools import partial
 
 from llvmlite import ir
 
-from ..deferred import intrinsic, types
 from ..layout import PAGE
+from ..lazy_numba import intrinsic, types
 from .inner_loops import FLOATS, VECTOR
 from .int8_ir import constant, fma, load, offset, splat, store
 from .intrinsics import I32
-from .merging import across, larger, merged
+from .reductions import maximum, reduce_lanes, reduce_vectors
 
 LOG2E = 1.4426950408889634
 LOWEST = -126.0  # powers of two below it are taken for 0
@@ -51,13 +51,13 @@ def softmax_row(typingctx, address, begin, end, scale):
             score = builder.fmul(load(builder, place, FLOATS, 4), factor)
             value = builder.select(seen, score, constant(FLOATS, float("-inf")))
             kept.append(value)
-        most = partial(larger, builder)
-        top = builder.extract_element(across(builder, [merged(kept, most)], most), I32(0))
+        most = partial(maximum, builder)
+        top = builder.extract_element(reduce_lanes(builder, [reduce_vectors(kept, most)], most), I32(0))
         highest, weights = splat(builder, top, FLOATS), []
         for piece, value in enumerate(kept):
             weights.append(power_of_two(builder, builder.fmul(builder.fsub(value, highest), constant(FLOATS, LOG2E))))
             store(builder, weights[-1], offset(builder, address, 4 * VECTOR * piece), 4)
-        total = builder.extract_element(across(builder, [merged(weights, builder.fadd)], builder.fadd), I32(0))
+        total = builder.extract_element(reduce_lanes(builder, [reduce_vectors(weights, builder.fadd)], builder.fadd), I32(0))
         return context.make_tuple(builder, signature.return_type, (top, total))
 
     return types.UniTuple(types.float32, 2)(*[types.int64] * 3, types.float32), codegen

@@ -20,10 +20,10 @@ from ..layout import NORMS, activation_number
 from ..registry import Call, Registry
 from ..threads import ThreadPool
 from ..workspace import Workspace, address
-from . import in_parts, linear, lora, low_bit, packed
+from . import linear, lora, low_bit, packed, streamed_linear
 from .inner_loops import TILE_COLUMNS
 from .jobs import Jobs
-from .rows import SHARE_FROM
+from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:  # records of the layer above; the kernels read their fields and never build one
     from ...quant.weight import Linear, Norm
@@ -51,7 +51,7 @@ class _Job:
         return address(self.block)
 
 
-class Stages(Jobs):
+class MatrixStages(Jobs):
     """Of one model's matrices, over one workspace."""
 
     def __init__(self, pool: ThreadPool, registry: Registry, workspace: Workspace) -> None:
@@ -76,7 +76,7 @@ class Stages(Jobs):
         job = self._jobs.get((id(x), id(linears[0]), mode, id(residual)))
         if job is None or job.norm is not norm or job.linears[-1] is not linears[-1] or len(job.linears) != len(linears) or job.act != act:
             return None  # some of a stage's matrices may have met alone, where the others come in parts
-        self.keep(job.block)
+        self.keep_alive(job.block)
         self.run(job.kernel, job.where, job.parallel)
         return job.outs
 
@@ -87,7 +87,7 @@ class Stages(Jobs):
             lora.run(self, x, norm, linears, outs, mode, act)
             return
         if any(each.weight.in_parts for each in linears):
-            in_parts.run(self, x, norm, linears, outs, mode, act)
+            streamed_linear.run(self, x, norm, linears, outs, mode, act)
             return
         kinds = [low_bit.kind_of(each.weight) for each in linears]
         if len(set(kinds)) > 1 or (mode == linear.GATED and not low_bit.one_way(linears)):

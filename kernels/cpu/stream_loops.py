@@ -11,7 +11,7 @@ import numpy as np
 from numpy import float32
 
 from ..compile import kernel
-from ..deferred import inlined
+from ..lazy_numba import inlined
 from .arithmetic import ONE, ZERO, dot_of, exp, gated, mean_of, normalise, normalise_here, squares_of, variance_of
 from .intrinsics import f32_at, f64_at, fetch_add, i64_at
 

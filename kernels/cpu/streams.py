@@ -16,7 +16,7 @@ from ..layout import NORMS, activation_number
 from ..reference import gated
 from ..registry import Call
 from ..workspace import Dims, address
-from . import in_parts, linear, rows
+from . import linear, row_ops, streamed_linear
 from . import stream_loops as loops
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def low_rank(ops: CpuOps, x: np.ndarray, norm: Norm, low: LowRank, see: See = No
     """See `BlockOps`."""
     n = ops.workspace.take("beside", *x.shape)
     ops.registry.select(Call("scale")).candidate.run(ops, x, n, 1.0)
-    rows.norm_rows(ops, n, norm)
+    row_ops.norm_rows(ops, n, norm)
     if (outs := ops._remembered(n, None, (low.into,), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take("low rank", len(x), low.into.weight.shape[0])]
         ops._matrix(n, None, [low.into], outs, linear.PLAIN, "none")
@@ -181,7 +181,7 @@ def cut_mlp(ops: CpuOps, x: np.ndarray, norm: Norm, gate: Linear, up: Linear, do
     if (outs := ops._remembered(x, norm, (gate, up), linear.PLAIN, "none")) is None:
         outs = [ops.workspace.take(name, len(x), gate.weight.shape[0]) for name in ("gate", "up")]
         if gate.weight.in_parts and up.weight.in_parts and gate.lora is None and up.lora is None:
-            in_parts.run_pair(ops, x, norm, (gate, up), outs)
+            streamed_linear.run_pair(ops, x, norm, (gate, up), outs)
         else:
             ops._matrix(x, norm, [gate, up], outs, linear.PLAIN, "none")
     ops.registry.select(Call("cut", act=act)).candidate.run(ops, *outs, act, deviations)
@@ -214,7 +214,7 @@ def spread(ops: CpuOps, x: np.ndarray, branch: np.ndarray, norm: Norm) -> None:
     ops.args[: loops.P_EPS] = (ops.at(x), ops.at(branch), len(x), x.shape[1] // branch.shape[1], branch.shape[1], NORMS[norm.kind],
                                address(norm.weight))
     ops.reals[loops.P_EPS] = norm.eps
-    ops.run(loops.spread, ops.where, x.size >= rows.SHARE_FROM, ops.args)
+    ops.run(loops.spread, ops.where, x.size >= row_ops.SHARE_FROM, ops.args)
 
 
 def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndarray | None, one: np.ndarray, which: int = 0,
@@ -222,7 +222,7 @@ def _between(ops: CpuOps, kernel: object, streams: np.ndarray, branches: np.ndar
     tokens, width = one.shape
     ops.args[: loops.M_KEPT + 1] = (ops.at(streams), 0 if branches is None else ops.at(branches), ops.at(one), tokens,
                                     streams.shape[1] // width, width, which, kept)
-    ops.run(kernel, ops.where, streams.size >= rows.SHARE_FROM, ops.args)
+    ops.run(kernel, ops.where, streams.size >= row_ops.SHARE_FROM, ops.args)
 
 
 def enter(ops: CpuOps, streams: np.ndarray, branches: np.ndarray, one: np.ndarray) -> None:
@@ -244,7 +244,7 @@ def put(ops: CpuOps, streams: np.ndarray, one: np.ndarray, which: int, kept: boo
 def cut(ops: CpuOps, gate: np.ndarray, up: np.ndarray, act: str, deviations: float) -> None:
     ops.args[: loops.C_DEVIATIONS] = ops.at(gate), ops.at(up), *gate.shape, activation_number(act)
     ops.reals[loops.C_DEVIATIONS] = deviations
-    ops.run(loops.cut, ops.where, gate.size >= rows.SHARE_FROM, ops.args)
+    ops.run(loops.cut, ops.where, gate.size >= row_ops.SHARE_FROM, ops.args)
 
 
 # -- and what they mean, by `reference_streams.py` ----------------------------------------------------------------------------------------

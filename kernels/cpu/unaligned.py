@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from llvmlite import ir
 
-from ..deferred import instructions, types
+from ..lazy_numba import llvm_intrinsic, types
 from . import int8_ir
 from .intrinsics import I64
 
 
 def _load(bits: int):
-    @instructions
+    @llvm_intrinsic
     def load(builder, address) -> types.int64:
         value = int8_ir.load(builder, address, ir.IntType(bits))
         return value if bits == 64 else builder.zext(value, I64)
@@ -19,7 +19,7 @@ def _load(bits: int):
 
 
 def _store(bits: int):
-    @instructions
+    @llvm_intrinsic
     def store(builder, address, value):
         int8_ir.store(builder, value if bits == 64 else builder.trunc(value, ir.IntType(bits)), address)
 

@@ -10,7 +10,7 @@ import numpy as np
 from numpy import float32
 
 from ..compile import REASSOCIATE, jit
-from ..deferred import carray
+from ..lazy_numba import carray
 from .intrinsics import f32_at, f64_at, i64_at, u8_at
 
 # Slots of the argument block: W float32 [ROWS, DEPTH] and CODES uint8 of its shape, SCALES uint8 [ROWS, GROUPS], codes of FACTORS

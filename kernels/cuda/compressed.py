@@ -1,5 +1,5 @@
 """Keys that are made of several tokens on torch tensors: those of one layer, what chooses among them, and the state of those on their way;
-what `cpu/compressed.py` and `cpu/index.py` compute."""
+what `cpu/compressed.py` and `cpu/indexer.py` compute."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from ..compressed_shape import CompressedShape
 from ..device_memory import SCORES
-from ..index_shape import IndexShape
+from ..indexer_shape import IndexShape
 from ..layout import F32, REPEATED
 from ..state_shape import NO_SLOT
 from .attention import closed_keys
@@ -33,7 +33,7 @@ class TorchKeys:
 
     def __init__(self, shape: CompressedShape | IndexShape, memory: torch.Tensor, stored: int,
                  bring: Callable[[np.ndarray], torch.Tensor]) -> None:
-        self.shape, self.memory, self.stored, self.bring = shape, memory, stored, bring
+        self.shape, self.memory, self.stored, self.to_device = shape, memory, stored, bring
         self.rows = memory.view(torch.float32 if stored == F32 else torch.float16).view(-1, shape.width)
 
     @property
@@ -56,7 +56,7 @@ class TorchKeys:
     def put(self, made: torch.Tensor, first: int, norm: Norm, table: RopeTable) -> None:
         """Keys [n, width] from number `first` on: normed, then turned by the place of the first token of each."""
         if len(made):
-            cos, sin = (self.bring(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.rate))
+            cos, sin = (self.to_device(each[:, None]) for each in table.turns((first + np.arange(len(made))) * self.shape.rate))
             kept = turned_tails(normalise(made, norm)[:, None], cos, sin)[:, 0]
             self.rows[first : first + len(made)] = (kept if self.stored == F32 else saturated(kept)).to(self.rows.dtype)
 
@@ -85,12 +85,12 @@ class TorchIndex(TorchKeys):
 
 def compressed_keys(ops: TorchOps, shape: CompressedShape, memory: np.ndarray, stored: int) -> TorchKeys:
     """The keys of one layer in as much memory as the host's that stands for them, kept as `stored`."""
-    return TorchKeys(shape, ops.on.take(memory.nbytes), stored, ops.on.bring)
+    return TorchKeys(shape, ops.on.take(memory.nbytes), stored, ops.on.to_device)
 
 
 def index_layer(ops: TorchOps, shape: IndexShape, memory: np.ndarray, stored: int) -> TorchIndex:
     """What chooses in one layer; as `compressed_keys`."""
-    return TorchIndex(shape, ops.on.take(memory.nbytes), stored, ops.on.bring)
+    return TorchIndex(shape, ops.on.take(memory.nbytes), stored, ops.on.to_device)
 
 
 def turned_tails(y: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:

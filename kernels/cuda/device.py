@@ -41,7 +41,7 @@ def within_memory(message: str) -> Iterator[None]:
 
 
 @dataclass
-class Crossed:
+class TransferCounts:
     """What went between host and device, in bytes and times: weights and pages, activations each way, and layers copied for a pass."""
 
     placed: int = 0
@@ -53,7 +53,7 @@ class Crossed:
     copies: int = 0
 
 
-class Lane(Protocol):
+class CopyStream(Protocol):
     """Copies from pinned memory beside the computation. Marks are points in the order of either side."""
 
     def send(self, target: torch.Tensor, staged: torch.Tensor, after: object) -> object:
@@ -78,14 +78,14 @@ class Device(Protocol):
     compiles: bool
     kind: str
     host_nbytes: int  # of the host's memory that its driver takes later
-    crossed: Crossed
+    crossed: TransferCounts
 
     def free(self) -> int: ...
     def take(self, nbytes: int) -> torch.Tensor: ...
     def pinned(self, nbytes: int) -> torch.Tensor: ...
-    def bring(self, array: np.ndarray) -> torch.Tensor: ...
-    def fetch(self, tensor: torch.Tensor) -> np.ndarray: ...
-    def lane(self) -> Lane: ...
+    def to_device(self, array: np.ndarray) -> torch.Tensor: ...
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray: ...
+    def lane(self) -> CopyStream: ...
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]: ...
     def release(self) -> None: ...
     def link_rate(self) -> float: ...
@@ -99,7 +99,7 @@ class CudaDevice:
     host_nbytes = 576 << 20
 
     def __init__(self, name: str = "cuda") -> None:
-        self.name, self.torch, self.crossed = name, torch.device(name), Crossed()
+        self.name, self.torch, self.crossed = name, torch.device(name), TransferCounts()
         # One for all, since a product's library sets memory aside for every stream; the last graph, whose memory the next one takes over.
         self._recorder: torch.cuda.Stream | None = None
         self._last: torch.cuda.CUDAGraph | None = None
@@ -114,14 +114,14 @@ class CudaDevice:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
 
-    def bring(self, array: np.ndarray) -> torch.Tensor:
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array).to(self.torch)
 
-    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         return tensor.cpu().numpy()
 
-    def lane(self) -> Lane:
-        return CudaLane(self.torch)
+    def lane(self) -> CopyStream:
+        return CudaCopyStream(self.torch)
 
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         beside = self._recorder = self._recorder or torch.cuda.Stream(self.torch)
@@ -166,7 +166,7 @@ class CudaDevice:
         return max(rates)
 
 
-class CudaLane:
+class CudaCopyStream:
     """A side stream."""
 
     def __init__(self, device: torch.device) -> None:
@@ -201,7 +201,7 @@ class SimulatedDevice:
 
     def __init__(self, memory: int | None = None, link: float = 12e9, name: str = "cuda", compiles: bool = False) -> None:
         self.compiles = compiles
-        self.name, self.torch, self.crossed = name, torch.device("cpu"), Crossed()
+        self.name, self.torch, self.crossed = name, torch.device("cpu"), TransferCounts()
         self.memory, self.held, self.most, self.link = memory, 0, 0, link
 
     def free(self) -> int:
@@ -223,14 +223,14 @@ class SimulatedDevice:
     def pinned(self, nbytes: int) -> torch.Tensor:
         return torch.empty(nbytes, dtype=torch.uint8)
 
-    def bring(self, array: np.ndarray) -> torch.Tensor:
+    def to_device(self, array: np.ndarray) -> torch.Tensor:
         return torch.from_numpy(array.copy())
 
-    def fetch(self, tensor: torch.Tensor) -> np.ndarray:
+    def to_host(self, tensor: torch.Tensor) -> np.ndarray:
         return tensor.numpy().copy()
 
-    def lane(self) -> Lane:
-        return SimulatedLane()
+    def lane(self) -> CopyStream:
+        return SimulatedCopyStream()
 
     def recorded(self, run: Callable[[], torch.Tensor]) -> tuple[Callable[[], None], torch.Tensor]:
         out = run()
@@ -244,7 +244,7 @@ class SimulatedDevice:
         return self.link
 
 
-class SimulatedLane:
+class SimulatedCopyStream:
     """Copies wait until somebody waits for them."""
 
     def __init__(self) -> None:
@@ -268,7 +268,7 @@ class SimulatedLane:
         return self._number
 
 
-def found() -> Device | None:
+def find_gpu() -> Device | None:
     """The GPU that torch can use here, if any. The libraries of a product are loaded then: some hundred MiB of the host's memory, which a
     plan made afterwards weighs as a part of the program. Raises DoesNotFit where the card has no room even for these, RuntimeError with
     torch's words where it has a card and cannot use it."""

@@ -12,12 +12,12 @@ import torch
 
 if TYPE_CHECKING:
     from ...quant.weight import Linear, Lora
-    from .products import Into
+    from .matmul import Into
 
 NONE, AS_THEY_ARE, BY_TEXT = range(3)
 
 
-class Scales:
+class AdapterScales:
     """What of it `TorchOps` holds."""
 
     _way, _chosen = NONE, ()

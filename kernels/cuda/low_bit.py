@@ -59,11 +59,11 @@ def product(x: torch.Tensor, blob: torch.Tensor, form: Format, bias: torch.Tenso
     out = torch.empty(len(x), rows, device=x.device)
     for first in range(0, form.at.rows // ROWS, each):
         end = min(form.at.rows // ROWS, first + each)
-        out[:, first * ROWS : end * ROWS] = x @ (values or opened)(blob, form, first, end).T
+        out[:, first * ROWS : end * ROWS] = x @ (values or dequantize)(blob, form, first, end).T
     return out if bias is None else out.add_(bias)
 
 
-def opened(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
+def dequantize(blob: torch.Tensor, form: Format, first: int, end: int) -> torch.Tensor:
     """Row blocks [first, end) of a weight, float32 [rows, K]; the last block without its padding."""
     own = _Blocks(blob, form, first, end)
     w = own.plain()

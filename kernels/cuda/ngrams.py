@@ -13,8 +13,8 @@ from ..layout import REPEATED
 from ..ngram_shape import NgramShape
 from ..reference_ngrams import LEAST
 from ..state_shape import NO_SLOT
-from .mixing import normed_streams
 from .states import TorchSlots
+from .stream_mixing import normed_streams
 
 if TYPE_CHECKING:
     from ...quant.state_weights import Ngrams

@@ -28,7 +28,7 @@ from ..kv_layout import (
 )
 from ..layout import PAGE, PageLayout
 from .attention import Partial, block_partial, finish, fold, pages_at_once, rows_of
-from .one_kernel import OneKernel
+from .kernel_choice import KernelChoice
 from .pages import COUNT, FIRST, INDEX, SEALED, TorchLayerPages, pages_of, runs, visible_span
 
 Widths = tuple[tuple[int, ...], tuple[int, ...]]
@@ -55,7 +55,7 @@ class TorchPackedPages(TorchLayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out, both uint8 tensors on the device."""
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
-                 scale: float, window: int | None, softcap: float | None, codec: Codec, one: OneKernel) -> None:
+                 scale: float, window: int | None, softcap: float | None, codec: Codec, one: KernelChoice) -> None:
         super().__init__(upload, layout, exact, exact[:0], scale, window, softcap, one)
         self.codec, self.packed = codec, codec.layout(layout.kv_heads, layout.head_dim)
         self.records = sealed.view(-1, self.packed.layer_page_nbytes)

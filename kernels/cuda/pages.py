@@ -18,7 +18,7 @@ import torch
 
 from ..layout import F32, HEADER_NBYTES, STORED_BYTES, PageLayout
 from .attention import attend_blocks, finish, merged_blocks, with_keys
-from .one_kernel import FEW, OneKernel
+from .kernel_choice import FEW, KernelChoice
 
 if TYPE_CHECKING:
     from .compressed import TorchKeys
@@ -39,7 +39,7 @@ def saturated(x: torch.Tensor) -> torch.Tensor:
     return torch.where(x.abs() == math.inf, x, x.clamp(-HALF_MAX, HALF_MAX))
 
 
-def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
+def keys_and_values(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch.Tensor]:
     """K and V of every part of the layer-pages in uint8 `memory`, as views [parts, KVH, rows, D]; K lies channel by channel, V token by
     token."""
     item = STORED_BYTES[layout.stored]
@@ -51,7 +51,8 @@ def sides(memory: torch.Tensor, layout: PageLayout) -> tuple[torch.Tensor, torch
 
 
 def pages_of(side: torch.Tensor, index: torch.Tensor, layout: PageLayout) -> torch.Tensor:
-    """Pages `index` [n] of what `sides` gave: [n, KVH, 128, D], a copy. What the last slot has no memory for is what it has some for."""
+    """Pages `index` [n] of what `keys_and_values` gave: [n, KVH, 128, D], a copy. What the last slot has no memory for is what it has some
+    for."""
     if layout.parts == 1:
         return side[index]
     parts = index[:, None] * layout.parts + torch.arange(layout.parts, device=index.device)
@@ -83,11 +84,11 @@ class TorchLayerPages:
 
     def __init__(self, upload: Callable[[np.ndarray], torch.Tensor], layout: PageLayout, exact: torch.Tensor, sealed: torch.Tensor,
                  scale: float, window: int | None, softcap: float | None,
-                 one: OneKernel, places: Callable[[int, int], torch.Tensor] | None = None) -> None:
+                 one: KernelChoice, places: Callable[[int, int], torch.Tensor] | None = None) -> None:
         self._places = places or (lambda position, tokens: torch.arange(position, position + tokens, device=exact.device))
         self.upload, self.layout, self.exact, self.sealed = upload, layout, exact, sealed
         self.scale, self.window, self.softcap, self._one = scale, window, softcap, one
-        self._exact_sides, self._sealed_sides = sides(exact, layout), sides(sealed, layout)
+        self._exact_sides, self._sealed_sides = keys_and_values(exact, layout), keys_and_values(sealed, layout)
 
     def reader(self) -> TorchLayerPages:
         """The same pages for another layer that attends to them."""

@@ -1,5 +1,5 @@
 """What a layer does between products: norms, activations, gates, rotary positions; by torch's operations, which say what each is, or in one
-kernel each (`stage_kernels.py`)."""
+kernel each (`triton_stages.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch.nn import functional
 
 from ..layout import SILU_LIMIT, SWISH_LIMIT, SWISH_SLOPE, bound_of
-from .one_kernel import FEW, OneKernel
+from .kernel_choice import FEW, KernelChoice
 
 if TYPE_CHECKING:
     from ...quant.weight import Norm
@@ -26,7 +26,7 @@ class Stages:
     """On one device. Of many tokens by torch: starting a kernel of ours takes Python longer than several of torch's, and those of a prompt
     run for long. What is changed in place has a copy of what it was only where a kernel is tried."""
 
-    def __init__(self, one: OneKernel) -> None:
+    def __init__(self, one: KernelChoice) -> None:
         self._one = one
 
     def normalise(self, x: torch.Tensor, norm: Norm) -> torch.Tensor:
@@ -103,6 +103,6 @@ def _rotated(y: torch.Tensor, heads: int, head_dim: int, cos: torch.Tensor, sin:
 
 
 def _kernels() -> ModuleType:
-    from . import stage_kernels
+    from . import triton_stages
 
-    return stage_kernels
+    return triton_stages

@@ -21,13 +21,13 @@ from ..reference import CURVE_EDGE, CURVE_SLOPE
 from ..reference_moe import Routed, Routing, visits
 from ..registry import Call, Candidate, Registry
 from ..tiles import SCHEMES
-from . import branches, compressed, head_widths, lora, mixing, ngrams, streams
+from . import compressed, head_widths, lora, moe_branches, ngrams, stream_mixing, streams
 from .device import CudaDevice, Device, SimulatedDevice, within_memory
-from .one_kernel import OneKernel
+from .graph_replay import GraphCache
+from .kernel_choice import KernelChoice
+from .matmul import Into, Matmul, tiled
 from .packed_pages import TorchPackedPages
 from .pages import TorchLayerPages
-from .products import Into, Products, tiled
-from .repeated import Repeats
 from .routing import routed
 from .stages import Stages, activated
 from .states import TorchSlots, state_layer
@@ -44,13 +44,13 @@ NATIVE = {"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16}
 def default_registry() -> Registry:
     """One way per stored type."""
     stored = lambda kinds: lambda call: "" if call.stored in kinds else f"no product with {call.stored}"  # noqa: E731
-    return Registry([Candidate("matrix", "torch", stored(("f32",)), Products.plain, "torch's own product"),
-                     Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Products.widened, "the same numbers"),
-                     Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Products.of_codes,
+    return Registry([Candidate("matrix", "torch", stored(("f32",)), Matmul.plain, "torch's own product"),
+                     Candidate("matrix", "widened to float32", stored(tuple(STORED_TYPES)), Matmul.widened, "the same numbers"),
+                     Candidate("matrix", "codes opened to float32", stored(tuple(SCHEMES)), Matmul.of_codes,
                                "in the kernel that multiplies where Triton compiles one for the card, else before the product")])
 
 
-class TorchOps(lora.Scales):
+class TorchOps(lora.AdapterScales):
     """See the module. `device` is a Device, or its name: cuda, or cpu for a simulated one; one instance serves every block placed on it."""
 
     name = "torch"
@@ -64,9 +64,9 @@ class TorchOps(lora.Scales):
         self.registry = registry or default_registry()
         self._angles: dict[int, tuple[object, object, torch.Tensor, torch.Tensor]] = {}
         self._uploads: dict[tuple[tuple[int, ...], str, bytes], torch.Tensor] = {}
-        self.repeats, self.one = Repeats(device), OneKernel(device)
-        self.products, self.stages = Products(self.one), Stages(self.one)
-        self.said: tuple[torch.Tensor, ...] = ()  # by each token of its streams when they were last gathered (`mixing.py`)
+        self.repeats, self.one = GraphCache(device), KernelChoice(device)
+        self.products, self.stages = Matmul(self.one), Stages(self.one)
+        self.said: tuple[torch.Tensor, ...] = ()  # by each token of its streams when they were last gathered (`stream_mixing.py`)
 
     def announcements(self) -> list[str]:
         """What is slower on this device than it could be, each said once."""
@@ -159,9 +159,9 @@ class TorchOps(lora.Scales):
                  handed: int = 0) -> None:
         """Add to `into` the chosen experts' results of n, times their shares, or their results of n times these; the last `handed` of those
         chosen among give n."""
-        offsets, tokens, places = visits(self.on.fetch(chosen), len(experts) + handed)
+        offsets, tokens, places = visits(self.on.to_host(chosen), len(experts) + handed)
         begin, offsets = offsets[len(experts)], offsets[: len(experts) + 1]
-        rows, at = self.on.bring(tokens), self.on.bring(places)
+        rows, at = self.on.to_device(tokens), self.on.to_device(places)
         hidden = torch.empty(len(tokens), experts[0].up.weight.shape[0], device=n.device)
         results = torch.empty(len(tokens), n.shape[1], device=n.device)
         if of_inputs:
@@ -188,8 +188,8 @@ class TorchOps(lora.Scales):
         hidden = self._inside(n, shared, shared.act or act)
         return hidden if shared.scale is None else hidden * self._linear(n, shared.scale).sigmoid()
 
-    mlp_and_experts, expert_branch, routed_by = branches.mlp_and_experts, branches.expert_branch, branches.routed_by
-    gathered, mixed, ngram_products = mixing.gathered, mixing.mixed, ngrams.ngram_products
+    mlp_and_experts, expert_branch, routed_by = moe_branches.mlp_and_experts, moe_branches.expert_branch, moe_branches.routed_by
+    gathered, mixed, ngram_products = stream_mixing.gathered, stream_mixing.mixed, ngrams.ngram_products
     turn_tails, grouped_linear = compressed.turn_tails, compressed.grouped_linear
     compressed_keys, index_layer = compressed.compressed_keys, compressed.index_layer
 
@@ -299,16 +299,16 @@ class TorchOps(lora.Scales):
         """Activations from another backend; a copy, because the stream is updated in place."""
         self.on.crossed.sends += 1
         self.on.crossed.sent += x.nbytes
-        return self.on.bring(x)
+        return self.on.to_device(x)
 
     def to_host(self, x: torch.Tensor) -> np.ndarray:
         self.on.crossed.receives += 1
         self.on.crossed.received += x.nbytes
-        return self.on.fetch(x)
+        return self.on.to_host(x)
 
     def repeat(self, x: np.ndarray, blocks: np.ndarray, positions: np.ndarray,
                layers: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-        """`layers` of the host's stream x, which are run again as one graph where they came before (`repeated.py`)."""
+        """`layers` of the host's stream x, which are run again as one graph where they came before (`graph_replay.py`)."""
         self.on.crossed.sends += 1
         self.on.crossed.sent += x.nbytes
         return self.repeats.run(blocks, positions, x, layers)
@@ -334,7 +334,7 @@ class TorchOps(lora.Scales):
         if held not in self._uploads:
             if len(self._uploads) == UPLOADS:
                 del self._uploads[next(iter(self._uploads))]
-            self._uploads[held] = self.on.bring(array)
+            self._uploads[held] = self.on.to_device(array)
         return self._uploads[held]
 
     def places(self, position: int, tokens: int) -> torch.Tensor:
@@ -346,7 +346,7 @@ class TorchOps(lora.Scales):
     # -- beneath ---------------------------------------------------------------------------------------------------------------
 
     def _rows(self, table: Weight, ids: np.ndarray) -> torch.Tensor:
-        return table.parts["data"][self.on.bring(ids)].to(torch.float32, copy=True)
+        return table.parts["data"][self.on.to_device(ids)].to(torch.float32, copy=True)
 
     def _down(self, hidden: torch.Tensor, down: Linear, x: torch.Tensor, see: Callable[[torch.Tensor], None] | None, after: Norm | None,
               factor: float) -> torch.Tensor:
@@ -374,7 +374,7 @@ class TorchOps(lora.Scales):
         if known is None or known[0] is not positions or known[1] is not table:
             if len(self._angles) >= UPLOADS:
                 self._angles.clear()
-            turned = (self.on.bring(_turned(which, positions, table)) for which in (0, 1))
+            turned = (self.on.to_device(_turned(which, positions, table)) for which in (0, 1))
             known = (positions, table, *turned)
             self._angles[id(table)] = known
         return known[2], known[3]

@@ -34,7 +34,7 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
 
     Raises KeyError for a type that is not in KEPT, ValueError for arrays that do not fit, GridsMissing.
     """
-    from ...kernels.cpu import foreign_blocks, foreign_levels
+    from ...kernels.cpu import repack_gguf, repack_gguf_codebooks
 
     spec = KEPT[kind]
     wide = SUPER_BLOCK if spec.scheme in IN_SUPERS else 2 * TILE if spec.scheme == "nvfp" else TILE
@@ -45,17 +45,17 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
     if spec.scheme == "table":
         own = LEVELED[kind]
         grid = address(grid_of(own.grid)) if own.grid else 0
-        bad = foreign_levels.blocks_of_levels(foreign_levels.KINDS[kind], spec.bits, own.nbytes, grid, address(raw), len(raw),
-                                              shape[1] // wide, codes, scales)
+        bad = repack_gguf_codebooks.repack_codebook_blocks(repack_gguf_codebooks.KINDS[kind], spec.bits, own.nbytes, grid, address(raw),
+                                                           len(raw), shape[1] // wide, codes, scales)
         _put_row_scales(blob, spec, shape, begin, len(raw), own.part)
         put_tables(blob, spec, shape, own.levels)
         return not bad
     if spec.scheme == "nvfp":
-        foreign_blocks.blocks_of_nvfp(address(raw), len(raw), shape[1] // wide, codes, scales)
+        repack_gguf.repack_nvfp4_blocks(address(raw), len(raw), shape[1] // wide, codes, scales)
         _put_row_scales(blob, spec, shape, begin, len(raw), scale)
         return True
-    put = foreign_blocks.blocks_of_32 if wide == TILE else foreign_blocks.blocks_of_256
-    bad = put(foreign_blocks.KINDS[kind], address(raw), len(raw), shape[1] // wide, codes, scales)
+    put = repack_gguf.repack_blocks_of_32 if wide == TILE else repack_gguf.repack_super_blocks
+    bad = put(repack_gguf.KINDS[kind], address(raw), len(raw), shape[1] // wide, codes, scales)
     _put_row_scales(blob, spec, shape, begin, len(raw))
     return not bad
 
@@ -63,7 +63,7 @@ def put_blocks(blob: np.ndarray, kind: str, shape: tuple[int, int], begin: int, 
 def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.ndarray, scales: np.ndarray) -> bool:
     """As `put_blocks`, of MXFP4 whose codes uint8 [n, K / 2], two neighbours in a byte, lie apart from their exponents uint8 [n, K / 32].
     Rows of either may lie at any distance."""
-    from ...kernels.cpu import foreign_words
+    from ...kernels.cpu import repack_words
 
     n, groups = len(codes), shape[1] // TILE
     _check(blob, MXFP4, shape, begin, n)
@@ -71,8 +71,8 @@ def put_pairs(blob: np.ndarray, shape: tuple[int, int], begin: int, codes: np.nd
         if array.dtype != np.uint8 or array.shape != (n, width) or (array.strides[1] != 1 and width > 1):
             raise ValueError(f"{name} of {array.dtype} {array.shape} for {n} rows of {shape[1]} inputs")
     at = _places(blob, MXFP4, shape, begin)
-    foreign_words.codes_to_tiles(foreign_words.PAIRS, address(codes), codes.strides[0], n, groups, at[0])
-    bad = foreign_words.exponents_by_block(address(scales), scales.strides[0], n, groups, at[1])
+    repack_words.repack_codes(repack_words.PAIRS, address(codes), codes.strides[0], n, groups, at[0])
+    bad = repack_words.repack_exponents(address(scales), scales.strides[0], n, groups, at[1])
     _put_row_scales(blob, MXFP4, shape, begin, n)
     return not bad
 
@@ -85,49 +85,49 @@ def put_words(blob: np.ndarray, spec: QuantSpec, shape: tuple[int, int], layout:
 
     Raises KeyError for what is not in WORDS, ValueError for arrays that do not fit.
     """
-    from ...kernels.cpu import foreign_words
+    from ...kernels.cpu import repack_words
 
-    (n, k), eights = shape, (foreign_words.NIBBLES_DOWN, foreign_words.GROUPED)
-    known = {("gptq", 4): (foreign_words.NIBBLES_DOWN, (k // 8, n)), ("gptq", 8): (foreign_words.BYTES_DOWN, (k // 4, n)),
-             ("awq", 4): (foreign_words.GROUPED, (k, n // 8)), ("packed", 4): (foreign_words.PAIRS, (n, k // 8)),
-             ("packed", 8): (foreign_words.BYTES, (n, k // 4)),
-             **{(bytes_alike, 8): (foreign_words.SIGNED_BYTES, (n, k)) for bytes_alike in SIGNED}}
+    (n, k), eights = shape, (repack_words.NIBBLES_DOWN, repack_words.GROUPED)
+    known = {("gptq", 4): (repack_words.NIBBLES_DOWN, (k // 8, n)), ("gptq", 8): (repack_words.BYTES_DOWN, (k // 4, n)),
+             ("awq", 4): (repack_words.GROUPED, (k, n // 8)), ("packed", 4): (repack_words.PAIRS, (n, k // 8)),
+             ("packed", 8): (repack_words.BYTES, (n, k // 4)),
+             **{(bytes_alike, 8): (repack_words.SIGNED_BYTES, (n, k)) for bytes_alike in SIGNED}}
     kind, form = known[layout, spec.bits]
     _check(blob, spec, shape, 0, n)
     if words.dtype != (np.int8 if layout in SIGNED else np.int32) or words.shape != form or not words.flags.c_contiguous or (
             n % 8 and kind in eights):
         raise ValueError(f"words of {words.dtype} {words.shape} for {spec} of shape {shape}")
-    foreign_words.codes_to_tiles(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)
+    repack_words.repack_codes(kind, address(words), words.strides[0], n, k // TILE, address(blob) + spec.sections(shape).codes)
 
 
 def put_halves(out: np.ndarray, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
     """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> halves, uint8 [2 * N * K], rounded as NumPy rounds. Releases
     the interpreter lock. Raises ValueError for arrays that do not fit."""
-    from ...kernels.cpu import foreign_floats
+    from ...kernels.cpu import fp8_to_half
 
     scales, high, wide = fp8.blocks(codes.shape, scales, block)
     scales, (n, k) = np.ascontiguousarray(scales, np.float32), codes.shape
     if codes.dtype != np.uint8 or not codes.flags.c_contiguous or out.dtype != np.uint8 or out.shape != (2 * n * k,) or not (
             out.flags.c_contiguous and out.flags.writeable):
         raise ValueError(f"codes of {codes.dtype} {codes.shape} for {out.shape} bytes")
-    foreign_floats.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
+    fp8_to_half.e4m3_to_half(address(codes), n, k, address(scales), scales.shape[1], high, wide, address(out))
 
 
 def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.ndarray, block: tuple[int, int]) -> None:
     """E4M3 codes uint8 [N, K] under scales as `fp8.dequantize` takes them -> the blob of their weight, nothing rounded. Releases the
     interpreter lock. Raises ValueError for arrays that do not fit, and for what is no number."""
-    from ...kernels.cpu import foreign_floats, foreign_words
+    from ...kernels.cpu import fp8_to_half, repack_words
 
     (n, k), own = codes.shape, fp8.factors(codes.shape, scales, spec, block)
     if codes.dtype != np.uint8 or not codes.flags.c_contiguous:
         raise ValueError(f"codes of {codes.dtype} {codes.shape}")
-    if foreign_floats.has_nan(address(codes), codes.size):
+    if fp8_to_half.has_nan(address(codes), codes.size):
         raise ValueError("a weight is NaN")
     if k % TILE:
         put_rows(blob, spec, codes.shape, 0, Codes(codes, own[0], None, own[1]))
         return
     _check(blob, spec, codes.shape, 0, n)
-    foreign_words.codes_to_tiles(foreign_words.BYTES, address(codes), codes.strides[0], n, k // TILE,
+    repack_words.repack_codes(repack_words.BYTES, address(codes), codes.strides[0], n, k // TILE,
                                  address(blob) + spec.sections(codes.shape).codes)
     put_factors(blob, spec, codes.shape, 0, own[0], None, own[1])
 
@@ -135,7 +135,7 @@ def put_floats(blob: np.ndarray, spec: QuantSpec, codes: np.ndarray, scales: np.
 def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: np.float32) -> None:
     """NVFP4 as folders hold it, as `nvfp4.packable` takes it -> the blob of its weight, nothing rounded. Releases the interpreter lock.
     Raises ValueError for arrays that do not fit, and for what is no number."""
-    from ...kernels.cpu import foreign_words
+    from ...kernels.cpu import repack_words
 
     nvfp4.check(packed, scales)
     spec, shape, rows = nvfp4.SPEC, (len(packed), 2 * packed.shape[1]), np.full(len(packed), scale / 2, np.float32)
@@ -145,7 +145,7 @@ def put_small(blob: np.ndarray, packed: np.ndarray, scales: np.ndarray, scale: n
         put_rows(blob, spec, shape, 0, nvfp4.packable(packed, scales, scale))
     else:
         _check(blob, spec, shape, 0, len(packed))
-        foreign_words.codes_to_tiles(foreign_words.PAIRS, address(packed), packed.strides[0], shape[0], shape[1] // TILE,
+        repack_words.repack_codes(repack_words.PAIRS, address(packed), packed.strides[0], shape[0], shape[1] // TILE,
                                      address(blob) + spec.sections(shape).codes)
         put_factors(blob, spec, shape, 0, scales.view(np.int8), None, rows)
     put_tables(blob, spec, shape, MXFP)
@@ -156,7 +156,7 @@ def put_levels(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.
     """Rows of a weight of `shape` [N, K] from `begin` on, a multiple of 16, which bitsandbytes made, as `bitsandbytes.packable` takes them,
     into its blob: its codes, under levels and scales that are rounded. A number of rows as of `put_blocks`. Raises ValueError for arrays
     that do not fit."""
-    from ...kernels.cpu import foreign_words
+    from ...kernels.cpu import repack_words
 
     spec, depth = bitsandbytes.SPEC, shape[1]
     own = min(2 * packed.size // depth, shape[0] - begin), depth
@@ -166,7 +166,7 @@ def put_levels(blob: np.ndarray, shape: tuple[int, int], begin: int, packed: np.
         codes, rows, supers, _ = bitsandbytes.factors(packed, levels, scales, block, own)
         pairs = packed >> 4 | packed << 4
         _check(blob, spec, shape, begin, own[0])
-        foreign_words.codes_to_tiles(foreign_words.PAIRS, address(pairs), depth // 2, own[0], depth // TILE,
+        repack_words.repack_codes(repack_words.PAIRS, address(pairs), depth // 2, own[0], depth // TILE,
                                      _places(blob, spec, shape, begin)[0])
         put_factors(blob, spec, shape, begin, codes, None, rows, supers)
     put_tables(blob, spec, shape, bitsandbytes.whole_levels(levels)[0])

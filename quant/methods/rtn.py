@@ -1,6 +1,6 @@
 """Round to nearest, without data: per group the scale of least squared error, per row the least-squares scale of what was chosen.
 
-The search is compiled (`kernels/cpu/quantise.py`). A row's result depends on nothing but the row.
+The search is compiled (`kernels/cpu/quantize_search.py`). A row's result depends on nothing but the row.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import EffllmError, UsageError
-from ...kernels.cpu import quantise
-from ...kernels.cpu.quantise_loops import FINE, LANES, MOST_LEVELS, TABLE_NBYTES
+from ...kernels.cpu import quantize_search
+from ...kernels.cpu.quantize_search_loops import FINE, LANES, MOST_LEVELS, TABLE_NBYTES
 from ...kernels.workspace import address
 from .. import levels
 from ..codes import Codes
@@ -48,16 +48,16 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
     low, high, bias = (int(table[0]), int(table[-1]), 0) if book else _grid(spec)
     tables, multipliers = (_tables(table), steps.astype(np.float32)) if book else (None, None)
     workers = 1 if pool is None else pool.workers
-    scratch = _on_a_line(workers * quantise.SCRATCH_NBYTES)
+    scratch = _on_a_line(workers * quantize_search.SCRATCH_NBYTES)
     count, least = (len(table), np.abs(table.astype(np.int64)).min()) if book else (0, 0)
     narrowest, widest = (BOOK_WINDOW if book else GRID_WINDOW)[spec.bits]
     args = np.array([address(rows), n, depth, spec.group, address(codes), address(scales), address(zeros), address(row_scales), count,
                      address(tables), address(multipliers), least, low, high, bias, narrowest, widest, address(scratch),
-                     quantise.SCRATCH_NBYTES], np.int64)
+                     quantize_search.SCRATCH_NBYTES], np.int64)
     if pool is None:
-        quantise.run_alone(args)
+        quantize_search.run_alone(args)
     else:
-        pool.run(quantise.search_rows, address(args))
+        pool.run(quantize_search.search_rows, address(args))
     if not np.isfinite(row_scales).all():
         raise EffllmError("NaN or infinity among the weights", "the checkpoint is damaged: download it again")
     return Codes(codes, scales, zeros, row_scales, table, steps)

@@ -48,7 +48,7 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
     adapted, store = prepared.adapted, prepared.store
     if not adapted.lengths:
         return prepared
-    from ...kernels.cpu.row_lengths import squared_lengths  # which most runs need nothing of
+    from ...kernels.cpu.row_norms import squared_row_norms  # which most runs need nothing of
 
     tensors = check_tensors(prepared.config, store, prepared.container)
     weights, gains, done = dict(adapted.weights), {}, 0
@@ -59,7 +59,7 @@ def measured(prepared: Prepared) -> Generator[Progress, None, Prepared]:
             yield Progress(MEASURING, done, total, "weights", tensor.name)
             own = {each.adapter: each for each in adapted.weights[layer, role]}
             pairs = {number: (own[number].into.to_f32(), own[number].out.to_f32()) for number in lengths}
-            found = squared_lengths(pool, _weight(tensor, store), pairs)
+            found = squared_row_norms(pool, _weight(tensor, store), pairs)
             gains[layer, role] = np.zeros((len(adapted.names), tensor.shape[0]), np.float32)
             for number, wanted in lengths.items():
                 stated = ~np.isnan(wanted)

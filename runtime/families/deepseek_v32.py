@@ -1,11 +1,11 @@
-"""DeepSeek V3.2: V3, whose queries attend to the `index_topk` tokens alone that an indexer chooses (`kernels/index_shape.py`)."""
+"""DeepSeek V3.2: V3, whose queries attend to the `index_topk` tokens alone that an indexer chooses (`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of

@@ -1,6 +1,6 @@
 """DeepSeek V4: layers that see a window token by token and beyond it keys of several tokens each (`kernels/compressed_shape.py`), few of
-them as they are, many of them chosen by an indexer; streams that a token mixes by numbers of its own (`kernels/reference_hyper.py`);
-experts that roots of softplus weigh, and that in the first layers a table picks by the word.
+them as they are, many of them chosen by an indexer; streams that a token mixes by numbers of its own
+(`kernels/reference_hyper_connections.py`); experts that roots of softplus weigh, and that in the first layers a table picks by the word.
 
 A key is the value too. So what is attended to has been turned as keys are, and is turned back by the place of its token; heads then go
 through matrices by groups.
@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ...kernels.compressed_shape import CompressedShape
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ...kernels.layout import SILU_LIMIT
 from ..compressed import Compressed
 from ..config import MAX_LAYERS, Defaults, ModelConfig, decoder_config

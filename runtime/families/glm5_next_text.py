@@ -2,14 +2,14 @@
 tokens choose pools of several earlier ones; around both a token has several streams, which it mixes by numbers of its own as DeepSeek V4's
 do, and which leave the last layer as their mean.
 
-The key of a pool is a mean of its tokens' index keys, weighed channel by channel by what each of them says (`kernels/index_shape.py`).
+The key of a pool is a mean of its tokens' index keys, weighed channel by channel by what each of them says (`kernels/indexer_shape.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ...kernels.kda_shape import KdaShape
 from ...kernels.layout import SILU_LIMIT
 from ..config import Defaults, ModelConfig

@@ -1,11 +1,11 @@
 """MiniMax M3: heads with norms of their own, of which half a head turns, MLPs and experts with clamped gates, and in most layers an indexer
-that chooses blocks of tokens for each head of keys (`kernels/index_shape.py`)."""
+that chooses blocks of tokens for each head of keys (`kernels/indexer_shape.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ...kernels.layout import PAGE, SWISH_LIMIT, SWISH_SLOPE
 from ..config import Defaults, ModelConfig, decoder_config
 from ..config_reader import ConfigError, Keys, show

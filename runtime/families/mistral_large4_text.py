@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, show
 from ..indexed import Indexed, sources_of

@@ -1,8 +1,8 @@
 """Qwen 4 Exp (Qwen 3.8 Flash Next), text: the layers of Qwen 3.5's mixtures without norms, around which a token has several streams.
 
 What a branch reads of the streams says a gate for every channel, and numbers of the token say what each stream gets of it
-(`kernels/reference_residuals.py`). Layers with attention choose blocks of tokens by the means of their keys (QSA,
-`kernels/index_shape.py`). Some layers with a state add, before all else, what the last words say: rows of a large table
+(`kernels/reference_gated_residuals.py`). Layers with attention choose blocks of tokens by the means of their keys (QSA,
+`kernels/indexer_shape.py`). Some layers with a state add, before all else, what the last words say: rows of a large table
 (`kernels/reference_ngrams.py`, `runtime/ngrams.py`).
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from ...kernels.index_shape import IndexShape
+from ...kernels.indexer_shape import IndexShape
 from ...kernels.ngram_shape import NgramShape
 from ..config import Defaults, ModelConfig
 from ..config_reader import ConfigError, Keys, is_count, show

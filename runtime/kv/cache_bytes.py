@@ -10,7 +10,7 @@ from .cache_shape import page_sizes
 
 if TYPE_CHECKING:
     from ...kernels.cpu.compressed import CompressedKeys
-    from ...kernels.cpu.index import LayerIndex
+    from ...kernels.cpu.indexer import LayerIndex
     from ...kernels.layout import PageLayout
     from ...quant.kv import PackedCodec, RawCodec
     from .cache_parts import Choosing

@@ -15,7 +15,7 @@ from ...quant.kv import PackedCodec, PackedFormat, RawCodec
 
 if TYPE_CHECKING:
     from ...kernels.cpu.compressed import CompressedKeys
-    from ...kernels.cpu.index import LayerIndex
+    from ...kernels.cpu.indexer import LayerIndex
     from ...kernels.cpu.kv.selective import Selective
     from ...quant.kv_seal import Sealer
     from .kv_profile import Profile

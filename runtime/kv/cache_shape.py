@@ -14,7 +14,7 @@ from .states import shape_of
 
 if TYPE_CHECKING:
     from ...kernels.compressed_shape import CompressedShape
-    from ...kernels.index_shape import IndexShape
+    from ...kernels.indexer_shape import IndexShape
     from ...kernels.state_shape import StateShape
     from ..config import ModelConfig
 

@@ -52,14 +52,14 @@ class JointLayer:
         out = self.layers[0].pages.attended(q)
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 layer.attend(q[own], *(None if each is None else each[own] for each in (k, v)), sinks, out[own])
         return out
 
     def compress(self, products: Sequence[object], w: object, table: object) -> None:
         """As `LayerCache.compress`, row i of each product in cache i."""
         for row, layer in enumerate(self.layers):
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 layer.compress([product[row : row + 1] for product in products], w, table)
 
     def choose(self, q: object, k: object | None, weights: object | None, closing: object | None = None) -> None:
@@ -67,7 +67,7 @@ class JointLayer:
         room = self.layers[0].choosing.index.room(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 layer.choose(q[own], None if k is None else k[own], None if weights is None else weights[own], closing, room[own])
 
     def words(self, ids: np.ndarray, end: int) -> np.ndarray:
@@ -78,7 +78,7 @@ class JointLayer:
         """As `NgramStates.add`, row i of each argument in state i."""
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 layer.add_ngrams(x[own], [product[own] for product in products], w)
         return x
 
@@ -87,7 +87,7 @@ class JointLayer:
         outs = self.layers[0].rows(len(self.layers), mix.size // x.shape[1])
         for row, each in enumerate(self.layers):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 each.shifted(x[own], norm, mix, half, [out[own] for out in outs])
         return outs
 
@@ -100,7 +100,7 @@ class JointLayer:
         outs = self.layers[0].states.places(len(self.layers))
         for row, layer in enumerate(self.layers):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 layer.states.convolved(product[own], w, [out[own] for out in outs])
         return outs
 
@@ -110,7 +110,7 @@ class JointLayer:
         out = states[0].mixed(len(states))
         for row, each in enumerate(states):
             own = slice(row, row + 1)
-            with self.backend.of_row(row):
+            with self.backend.for_row(row):
                 each.mix([product[own] for product in products], w, out[own])
         return out
 

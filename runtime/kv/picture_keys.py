@@ -200,7 +200,7 @@ class SeenLayer:
             host.flush()
             host.adapt(self.scales[look.text : look.text + 1])
         self.keys.make(self.index, w, look.pictures)
-        with host.of_row(look.text):
+        with host.for_row(look.text):
             yield
         if apart:
             host.flush()

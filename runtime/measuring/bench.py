@@ -16,7 +16,7 @@ from statistics import fmean, median, stdev
 import numpy as np
 
 from ... import UsageError, __version__
-from ...kernels.cpu.roof import BLOCK, read_bandwidth
+from ...kernels.cpu.memory_bandwidth import BLOCK, read_bandwidth
 from ...kernels.layout import PAGE
 from ...offload import hardware, predict
 from ...offload.gpu import gpus

@@ -30,7 +30,7 @@ def refuse_while_cold(kinds: Sequence[str], prepare: Callable[[], Prepared]) -> 
 def compiled(kinds: Sequence[str]) -> Iterator[Progress]:
     """Compile what is cold of `kinds` (`warm.KINDS`). Raises UsageError where a target is forced that this processor cannot run: the first
     kernel would end the process without a word."""
-    from ...kernels import trial, warm
+    from ...kernels import target_check, warm
 
     if warm.is_cold(kinds):
         for done, total in warm.warm(kinds):
@@ -38,6 +38,6 @@ def compiled(kinds: Sequence[str]) -> Iterator[Progress]:
     elif warm.cache_folder() is None:  # in this process, and so for this run alone
         for done, total in warm.load_each(kinds):
             yield Progress("compiling kernels (nothing keeps them)", done, total, "kernels")
-    if (target := trial.forced()) and not trial.runs(kinds):
+    if (target := target_check.forced_target()) and not target_check.target_runs(kinds):
         raise UsageError(f"{target}: this processor lacks instructions of that target",
                          "unset it, and kernels are compiled for this processor")

@@ -63,24 +63,24 @@ def gpu(options: EngineOptions, notices: list[str]) -> Device | None:
     if not torch or not (flag or driver):
         return None
     try:
-        found, why = probe(), "torch finds no GPU here"
+        gpu, why = probe(), "torch finds no GPU here"
     except DoesNotFit as error:
-        found, why = None, error.message
+        gpu, why = None, error.message
     except RuntimeError as error:  # of a driver, a card or a torch that do not go together
-        found, why = None, str(error).splitlines()[0]
-    if found is None and flag:
+        gpu, why = None, str(error).splitlines()[0]
+    if gpu is None and flag:
         raise UsageError(f"{flag}: {why}", f"--device cpu, and {DOCTOR}" if flag.startswith("--device") else
                          f"leave out {flag.split()[0]}: without it the CPU runs all layers; {DOCTOR}")
-    if found is None:
+    if gpu is None:
         notices.append(Fallback(f"a GPU is here and cannot be used: running on the CPU ({why})"))
-    return found
+    return gpu
 
 
 def probe() -> Device | None:
     """The GPU that torch can use. Raises DoesNotFit, RuntimeError where there is one that it cannot."""
-    from ...kernels.cuda.device import found
+    from ...kernels.cuda.device import find_gpu
 
-    return found()
+    return find_gpu()
 
 
 def vram(options: EngineOptions, card: Device, notices: list[str]) -> int:

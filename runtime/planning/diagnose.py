@@ -17,11 +17,11 @@ from itertools import product
 from pathlib import Path
 
 from ... import __version__
-from ...kernels import choice, compile, warm
-from ...kernels.cpu import lut_order
+from ...kernels import autotune, compile, warm
+from ...kernels.cpu import lut_layout
 from ...kernels.cpu.candidates import default_registry
 from ...kernels.cpu.int8_ir import INSTRUCTION_SET
-from ...kernels.cpu.kv.many import AS_THEY_LIE
+from ...kernels.cpu.kv.prefill import AS_THEY_LIE
 from ...kernels.cpu.stages import LOW_BIT
 from ...kernels.layout import PAGE, STORED_TYPES
 from ...kernels.registry import Call
@@ -67,8 +67,8 @@ class KernelChoice:
 class Measurement:
     """What was measured of a kind of low-bit weights: weights per second by dot products and by lookup, the kernel they get and why."""
 
-    case: choice.Case
-    timing: choice.Timing
+    case: autotune.Case
+    timing: autotune.Timing
     kernel: str
     reason: str
 
@@ -138,7 +138,7 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
             selected = registry.select(Call(op, stored, columns) if spec is None else Call(op, spec.scheme, columns, bits=spec.bits))
             own = selected.candidate
             name, because, declined = own.name, own.because, selected.declined
-            if spec is not None and columns == 1 and not own.fallback and not lut_order.declines(spec.scheme, spec.bits):
+            if spec is not None and columns == 1 and not own.fallback and not lut_layout.declines(spec.scheme, spec.bits):
                 name, because, declined = EITHER, MEASURED, ()  # no call without weights tells which
             found.append(KernelChoice(op, stored, columns, name, own.fallback, declined, because))
     return (*found, *(KernelChoice(op, PAGES, columns, name, False, (), because) for op, columns, name, because in BY_FORMAT))
@@ -146,7 +146,7 @@ def kernel_choices() -> tuple[KernelChoice, ...]:
 
 def measurements() -> tuple[Measurement, ...]:
     """What is remembered of dot products against lookup, in the order of bits, inputs and threads."""
-    known = sorted(choice.remembered().items(), key=lambda item: (item[0].bits, item[0].depth, item[0].threads, item[0].group))
+    known = sorted(autotune.load_timings().items(), key=lambda item: (item[0].bits, item[0].depth, item[0].threads, item[0].group))
     return tuple(Measurement(case, timing, timing.kernel, timing.reason) for case, timing in known)
 
 
@@ -155,8 +155,8 @@ def warm_up(threads: int) -> Iterator[Progress]:
     if warm.is_cold():
         for done, total in warm.warm():
             yield Progress("compiling kernels", done, total, "kernels")
-    common, known = choice.common(threads), choice.remembered()
+    common, known = autotune.common_cases(threads), autotune.load_timings()
     unknown = [(case, rows) for case, rows in common if case not in known]
     if unknown and compile.cache_folder() is not None:
-        for done, total in choice.measure(unknown):
+        for done, total in autotune.measure(unknown):
             yield Progress("measuring kernels", done, total, "kinds of weights")

@@ -212,7 +212,7 @@ def memory_now(engine: Engine, threads: int | None = None) -> float | None:
 
 
 def _read_now(engine: Engine, pool: ThreadPool) -> float | None:
-    from ...kernels.cpu.roof import BLOCK, read_bandwidth
+    from ...kernels.cpu.memory_bandwidth import BLOCK, read_bandwidth
 
     nbytes, seconds = 0, 0.0
     for array in engine.model.pager.resident_arrays():

@@ -78,7 +78,7 @@ def count(kinds: Sequence[str], kv: Sequence[str], base: bool = True) -> int:
 
 def memory_passes(threads: int) -> list[float]:
     """Bytes a second of each pass of the load-only kernel over ROOF_NBYTES, in this process."""
-    from ...kernels.cpu.roof import read_bandwidth
+    from ...kernels.cpu.memory_bandwidth import read_bandwidth
     from ...kernels.threads import ThreadPool
     from ...offload.memory import anonymous
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ... import EffllmError
-from ...kernels.warm import warming
+from ...kernels.warm import warm_in_background
 from .. import hub
 from ..events import Notice, Progress
 from ..library import storage
@@ -50,7 +50,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
 
         items = quantized(plan, client, env)
     before, folder = client.network.received, plan.folder
-    with warming(_kinds(plan)):
+    with warm_in_background(_kinds(plan)):
         for item in items:
             if isinstance(item, Path):
                 folder = item

@@ -231,7 +231,7 @@ class AssistantDrafts:
         target = self._model
         with target.outer() as outer:
             joined[0, :width] = target.backends["cpu"].embed(known_tokens([token]), outer.embed, target.config.embedding_multiplier)[0]
-        with host.together():
+        with host.collecting():
             (made,) = host.norm_linear(joined, None, [self._enter])
             host.flush()
             x = host.from_host(made)

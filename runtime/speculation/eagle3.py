@@ -249,7 +249,7 @@ class Eagle3Drafts(StateDrafts):
         normalised(embedded, w.input_norm, joined[:, :width])
         normalised(states, self._state_norm, joined[:, width:])
         x = host.from_host(joined[:, width:] if self._own.normed else states)
-        with host.together():
+        with host.collecting():
             step = self._cache.begin(len(tokens))
             q, k, v = host.norm_linear(joined, None, [w.q, w.k, w.v])
             q = host.rope_heads(q, own.num_attention_heads, size, step.positions, self._ropes[0], w.q_norm)

@@ -63,7 +63,7 @@ class OwnDrafts(StateDrafts):
     def _run(self, ids: Sequence[int], states: np.ndarray) -> np.ndarray:
         model, host, tokens = self._model, self._host, known_tokens(ids)
         config, width = model.config, states.shape[1]
-        with model.outer() as outer, host.together():
+        with model.outer() as outer, host.collecting():
             own, step = outer.mtp, self._cache.begin(len(tokens))
             joined = host.workspace.take("joined", len(tokens), 2 * width)
             x = host.embed(tokens, outer.embed, config.embedding_multiplier)

@@ -9,7 +9,7 @@ from ...quant.weight import Index, Norm
 if TYPE_CHECKING:
     import numpy as np
 
-    from ...kernels.index_shape import IndexShape
+    from ...kernels.indexer_shape import IndexShape
     from ..block_ops import BlockOps
     from ..cache import LayerCache
     from ..rope import RopeTable

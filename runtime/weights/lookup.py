@@ -1,9 +1,9 @@
 """Low-bit weights in lookup order: which of a model's are worth it on this machine, and putting them there once they are in memory.
 
-Table lookup gives the bits that dot products give, so the choice (`kernels/choice.py`) only decides speed. It is made per kind of weight by
-measurement, once per machine: a model that brings a kind that was never measured has it measured before its weights are read, which is
-announced. Waiting for `effllm doctor --warm` instead would leave most people with the slower kernel; it takes about a second, after a
-first run has taken half a minute to compile. Weights that are mapped from files stay as they are, and so do the embedding and the head.
+Table lookup gives the bits that dot products give, so the choice (`kernels/autotune.py`) only decides speed. It is made per kind of weight
+by measurement, once per machine: a model that brings a kind that was never measured has it measured before its weights are read, which is
+announced. Waiting for `effllm doctor --warm` instead would leave most people with the slower kernel; it takes about a second, after a first
+run has taken half a minute to compile. Weights that are mapped from files stay as they are, and so do the embedding and the head.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ...kernels import choice
-from ...kernels.choice import Case
+from ...kernels import autotune
+from ...kernels.autotune import Case
 from ...kernels.compile import cache_folder
-from ...kernels.cpu import lut_order
+from ...kernels.cpu import lut_layout
 from ...kernels.layout import align
 from ...offload.notes import Fallback, refuse_fallbacks
 from ..events import Notice, Progress
@@ -49,14 +49,14 @@ def measure(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTe
     """Measure what the choice for a model lacks, in a child process."""
     if prepared.options.kernel != "auto" or stay_put(prepared) or cache_folder() is None:
         return
-    kinds, known = _kinds(prepared, tensors), choice.remembered()
+    kinds, known = _kinds(prepared, tensors), autotune.load_timings()
     if sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES:
         return
-    unknown = [(case, align(max(tensor.shape[0] for tensor in found), lut_order.PAIR))
+    unknown = [(case, align(max(tensor.shape[0] for tensor in found), lut_layout.PAIR))
                for case, found in kinds.items() if case not in known]
     if unknown:
         yield Progress("measuring kernels (once)", 0, len(unknown), "kinds of weights")
-        for done, total in choice.measure(unknown):
+        for done, total in autotune.measure(unknown):
             yield Progress("measuring kernels (once)", done, total, "kinds of weights")
 
 
@@ -69,7 +69,7 @@ def stay_put(prepared: Prepared) -> str:
 
 def decide(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelTensor]]) -> list[Decision]:
     """The kernel of every kind of weight that could be looked up."""
-    kinds, known, asked = _kinds(prepared, tensors), choice.remembered(), prepared.options.kernel
+    kinds, known, asked = _kinds(prepared, tensors), autotune.load_timings(), prepared.options.kernel
     small = sum(tensor.nbytes for found in kinds.values() for tensor in found) < LEAST_NBYTES
     decisions = []
     for case, found in kinds.items():
@@ -104,7 +104,7 @@ def arrange(model: Model, prepared: Prepared) -> Iterator[Progress | Notice]:
         with model.pager.lease(layer) as raw:
             for tensor in model.tensors[layer].values():
                 if tensor.name in wanted - model.looked_up:
-                    lut_order.arrange(model.backends["cpu"].pool, raw[tensor.name], tensor.spec, tensor.shape)
+                    lut_layout.reorder_codes(model.backends["cpu"].pool, raw[tensor.name], tensor.spec, tensor.shape)
                     model.looked_up.add(tensor.name)
                     done += tensor.nbytes
         yield Progress("arranging for table lookup", done, total, "bytes")
@@ -128,4 +128,4 @@ def _weights(prepared: Prepared, tensors: Mapping[int | str, Mapping[str, ModelT
     for layer, device in enumerate(prepared.placement.devices):
         for role, tensor in tensors[layer].items() if device == "cpu" else ():
             if kind_of(role) in ROLES and not tensor.spec.is_raw and not tensor.turn:
-                yield tensor, lut_order.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])
+                yield tensor, lut_layout.declines(tensor.spec.scheme, tensor.spec.bits, tensor.spec.group, tensor.shape[0])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ...kernels import reference_hyper, reference_residuals
+from ...kernels import reference_gated_residuals, reference_hyper_connections
 from ...kernels.reference import normalise
 from ...kernels.reference_streams import entered, left
 from ...offload.memory import anonymous
@@ -84,8 +84,8 @@ class StoreReads:
         if LEAVES in self.tensors["outer"]:
             matrix, base, scale = (self._read_whole(LEAVES + end) for end in ("", "_base", "_scale"))
             split = states.reshape(len(states), self.config.streams, -1)
-            say = reference_hyper.said(split, matrix, self.config.norm_eps)
-            return reference_hyper.left(split, say, scale, base, self.config.mixes[1]).astype(np.float32)
+            say = reference_hyper_connections.said(split, matrix, self.config.norm_eps)
+            return reference_hyper_connections.left(split, say, scale, base, self.config.mixes[1]).astype(np.float32)
         first, *others = np.split(states, max(1, self.config.streams), axis=1)
         made = [other @ matrix.T for other, matrix in zip(others, self._read_streams("leave"))]
         return left(first, np.stack(made)).astype(np.float32) if made else first
@@ -93,9 +93,9 @@ class StoreReads:
     def _read_gated(self, streams: np.ndarray) -> np.ndarray:
         """What leaves streams [tokens, S, D] by gates for every channel."""
         norm, down, up = (self._read_whole(f"{residual_weights.LEAVES}.{part}") for part in ("mix_norm", "mix_down", "mix_up"))
-        normed = reference_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
-        opened = reference_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.streams)
-        return reference_residuals.read(normed, opened).astype(np.float32)
+        normed = reference_gated_residuals.normed(streams, norm, self.config.norm_eps, residual_weights.KIND)
+        opened = reference_gated_residuals.gates(normed.reshape(len(streams), -1) @ down.T, up, self.config.streams)
+        return reference_gated_residuals.read(normed, opened).astype(np.float32)
 
     def _read_streams(self, role: str) -> Iterator[np.ndarray]:
         for each in (f"streams.{i}.{role}" for i in range(1, self.config.streams)):

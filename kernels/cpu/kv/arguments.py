@@ -1,21 +1,21 @@
 """What all attention over packed pages shares: the argument block, where a head's records lie, and turning from basis to basis.
 
-Packed keys and values lie in bases of their own (`quant/kv_basis.py`): queries are turned once, outputs turned back once. Beside the
-exact blocks, which are merged as in `attention.py`, packed pages are merged in page order among themselves, turned back, and added at
-the end: an answer does not depend on which thread saw which page. For a few tokens `attend_few` leaves packed pages out and `attend_packed`
-the exact ones (`few.py`); both put their partials where `merge_packed` finds them. A prompt's chunk is `many.py`.
+Packed keys and values lie in bases of their own (`quant/kv_basis.py`): queries are turned once, outputs turned back once. Beside the exact
+blocks, which are merged as in `attention.py`, packed pages are merged in page order among themselves, turned back, and added at the end: an
+answer does not depend on which thread saw which page. For a few tokens `attend_decode` leaves packed pages out and `attend_packed_decode`
+the exact ones (`decode.py`); both put their partials where `merge_packed` finds them. A prompt's chunk is `prefill.py`.
 """
 
 from __future__ import annotations
 
-from ...deferred import inlined
+from ...lazy_numba import inlined
 from ..attention import ATTEND_SLOTS, INDEX
 from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
 from ..intrinsics import i64_at
 
 # Slots behind those of `attention.py`: packed pages and their stride, where each head's record begins and where its five parts do (int64
 # [KVH, HEAD_SLOTS]: in the page, its bytes, the parts), the bases as float32 (K's inverse and V's transposed inverse [KVH, D, wide D], K's
-# channel scales [KVH, D]), `weights.tables`, what attends to a page (`few.py`), and whether each page's partial is to be kept.
+# channel scales [KVH, D]), `softmax_weights.tables`, what attends to a page (`decode.py`), and whether each page's partial is to be kept.
 (PACKED, PACKED_STRIDE, RECORDS, TURN, BACK, CHANNEL_SCALE, TABLES, PAGE_OF_FOUR, PAGE_OF_EIGHT, BY_PAGE,
  PACKED_SLOTS) = range(ATTEND_SLOTS, ATTEND_SLOTS + 11)
 HEAD_SLOTS, PARTS = 7, 2

@@ -7,7 +7,7 @@ D + 2. Every merge is the same operations in the same order, whether its page wa
 from __future__ import annotations
 
 from ...compile import kernel
-from ...deferred import inlined
+from ...lazy_numba import inlined
 from ..arithmetic import MINUS_INF, ZERO
 from ..attention import (
     BLOCKS,
@@ -28,7 +28,7 @@ from ..attention import (
 from ..inner_loops import LOW_ROWS
 from ..intrinsics import f32_at, fetch_add, i64_at
 from .arguments import BACK, BY_PAGE, _broad, _turn
-from .weights import fold_sums
+from .softmax_weights import fold_sums
 
 BLOCK_PAGES = 8
 

@@ -8,15 +8,15 @@ import numpy as np
 
 from ...kv_layout import PackedLayout
 from ...layout import PageLayout
-from .. import attention, attention_few
+from .. import attention, attention_decode
 from ..inner_loops import TILE_COLUMNS
 from ..ops import CpuOps, address
 from ..pages import LayerPages
 from . import arguments
-from .few import attend_packed, page_of_eight, page_of_four
-from .many import attend_packed_many
+from .decode import attend_packed_decode, page_of_eight, page_of_four
 from .merge import merge_packed
-from .weights import tables
+from .prefill import attend_packed_prefill
+from .softmax_weights import tables
 
 
 class Basis(Protocol):
@@ -43,8 +43,8 @@ class Codec(Protocol):
 class PackedPages(LayerPages):
     """`exact` holds raw slots of `layout`, `sealed` records as `codec` lays them out."""
 
-    many, merge = attend_packed_many, merge_packed
-    few = (attention_few.attend_few, attend_packed)
+    many, merge = attend_packed_prefill, merge_packed
+    few = (attention_decode.attend_decode, attend_packed_decode)
     base, by_page = arguments.PACKED, arguments.BY_PAGE
 
     def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
@@ -91,7 +91,7 @@ def pages_of(ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndar
         return LayerPages(ops, layout, exact, sealed, scale, window, softcap)
     if beside is None:
         return PackedPages(ops, layout, exact, sealed, scale, window, softcap, codec)
-    from .mixed import MixedPages
+    from .mixed_codecs import MixedPages
 
     return MixedPages(ops, layout, exact, sealed, scale, window, softcap, codec, beside, codec.better)
 

@@ -10,9 +10,9 @@ from __future__ import annotations
 from numpy import float32, int64, uint8, uint32
 
 from ...compile import kernel
-from ...deferred import inlined
 from ...kv_layout import CHANNELS, GROUP_K, PLANES, QUAD, TAIL_OFFSET
 from ...layout import HEADER_NBYTES, PAGE
+from ...lazy_numba import inlined
 from ..arithmetic import expand
 from ..inner_loops import LOW_ROWS, TILE_COLUMNS, low_tile_product
 from ..intrinsics import f32_at, f64_at, fetch_add, i32_at, i64_at, u8_at, u32_at

@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 
 from llvmlite import ir
 
-from ...deferred import instructions, types
 from ...kv_layout import MANTISSA_BITS
 from ...layout import PAGE
+from ...lazy_numba import llvm_intrinsic, types
 from ..int8_ir import I8, constant, load, offset, splat, store
 from ..intrinsics import F32, I32, I64
 from ..ir_loop import Loop
-from ..merging import larger
+from ..reductions import maximum
 
 LANES = 16
 WIDE, WORDS, SMALL = ir.VectorType(F32, LANES), ir.VectorType(I32, LANES), ir.VectorType(I8, LANES)
@@ -46,7 +46,7 @@ def _smaller(builder: ir.IRBuilder, a: ir.Value, b: ir.Value) -> ir.Value:
 
 
 def _clamped(builder: ir.IRBuilder, value: ir.Value, low: ir.Value, high: ir.Value) -> ir.Value:
-    return _smaller(builder, larger(builder, value, low), high)
+    return _smaller(builder, maximum(builder, value, low), high)
 
 
 def _whole(builder: ir.IRBuilder, value: ir.Value) -> ir.Value:
@@ -63,7 +63,7 @@ def _power(builder: ir.IRBuilder, eighths: ir.Value) -> ir.Value:
     return builder.bitcast(builder.add(bits, exponent), WIDE)
 
 
-@instructions
+@llvm_intrinsic
 def span(builder, x, stride, count, levels: types.float32, out) -> types.float32:
     """The ends of 16 groups of `count` float32, `stride` bytes apart, and the exponents of the scales that just hold them with `levels`
     steps -> `SPAN_NBYTES` at `out`. Returns 0, or NaN where a value is not finite or not below 2^60."""
@@ -73,11 +73,11 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
         low, high, odd = held
         value = load(builder, builder.add(x, builder.mul(index, stride)), WIDE, 4)
         nothing = builder.fmul(builder.fmul(value, constant(WIDE, OVER)), constant(WIDE, 0.0))
-        return [_smaller(builder, value, low), larger(builder, value, high), builder.fadd(odd, nothing)]
+        return [_smaller(builder, value, low), maximum(builder, value, high), builder.fadd(odd, nothing)]
 
     low, high, odd = _loop(builder, "span", count, [first, first, constant(WIDE, 0.0)], step)
     need = builder.fdiv(builder.fsub(high, low), splat(builder, levels, WIDE))
-    bits = builder.bitcast(larger(builder, need, constant(WIDE, TINY)), WORDS)
+    bits = builder.bitcast(maximum(builder, need, constant(WIDE, TINY)), WORDS)
     exponent = builder.sub(builder.lshr(bits, constant(WORDS, 23)), constant(WORDS, BIAS))
     mantissa = builder.or_(builder.and_(bits, constant(WORDS, MANTISSA)), constant(WORDS, BIAS << 23))
     eighths = builder.shl(exponent, constant(WORDS, 3))
@@ -91,7 +91,7 @@ def span(builder, x, stride, count, levels: types.float32, out) -> types.float32
     return total
 
 
-@instructions
+@llvm_intrinsic
 def search(builder, x, stride, count, spans, table, least, most, codes, codes_stride, out):
     """The best exponent, from `least` to `most`, and zero of 16 groups of `count` float32, `stride` bytes apart, whose `span` is at
     `spans`, by the table of their bits: the upper 8 bits of codes to `codes`, bytes in rows of 16, `codes_stride` apart, what is below

@@ -1,9 +1,9 @@
 """Attention for one token that reads few of the pages on the disk and estimates the others.
 
 Every page that goes to the disk leaves an abstract in memory. A token first gives every such page the partial that its abstract promises
-(`estimate.py`); what share of the attention each then has says which are worth reading (`choice.py`), and those get their true
-partials. The rest stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with a
-window.
+(`page_estimates.py`); what share of the attention each then has says which are worth reading (`page_selection.py`), and those get their
+true partials. The rest stays as estimated, so nothing is dropped. Pages that a prompt's chunk sees are all read, and those of a layer with
+a window.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ import numpy as np
 from ...layout import PAGE
 from ...workspace import address
 from ..inner_loops import TILE_COLUMNS
-from . import estimate
-from .choice import choose_blocks, room_floats
-from .chunks import CHUNK, CHUNKS
-from .signs import PAIR
+from . import page_estimates
+from .chunk_softmax import CHUNK, CHUNKS
+from .page_selection import choose_blocks, room_floats
+from .sign_products import PAIR
 
 if TYPE_CHECKING:
-    from ..pages import LayerPages, SomePages
+    from ..pages import LayerPages, ScatteredPages
 
 LEFT = 0.002  # of a head's attention: when the pages not read have no more than this between them, no more are read
 FARTHEST = 255
@@ -35,7 +35,7 @@ NEARER = 0.8
 
 def abstract_nbytes(kv_heads: int, head_dim: int) -> int:
     """Memory for the abstract of a page of one layer."""
-    return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * estimate.STEP_SLOTS)
+    return kv_heads * ((-(-head_dim // PAIR) + 1) * PAGE + (1 + CHUNKS) * head_dim + 4 * page_estimates.STEP_SLOTS)
 
 
 def basis_nbytes(head_dim: int) -> int:
@@ -65,20 +65,20 @@ class Selective:
         heads, dim = pages.layout.kv_heads, pages.layout.head_dim
         count, at = len(memory) // abstract_nbytes(heads, dim), 0
         parts = []
-        for shape, kind in (((estimate.STEP_SLOTS,), np.float32), ((-(-dim // PAIR), PAGE), np.uint8), ((PAGE,), np.uint8),
+        for shape, kind in (((page_estimates.STEP_SLOTS,), np.float32), ((-(-dim // PAIR), PAGE), np.uint8), ((PAGE,), np.uint8),
                             ((dim,), np.int8), ((CHUNKS, dim), np.int8)):
             nbytes = count * heads * int(np.prod(shape)) * np.dtype(kind).itemsize
             parts.append(memory[at : at + nbytes].view(kind).reshape(heads, count, *shape))
             at += nbytes
         self._steps, self._sides, self._far, self._means, self._values = parts
         self._basis = key_basis(dim)
-        block = self._block = np.zeros(estimate.ESTIMATE_SLOTS, np.int64)
-        block[estimate.E_KV_HEADS : estimate.E_COUNT + 1] = heads, dim, first, count
-        block[estimate.E_PARTIALS : estimate.E_TURN + 1] = (
+        block = self._block = np.zeros(page_estimates.ESTIMATE_SLOTS, np.int64)
+        block[page_estimates.E_KV_HEADS : page_estimates.E_COUNT + 1] = heads, dim, first, count
+        block[page_estimates.E_PARTIALS : page_estimates.E_TURN + 1] = (
             pages.ops.partials, 0, address(self._sides), address(self._far), address(self._means), address(self._values),
             address(self._steps), address(_turning(dim)))
-        block[estimate.E_SCRATCH : estimate.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
-        block.view(np.float64)[[estimate.E_SCALE, estimate.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
+        block[page_estimates.E_SCRATCH : page_estimates.E_SCRATCH_STRIDE + 1] = pages.ops.scratch, pages.ops.scratch_stride
+        block.view(np.float64)[[page_estimates.E_SCALE, page_estimates.E_SOFTCAP]] = pages.scale, pages.softcap or 0.0
 
     def reader(self, pages: LayerPages) -> Selective:
         """The same abstracts for another layer that attends to these pages."""
@@ -94,14 +94,14 @@ class Selective:
         k = k @ self._basis
         place = page - self._first
         steps, means = self._steps[:, place], self._means[:, place]
-        step = steps[:, estimate.MEAN_STEP] = _rounded(k.mean(1), means)
+        step = steps[:, page_estimates.MEAN_STEP] = _rounded(k.mean(1), means)
         k -= step[:, None, None] * means[:, None]
         self._sides[:, place] = np.packbits(k >= 0, axis=-1, bitorder="little").swapaxes(1, 2)
         sides = np.abs(k).sum(-1)
         far = NEARER * np.square(k).sum(-1) / np.where(sides > 0, sides, 1)  # without NEARER, a key times what stands for it is its square
-        step = steps[:, estimate.FAR_STEP] = far.max(-1) / FARTHEST
+        step = steps[:, page_estimates.FAR_STEP] = far.max(-1) / FARTHEST
         np.copyto(self._far[:, place], np.rint(far / np.where(step > 0, step, 1)[:, None]), casting="unsafe")
-        steps[:, estimate.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
+        steps[:, page_estimates.VALUE_STEPS :] = _rounded(v.reshape(heads, CHUNKS, CHUNK, dim).mean(2), self._values[:, place])
 
     def attend(self, q: np.ndarray, position: int, blocks: np.ndarray, table: int, out: np.ndarray, end: int) -> None:
         """`LayerPages.compiled` for one token; pages [first, end) are on the disk. What depends on the estimates is done anew when a
@@ -112,14 +112,14 @@ class Selective:
         if pages.by_page is not None:
             calls[0][pages.by_page] = 1
         picked = np.zeros(end - self._first, np.uint8)
-        block[: estimate.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
-        block[estimate.E_LEAD], block[estimate.E_PICKED] = lead, address(picked)
-        ops.keep(block)
-        ops.run(estimate.estimate_pages, address(block))
+        block[: page_estimates.E_TO + 1] = ops.at(q), pages.layout.kv_heads * group, len(blocks), self._first, end
+        block[page_estimates.E_LEAD], block[page_estimates.E_PICKED] = lead, address(picked)
+        ops.keep_alive(block)
+        ops.run(page_estimates.estimate_pages, address(block))
         pages.turn(calls, 0, lead, few=pages.few[:1])
         pages.turn(calls, lead + end, len(blocks), few=pages.few[:1])
         partials = ops.workspace.take("partials", pages.layout.kv_heads, len(blocks), group, pages.layout.head_dim + 2)
-        ops.between(partial(self._read, _Step(partials, slice(lead + self._first, lead + end), lead, picked, block,
+        ops.host_step(partial(self._read, _Step(partials, slice(lead + self._first, lead + end), lead, picked, block,
                                               pages.part(calls[0], lead, lead + self._first), pages.some(calls[0], blocks))))
         pages.merged(calls)
 
@@ -130,7 +130,7 @@ class Selective:
         step.picked[wanted] = 1
         read = [self._first + each for each in wanted]
         fetched = pages.spilled.fetch(read, len(step.picked))
-        run(estimate.estimate_outputs, address(step.block))
+        run(page_estimates.estimate_outputs, address(step.block))
         if self._first:
             run(pages.few[-1], address(step.held))
         pages.ops.flush()  # while the first come
@@ -152,7 +152,7 @@ class _Step:
     picked: np.ndarray
     block: np.ndarray
     held: np.ndarray
-    some: SomePages
+    some: ScatteredPages
 
 
 def choose(partials: np.ndarray, disk: slice, most: int, left: float, unknown: int) -> tuple[list[int], list[int]]:

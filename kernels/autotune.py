@@ -1,0 +1,185 @@
+"""Which kernel multiplies low-bit weights by one token, dot products or table lookups: whichever is faster here, by measurement.
+
+Both give the same bits, so the choice is one of speed alone. It depends on the machine, the width, the group, the inputs (a column's
+tables outgrow the first-level cache) and the threads (many are limited by memory whatever the kernel), and hardly on the rows or on where
+zeros come from: that is what a `Case` is. A measurement takes about a tenth of a second on random weights that no cache holds, in a child
+process that has the memory for them. It is made when a model is loaded that needs it, which is announced, or by `effllm doctor --warm`, and
+is remembered beside the machine code that was measured.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+
+import numpy as np
+
+from .compile import Kernel, cache_folder
+from .threads import ThreadPool
+from .tiles import SCHEMES, TILE, sections
+from .workspace import address
+
+FORMAT, VERSION = "effllm-choices", 1
+FILE = "choices.json"
+WORKING_SET = 64 << 20  # bytes of weights that a measurement goes through, over and over
+# A pass over a part of them takes about a millisecond: some passes fall between the time slices of other programs.
+PARTS, ROUNDS = 8, 5
+# Lookup order costs a permutation at load and a slower expansion of prompts: it has to win by more than noise.
+MARGIN = 1.05
+
+
+@dataclass(frozen=True)
+class Case:
+    """Weights of one kind for one pool of threads; `depth`: inputs."""
+
+    bits: int
+    group: int
+    depth: int
+    threads: int
+
+    def __str__(self) -> str:
+        return f"{self.bits} bits in groups of {self.group}, {self.depth} inputs, {self.threads} threads"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Weights per second of both kernels, each the best of many short alternating passes: what disturbs a pass makes it longer."""
+
+    dot: float
+    lut: float
+
+    @property
+    def kernel(self) -> str:
+        return "lut" if self.lut >= MARGIN * self.dot else "dot"
+
+    @property
+    def reason(self) -> str:
+        ratio = self.lut / self.dot
+        little = "" if self.kernel == "lut" or ratio < 1 else ", too little to matter"
+        return f"lookup is {ratio:.2f} times as fast as dot products here{little}"
+
+
+def common_cases(threads: int) -> list[tuple[Case, int]]:
+    """(case, rows) of what `effllm doctor --warm` measures ahead: every width at a usual hidden size and at a usual inner one."""
+    shapes = ((5632, 2048), (2048, 5632))
+    return [(Case(bits, 64, depth, threads), rows) for bits in (2, 3, 4) for rows, depth in shapes]
+
+
+def load_timings() -> dict[Case, Timing]:
+    """What was measured with these kernels on this machine; empty where nothing was, or the file is damaged."""
+    folder = cache_folder()
+    if folder is None:
+        return {}
+    try:
+        content = json.loads((folder / FILE).read_text(encoding="utf-8"))
+        if content["format"] != FORMAT or content["version"] != VERSION:
+            return {}
+        found = {Case(**each["case"]): Timing(**each["timing"]) for each in content["measured"]}
+        return {case: timing for case, timing in found.items() if min(timing.dot, timing.lut) > 0}
+    except (OSError, ValueError, KeyError, TypeError):
+        return {}
+
+
+def save_timings(measured: dict[Case, Timing]) -> None:
+    """Add to what is remembered. Nothing happens where no cache folder can be written."""
+    folder = cache_folder()
+    if folder is None:
+        return
+    every = {**load_timings(), **measured}
+    content = {"format": FORMAT, "version": VERSION, "measured": [{"case": asdict(c), "timing": asdict(t)} for c, t in every.items()]}
+    unfinished = folder / f"{FILE}.{os.getpid()}"
+    try:
+        unfinished.write_text(json.dumps(content, indent=1), encoding="utf-8")
+        unfinished.replace(folder / FILE)
+    except OSError:
+        unfinished.unlink(missing_ok=True)
+
+
+class KernelBenchmark:
+    """Random weights of one kind, many copies of them, and a job per copy for both kernels. Any bytes are valid in either order."""
+
+    def __init__(self, pool: ThreadPool, bits: int, group: int, rows: int, depth: int, nbytes: int = WORKING_SET,
+                 scheme: str = "symmetric", kernels: Sequence[str] = ("dot", "lut")) -> None:
+        from .cpu import linear, lut, packed
+        from .cpu.packed_formats import table_at
+        from .cpu.packed_matrix import FIELDS, kind_of
+
+        self.pool, self.shape = pool, (rows, depth)
+        at = sections(self.shape, bits, scheme, group)
+        copies = max(1, -(-nbytes // at.nbytes))
+        self.weights, self.nbytes = rows * depth, at.nbytes  # of a copy
+        rng = np.random.default_rng(0)
+        blob = rng.integers(0, 256, at.nbytes, np.uint8)
+        blob[at.scales :] &= 63  # scales below 16, row scales small and positive: no infinities
+        room = np.empty(copies * at.nbytes + 64, np.uint8)
+        start = -address(room) % 64
+        self.blobs = room[start : start + copies * at.nbytes].reshape(copies, at.nbytes)
+        self.blobs[:] = blob
+        self.x = rng.standard_normal(depth, np.float32)
+        self.out = np.zeros(rows, np.float32)
+        stride = lut.scratch_nbytes(depth) + 64
+        self.scratch = np.zeros(pool.workers * stride, np.uint8)
+        head = [address(self.x), 1, depth, 0, 0, 0, 0, address(self.scratch), stride, linear.PLAIN, 0, 1]
+        self.blocks = np.zeros((copies, linear.FIRST + FIELDS), np.int64)
+        for block, copy in zip(self.blocks, self.blobs, strict=True):
+            base = address(copy)
+            block[: linear.FIRST] = head
+            zeros = base + at.zeros if at.zeros >= 0 else 0
+            block[linear.FIRST :] = [base, kind_of(bits, SCHEMES[scheme]), rows, 0, address(self.out), rows, at.depth // TILE,
+                                     (group // TILE).bit_length() - 1, base + at.scales, zeros, base + at.row_scales, 0, 0, 0,
+                                     table_at(kind_of(bits, SCHEMES[scheme]), (group // TILE).bit_length() - 1)]
+        code = {"dot": packed.packed_columns, "lut": lut.looked_up_columns}
+        self.jobs = {name: self._jobs(code[name]) for name in kernels}
+
+    def _jobs(self, kernel: Kernel) -> np.ndarray:
+        return np.array([(kernel.address, address(block), 1) for block in self.blocks], np.int64)
+
+    def rates(self, kernels: Sequence[str], rounds: int = ROUNDS, parts: int = PARTS) -> dict[str, list[float]]:
+        """Weights per second of every pass of each kernel, in turn over a part of the copies; a first round does not count."""
+        found: dict[str, list[float]] = {kernel: [] for kernel in kernels}
+        parts = min(parts, len(self.blocks))
+        for turn in range(rounds + 1):
+            for part in range(parts):
+                for kernel, rates in found.items():
+                    jobs = np.ascontiguousarray(self.jobs[kernel][part::parts])
+                    started = time.perf_counter()
+                    self.pool.run_list(jobs)
+                    seconds = time.perf_counter() - started
+                    if turn:
+                        rates.append(len(jobs) * self.weights / seconds)
+        return found
+
+
+def time_case(pool: ThreadPool, case: Case, rows: int) -> Timing:
+    """Measure one case with weights of `rows` rows, a multiple of 32."""
+    rates = KernelBenchmark(pool, case.bits, case.group, rows, case.depth).rates(("dot", "lut"))
+    return Timing(max(rates["dot"]), max(rates["lut"]))
+
+
+def measure(cases: Sequence[tuple[Case, int]]) -> Iterator[tuple[int, int]]:
+    """Time (case, rows) in a child and remember the results; yields (cases done, cases in total). What a child that fails had not
+    measured stays unknown."""
+    command = [sys.executable, "-P", "-m", f"{__package__}.autotune", json.dumps([(asdict(case), rows) for case, rows in cases])]
+    measured = {}
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True) as child:
+        for (case, _), line in zip(cases, child.stdout):
+            measured[case] = Timing(**json.loads(line))
+            yield len(measured), len(cases)
+    save_timings(measured)
+
+
+def main(cases: str) -> None:
+    for case, rows in json.loads(cases):
+        pool = ThreadPool(case["threads"])
+        sys.stdout.write(f"{json.dumps(asdict(time_case(pool, Case(**case), rows)))}\n")
+        sys.stdout.flush()
+        pool.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,136 @@
+"""From float32 to the two bytes of a number that the matrix unit multiplies: activations, and weights of formats wider than a byte.
+
+A number is rint(x * MOST / largest), of 16 bits and a sign, the largest that of a token or of a row within a span of inputs. Its upper
+byte is rounded to the nearest, so that the lower one is signed as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from llvmlite import ir
+
+from ..lazy_numba import llvm_intrinsic
+from .amx import BLOCK, INPUTS, QUAD_NBYTES, SIDE, STEP_NBYTES, TILE_NBYTES
+from .gemm_tiles import ROUND, ROUND_BITS
+from .int8_ir import BYTES, FLOATS, HALVES, I8, LANES, WORDS, constant, function, load, offset, splat, store
+from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
+
+MOST = 127.0 * 256.0
+SMALLEST = 2.0**-126  # the smallest normal number
+
+
+def _largest(builder: ir.IRBuilder, x: ir.Value, count: ir.Value) -> ir.Value:
+    """The bits of the largest magnitude of `count` floats."""
+    loop = Loop(builder, builder.lshr(count, I64(LANES.bit_length() - 1)), [constant(WORDS, 0)], "largest")
+    bits = load(builder, builder.add(x, builder.mul(loop.turn, I64(4 * LANES))), WORDS, 4)
+    magnitude = builder.and_(bits, constant(WORDS, 0x7FFFFFFF))
+    top, = loop.end([builder.select(builder.icmp_unsigned(">", magnitude, loop.values[0]), magnitude, loop.values[0])])
+    return builder.call(function(builder, I32, [WORDS], f"llvm.vector.reduce.umax.v{LANES}i32"), [top])
+
+
+def _scale(builder: ir.IRBuilder, top: ir.Value, most: float = MOST) -> tuple[ir.Value, ir.Value]:
+    """What a number stands for, and its inverse, everywhere: 0 where that is no normal number; a NaN where one is not finite."""
+    largest = builder.bitcast(top, F32)
+    scale = builder.fdiv(largest, F32(most))
+    scale = builder.select(builder.icmp_unsigned("<", top, I32(0x7F800000)), scale, F32(float("nan")))
+    normal = builder.fcmp_ordered(">=", scale, F32(SMALLEST))
+    inverse = builder.select(normal, builder.fdiv(F32(most), largest), F32(0.0))
+    return scale, splat(builder, inverse, FLOATS)
+
+
+def _numbers(builder: ir.IRBuilder, x: ir.Value, inverse: ir.Value) -> ir.Value:
+    rounded = builder.fadd(builder.fmul(load(builder, x, FLOATS, 4), inverse), constant(FLOATS, ROUND))
+    return builder.sub(builder.bitcast(rounded, WORDS), constant(WORDS, ROUND_BITS))
+
+
+@llvm_intrinsic
+def scale_token(builder, x, count, scale, inverse):
+    """What the numbers of `count` >= 1 float32 of a token, a multiple of 64, stand for, float32 at `scale`, and what makes them."""
+    value, own = _scale(builder, _largest(builder, x, count))
+    store(builder, value, scale, 4)
+    store(builder, builder.extract_element(own, I32(0)), inverse, 4)
+
+
+@llvm_intrinsic
+def pack_token(builder, x, count, inverse, steps):
+    """`count` >= 1 float32 of a token, a multiple of 64, into the steps of a panel from its own row of `steps` on."""
+    narrow = ir.VectorType(I8, LANES)
+    inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
+    loop = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [x, steps], "numbers")
+    x, steps = loop.values
+    for i in range(0, INPUTS, LANES):
+        numbers = _numbers(builder, offset(builder, x, 4 * i), inverse)
+        upper = builder.ashr(builder.add(numbers, constant(WORDS, 128)), constant(WORDS, 8))
+        store(builder, builder.trunc(upper, narrow), offset(builder, steps, i))
+        store(builder, builder.trunc(numbers, narrow), offset(builder, steps, TILE_NBYTES + i))
+    loop.end([offset(builder, x, 4 * INPUTS), offset(builder, steps, STEP_NBYTES)])
+
+
+@llvm_intrinsic
+def pack_byte_block(builder, x, scale, steps, least):
+    """BLOCK float32 of a token as bytes into two steps of a panel, from its own row of `steps` on; what they stand for to `scale`. As
+    `gemm_pack.pack_panel` has it."""
+    narrow = ir.VectorType(I8, LANES)
+    top, least = _largest(builder, x, I64(BLOCK)), builder.trunc(least, I32)
+    value, inverse = _scale(builder, builder.select(builder.icmp_unsigned(">", top, least), top, least), 127.0)
+    store(builder, value, scale, 4)
+    for i in range(0, BLOCK, LANES):
+        numbers = builder.trunc(_numbers(builder, offset(builder, x, 4 * i), inverse), narrow)
+        store(builder, numbers, offset(builder, steps, i // INPUTS * STEP_NBYTES + i % INPUTS))
+
+
+def transposed(builder: ir.IRBuilder, rows: Sequence[ir.Value]) -> list[ir.Value]:
+    """Sixteen rows of sixteen words, the other way round."""
+
+    def pairs(values: list[ir.Value], apart: int, first: list[int], second: list[int]) -> list[ir.Value]:
+        found: list[ir.Value | None] = [None] * SIDE
+        for i in range(SIDE):
+            if not i & apart:
+                for at, order in ((i, first), (i | apart, second)):
+                    found[at] = builder.shuffle_vector(values[i], values[i | apart], ir.Constant(ir.VectorType(I32, SIDE), order))
+        return found
+
+    values = list(rows)
+    for apart in (1, 2, 4, 8):  # what differs in one bit of row and column changes places
+        first = [i if not i & apart else SIDE + (i ^ apart) for i in range(SIDE)]
+        second = [i | apart if not i & apart else SIDE + i for i in range(SIDE)]
+        values = pairs(values, apart, first, second)
+    return values
+
+
+@llvm_intrinsic
+def pack_rows(builder, rows, pitch, count, scratch, factors, out, second):
+    """`count` >= 1 float32, a multiple of 64, of 16 rows `pitch` bytes apart as a row block's quads of bytes at `out`: the upper bytes, and
+    `second` bytes further the lower ones. What the numbers of a row stand for, times 256, to `factors` (float32 [16]).
+
+    scratch: 16 floats, then two tiles.
+    """
+    wide = lambda builder, name, kind, a, b: builder.call(function(builder, kind, [a.type, b.type], f"llvm.x86.avx512.{name}.512"), [a, b])  # noqa: E731
+    tiles = offset(builder, scratch, 4 * SIDE)
+    loop = Loop(builder, I64(SIDE), [rows, scratch, factors], "rows")
+    row, inverse, factor = loop.values
+    value, own = _scale(builder, _largest(builder, row, count))
+    store(builder, builder.fmul(value, F32(256.0)), factor, 4)
+    store(builder, builder.extract_element(own, I32(0)), inverse, 4)
+    loop.end([builder.add(row, pitch), offset(builder, inverse, 4), offset(builder, factor, 4)])
+
+    steps = Loop(builder, builder.lshr(count, I64(INPUTS.bit_length() - 1)), [rows, out], "steps")
+    first, place = steps.values
+    loop = Loop(builder, I64(SIDE), [first, scratch, tiles], "numbers")
+    row, inverse, tile = loop.values
+    inverse = splat(builder, load(builder, inverse, F32, 4), FLOATS)
+    numbers = [_numbers(builder, offset(builder, row, 4 * i), inverse) for i in range(0, INPUTS, LANES)]
+    halves = [wide(builder, "packssdw", HALVES, *numbers[i : i + 2]) for i in (0, 2)]
+    upper = [builder.ashr(builder.add(each, constant(HALVES, 128)), constant(HALVES, 8)) for each in halves]
+    lower = [builder.and_(each, constant(HALVES, 255)) for each in halves]
+    store(builder, wide(builder, "packsswb", BYTES, *upper), tile)
+    store(builder, wide(builder, "packuswb", BYTES, *lower), offset(builder, tile, TILE_NBYTES))
+    loop.end([builder.add(row, pitch), offset(builder, loop.values[1], 4), offset(builder, tile, INPUTS)])
+    for plane in (0, 1):
+        lines = [load(builder, offset(builder, tiles, TILE_NBYTES * plane + INPUTS * i), WORDS) for i in range(SIDE)]
+        to = builder.add(place, second) if plane else place
+        for i, quad in enumerate(transposed(builder, lines)):  # packing left word 4 l + j as the quad 4 j + l
+            store(builder, quad, offset(builder, to, QUAD_NBYTES * (4 * (i % 4) + i // 4)))
+    steps.end([offset(builder, first, 4 * INPUTS), offset(builder, place, QUAD_NBYTES * SIDE)])

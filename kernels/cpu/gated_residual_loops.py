@@ -1,0 +1,79 @@
+"""Loops of gated residuals: the streams of a token under their norms, what a branch reads of them, and the streams behind it
+(`reference_gated_residuals.py`).
+
+Blocks are tokens, and what is added up of one is added in one order, so that neither threads nor other tokens have a say in a bit.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ..compile import kernel
+from ..lazy_numba import inlined
+from .arithmetic import ONE, ZERO, normalise, sigmoid
+from .intrinsics import f32_at, f64_at, fetch_add, i64_at
+
+# Slots. X [TOKENS, COUNT * WIDTH], the streams; NORMED as many, under a norm of KIND with WEIGHT [COUNT * WIDTH] and EPS, a float64;
+# OPENED as many, what gates are made of. OWN [TOKENS, WIDTH]: what a branch reads, or gave; SAID [TOKENS, COUNT]: how much of it each has.
+X, NORMED, OPENED, OWN, SAID, TOKENS, COUNT, WIDTH, KIND, WEIGHT, EPS, SLOTS = range(12)
+TWO = float32(2.0)
+
+
+@kernel()
+def norm_streams(args, worker, counter):
+    """NORMED of X."""
+    a = i64_at(args)
+    count, width, eps = a[COUNT], a[WIDTH], float32(f64_at(args)[EPS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        for s in range(count):
+            at = 4 * (t * count + s) * width
+            normalise(a[X] + at, a[NORMED] + at, width, a[KIND], a[WEIGHT] + 4 * s * width, 0, eps)
+
+
+@inlined({"contract"})
+def _add_opened(own, normed, opened, width, share):
+    out, x, gate = f32_at(own), f32_at(normed), f32_at(opened)
+    for i in range(width):
+        out[i] += share * (sigmoid(gate[i]) * x[i])
+
+
+@kernel()
+def read_streams(args, worker, counter):
+    """OWN of NORMED by OPENED."""
+    a = i64_at(args)
+    count, width = a[COUNT], a[WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        own = f32_at(a[OWN] + 4 * t * width)
+        for i in range(width):
+            own[i] = ZERO
+        for s in range(count):
+            at = 4 * (t * count + s) * width
+            _add_opened(a[OWN] + 4 * t * width, a[NORMED] + at, a[OPENED] + at, width, ONE / float32(count))
+
+
+@inlined({"contract"})
+def _add_branch(stream, branch, width, share):
+    x, own = f32_at(stream), f32_at(branch)
+    for i in range(width):
+        x[i] += share * own[i]
+
+
+@kernel()
+def write_streams(args, worker, counter):
+    """X behind a branch that gave OWN, by SAID."""
+    a = i64_at(args)
+    count, width = a[COUNT], a[WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        said = f32_at(a[SAID] + 4 * t * count)
+        for s in range(count):
+            share = TWO * sigmoid(said[s] / float32(count))
+            _add_branch(a[X] + 4 * (t * count + s) * width, a[OWN] + 4 * t * width, width, share)

@@ -1,0 +1,99 @@
+"""Gated residuals on the CPU: stages that read the streams of a token and write to them (`gated_residual_loops.py`)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_gated_residuals as meaning
+from ..layout import NORMS
+from ..registry import Call
+from ..workspace import Dims, address
+from . import gated_residual_loops as loops
+from . import linear
+from .row_ops import SHARE_FROM
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from ...quant.wide_weights import Residual
+    from .ops import CpuOps
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none for a model without gated residuals."""
+    if not dims.mix_rank:
+        return {}
+    wide = chunk * dims.streams * dims.hidden
+    given = {f"ngram rows {place}": chunk * dims.ngrams.rows for place in range(dims.ngram_layers)}
+    return {"normed streams": wide, "opened": wide, "low mix": chunk * dims.mix_rank, "said": chunk * dims.streams, **given,
+            **({"ngram keys": wide} if given else {})}
+
+
+def read(ops: CpuOps, x: np.ndarray, residual: Residual) -> np.ndarray:
+    """What a branch reads of x [T, S * D], or what leaves it, [T, D]; how much each stream gets of the branch is kept until then."""
+    take, count = ops.workspace.take, residual.count
+    normed = take("normed streams", *x.shape)
+    ops.registry.select(Call("norm streams")).candidate.run(ops, x, normed, residual.norm, count)
+    says = (residual.down,) if residual.inject is None else (residual.down, residual.inject)
+    if (outs := ops._remembered(normed, None, says, linear.PLAIN, "none")) is None:
+        outs = [take("low mix", len(x), residual.down.weight.shape[0]), take("said", len(x), count)][: len(says)]
+        ops._matrix(normed, None, list(says), outs, linear.PLAIN, "none")
+    low = ops.scaled(outs[0], 1 / count)
+    ops.gate(low, None, "silu")
+    if (made := ops._remembered(low, None, (residual.up,), linear.PLAIN, "none")) is None:
+        made = [take("opened", *x.shape)]
+        ops._matrix(low, None, [residual.up], made, linear.PLAIN, "none")
+    own = take("stream", len(x), x.shape[1] // count)
+    ops.registry.select(Call("read streams")).candidate.run(ops, normed, made[0], own, count)
+    return own
+
+
+def write(ops: CpuOps, x: np.ndarray, branch: np.ndarray, residual: Residual) -> np.ndarray:
+    """x behind a branch that gave [T, D], in place."""
+    said = ops.workspace.take("said", len(x), residual.count)
+    ops.registry.select(Call("write streams")).candidate.run(ops, x, branch, said)
+    return x
+
+
+# -- what runs them -----------------------------------------------------------------------------------------------------------------------
+
+
+def _run(ops: CpuOps, kernel: object, x: np.ndarray | None, normed: np.ndarray | None, opened: np.ndarray | None, own: np.ndarray | None,
+         said: np.ndarray | None, count: int, norm: Norm | None = None) -> None:
+    wide = x if normed is None else normed
+    places = (0 if each is None else ops.at(each) for each in (x, normed, opened, own, said))
+    kind, weight = (0, 0) if norm is None else (NORMS[norm.kind], address(norm.weight))
+    ops.args[: loops.EPS] = *places, len(wide), count, wide.shape[1] // count, kind, weight
+    ops.reals[loops.EPS] = 0.0 if norm is None else norm.eps
+    ops.run(kernel, ops.where, wide.size >= SHARE_FROM, ops.args)
+
+
+def norm_streams(ops: CpuOps, x: np.ndarray, normed: np.ndarray, norm: Norm, count: int) -> None:
+    _run(ops, loops.norm_streams, x, normed, None, None, None, count, norm)
+
+
+def read_streams(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, own: np.ndarray, count: int) -> None:
+    _run(ops, loops.read_streams, None, normed, opened, own, None, count)
+
+
+def write_streams(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray) -> None:
+    _run(ops, loops.write_streams, x, None, None, branch, said, said.shape[1])
+
+
+# -- and what they mean, by `reference_gated_residuals.py` ---------------------------------------------------------------------------------
+
+
+def norm_streams_reference(ops: CpuOps, x: np.ndarray, normed: np.ndarray, norm: Norm, count: int) -> None:
+    ops.flush()
+    normed[:] = meaning.normed(x.reshape(len(x), count, -1), norm.weight, norm.eps, norm.kind).reshape(x.shape)
+
+
+def read_streams_reference(ops: CpuOps, normed: np.ndarray, opened: np.ndarray, own: np.ndarray, count: int) -> None:
+    ops.flush()
+    own[:] = meaning.read(normed.reshape(len(normed), count, -1), opened)
+
+
+def write_streams_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray) -> None:
+    ops.flush()
+    x[:] = meaning.written(x.reshape(len(x), said.shape[1], -1), branch, said).reshape(x.shape)

@@ -1,0 +1,123 @@
+"""Hyper-connections on the CPU: stages that read and mix the streams of a token, and matrices of which each group of heads has its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference_hyper_connections as meaning
+from ..registry import Call
+from ..workspace import Dims, address
+from . import gated_residuals, linear, streams
+from . import hyper_connection_loops as loops
+
+if TYPE_CHECKING:
+    from ...quant.weight import Linear
+    from ...quant.wide_weights import Hyper, Mean, Residual
+    from .ops import CpuOps
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers, none for a model whose streams are not mixed so."""
+    said = {"said": chunk * dims.streams * (2 + dims.streams)}
+    if not dims.grouped:
+        return said if dims.mixes else gated_residuals.plan_workspace(dims, chunk)
+    picks = {f"picks{place}": chunk * dims.experts for place in range(dims.picked)}
+    return {**picks, **said, "grouped": chunk * dims.grouped,
+            "gave": chunk * dims.grouped, "group": chunk * dims.heads * dims.head_dim}
+
+
+def scratch_floats(dims: Dims) -> int:
+    """Of a worker."""
+    return dims.streams * loops.BLOCK if dims.grouped or dims.mixes else 0
+
+
+def gathered(ops: CpuOps, x: np.ndarray, hyper: Hyper | Residual | Mean) -> np.ndarray:
+    """See `BlockOps`."""
+    if hyper.is_gated:
+        return gated_residuals.read(ops, x, hyper)
+    if hyper.is_mean:
+        return streams.mean_stream(ops, x, hyper.count)
+    if (outs := ops._remembered(x, hyper.norm, (hyper.matrix,), linear.PLAIN, "none")) is None:
+        outs = [ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])]
+        ops._matrix(x, hyper.norm, [hyper.matrix], outs, linear.PLAIN, "none")
+    own = ops.workspace.take("stream", len(x), x.shape[1] // hyper.count)
+    ops.registry.select(Call("gather streams")).candidate.run(ops, x, own, outs[0], hyper)
+    return own
+
+
+def mixed(ops: CpuOps, x: np.ndarray, branch: np.ndarray, hyper: Hyper | Residual) -> np.ndarray:
+    """See `BlockOps`."""
+    if hyper.is_gated:
+        return gated_residuals.write(ops, x, branch, hyper)
+    said = ops.workspace.take("said", len(x), hyper.matrix.weight.shape[0])
+    ops.registry.select(Call("mix streams")).candidate.run(ops, x, branch, said, hyper)
+    return x
+
+
+def grouped_linear(ops: CpuOps, x: np.ndarray, linears: Sequence[Linear]) -> np.ndarray:
+    """See `BlockOps`."""
+    count = len(linears)
+    inside, width = x.shape[1] // count, linears[0].weight.shape[0]
+    out = ops.workspace.take("grouped", len(x), count * width)
+    own, gave = ops.workspace.take("group", len(x), inside), ops.workspace.take("gave", len(x), width)
+    take, put = (ops.registry.select(Call(op)).candidate.run for op in ("take stream", "put stream"))
+    for group, each in enumerate(linears):
+        take(ops, x, own, group)
+        if ops._remembered(own, None, (each,), linear.PLAIN, "none") is None:
+            ops._matrix(own, None, [each], [gave], linear.PLAIN, "none")
+        put(ops, out, gave, group, False)
+    return out
+
+
+def picked_experts(ops: CpuOps, ids: np.ndarray, picks: Mapping[int, np.ndarray], experts: int) -> dict[int, np.ndarray]:
+    """By layer corrections of scores [T, E] for tokens `ids` of which a table [V, k] says which experts they visit: below all others, in
+    buffers in which jobs of a recorded pass find the next one's."""
+    found = {}
+    for place, (layer, table) in enumerate(picks.items()):
+        own = found[layer] = ops.workspace.take(f"picks{place}", len(ids), experts)
+        own[:] = -np.inf
+        np.put_along_axis(own, table[ids], 0.0, axis=1)
+    return found
+
+
+# -- what runs them -----------------------------------------------------------------------------------------------------------------------
+
+
+def _fill(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+    ops.args[: loops.SLOTS] = (ops.at(x), ops.at(own), len(x), hyper.count, own.shape[1], ops.at(said), address(hyper.scale),
+                               address(hyper.base), hyper.rounds, hyper.leaves, 0, ops.scratch, ops.scratch_stride)
+    ops.reals[loops.LEAST] = hyper.least
+
+
+def gather(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+    _fill(ops, x, own, said, hyper)
+    ops.run(loops.gather_streams, ops.where, len(x) > 1, ops.args)
+
+
+def mix(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+    _fill(ops, x, branch, said, hyper)
+    ops.run(loops.mix_streams, ops.where, len(x) > 1, ops.args)
+
+
+# -- and what they mean, by `reference_hyper_connections.py` -------------------------------------------------------------------------------
+
+
+def gather_reference(ops: CpuOps, x: np.ndarray, own: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+    ops.flush()
+    split = x.reshape(len(x), hyper.count, -1)
+    if hyper.leaves:
+        own[:] = meaning.left(split, said, hyper.scale, hyper.base, hyper.least)
+        return
+    reads, writes, mixes = meaning.numbers(said, hyper.scale, hyper.base, hyper.count, hyper.least, hyper.rounds)
+    own[:] = meaning.gathered(split, reads)
+    said[:] = np.concatenate([reads, writes, mixes.reshape(len(x), -1)], 1)
+
+
+def mix_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray, said: np.ndarray, hyper: Hyper) -> None:
+    ops.flush()
+    split, count = x.reshape(len(x), hyper.count, -1), hyper.count
+    _, writes, mixes = np.split(said, [count, 2 * count], axis=1)
+    split[:] = meaning.mixed(split, branch, writes, mixes.reshape(len(x), *((count, count) if hyper.rounds else (0, 0))))

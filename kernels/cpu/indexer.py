@@ -1,0 +1,315 @@
+"""The indexer of one layer on the CPU: its keys, which tokens it chooses, and attention over these."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .. import reference
+from .. import reference_indexer as meaning
+from ..indexer_shape import IndexShape
+from ..layout import F32, PAGE
+from ..registry import Call
+from ..workspace import Dims, address
+from . import attention, attention_decode, indexer_pooling, latent, sparse_attention_loops, states
+from . import indexer_loops as loops
+from .rotary_angles import KeyAngles
+from .row_ops import SHARE_FROM
+from .stages import FEW
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from ...runtime.rope import RopeTable
+    from .ops import CpuOps
+    from .pages import LayerPages
+
+
+def plan_workspace(dims: Dims, chunk: int) -> dict[str, int]:
+    """Floats of the buffers of an indexer, none where there is none: what few tokens score, and what all of a pass chose."""
+    own = dims.index
+    if own is None:
+        return {}
+    # What is multiplied beside the products of attention: keys and weights, or the queries of heads that choose for themselves and keys.
+    beside = states.plan_workspace(dims, chunk) | latent.plan_workspace(dims, chunk)
+    widths = {"y3": own.heads * own.width, "y4": own.width} if own.each or own.means else {"y2": own.width, "y3": own.heads}
+    if dims.latent is not None and own.means:
+        widths = {"y2": own.row, "y3": own.heads}
+    if dims.latent is not None and dims.latent.query_rank is None:  # whose queries are made of a row that was normed; some layers lack y1
+        widths = {"normed": dims.hidden, "y1": own.width, "y2": max(own.width, own.heads), "y3": own.heads}
+    return {"index scores": FEW * own.groups * _row(own, _keys(dims)), "chosen": chunk * own.groups * own.listed,
+            **{name: max(chunk * width, beside.get(name, 0)) for name, width in widths.items()}}
+
+
+def _keys(dims: Dims) -> int:
+    """Keys that a token chooses among at most: a layer that drafts has room for guesses behind a context."""
+    return dims.index.keys(dims.ctx + (FEW if dims.joined else 0))
+
+
+def scratch_floats(dims: Dims) -> int:
+    """Floats of scratch per worker."""
+    own = dims.index
+    if own is None:
+        return 0
+    return max(loops.scratch_floats(own.heads, own.width, own.groups * _row(own, _keys(dims))), indexer_pooling.SCRATCH_ROWS * own.width,
+               sparse_attention_loops.scratch_floats(dims.heads, dims.kv_heads, dims.head_dim))
+
+
+def partials_floats(dims: Dims) -> int:
+    """Floats for the partials of a token over what it chose."""
+    own = dims.index
+    return 0 if own is None or own.rate > 1 and not own.means else _tiles(own) * dims.heads * (dims.head_dim + 2)
+
+
+def _tiles(shape: IndexShape) -> int:
+    """Tiles that the tokens of a choice take."""
+    return -(-shape.listed * shape.spread // PAGE)
+
+
+def _row(shape: IndexShape, keys: int) -> int:
+    """Floats of a token's scores for one choice among so many keys."""
+    return -(-keys // PAGE) * PAGE if not shape.each else shape.units(keys) + 1
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """What the tokens of a pass see: `units` int32 [T - first, groups, listed]; the `first` tokens see all before them."""
+
+    units: np.ndarray
+    first: int
+    shape: IndexShape
+
+    def __len__(self) -> int:
+        return self.first + len(self.units)
+
+    def __getitem__(self, last: slice) -> Chosen:
+        """What the last tokens see: `last` is slice(-n, None)."""
+        return replace(self, units=self.units[last], first=max(0, self.first - len(self) - last.start))
+
+
+class LayerIndex:
+    """The keys of one layer in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+
+    def __init__(self, ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> None:
+        keys = len(memory) // (1 + shape.rate * shape.means * (1 + shape.weighed))
+        self.ops, self.shape, self.memory, self.stored = ops, shape, memory[:keys], stored
+        self.rows = memory[keys:].view(np.float32 if stored == F32 else np.float16).reshape(-1, shape.row)  # of means
+        kind = "f32" if stored == F32 else "f16"
+        self._choose = ops.registry.select(Call("choose", kind)).candidate.run
+        self._note_means = ops.registry.select(Call("note pools" if shape.weighed else "note means", kind)).candidate.run
+
+    def room(self, tokens: int) -> np.ndarray:
+        """Where the choice of so many tokens goes, int32 [T, groups * listed]."""
+        return self.ops.workspace.take("chosen", tokens, self.shape.groups * self.shape.listed).view(np.int32)
+
+    def note(self, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable] | tuple[Norm, np.ndarray] | None = None) -> None:
+        """Keep keys [T, width] of the tokens from `position` on; of means what they are made of, [T, row], and those that are whole, by
+        `closing`."""
+        if self.shape.means:
+            self._note_means(self, k, position, closing)
+            return
+        ops, block = self.ops, np.zeros(loops.NOTE_SLOTS, np.int64)
+        block[:] = ops.at(k), len(k), position, self.shape.width, self.stored, address(self.memory)
+        ops.keep_alive(block)
+        ops.refresh(partial(block.__setitem__, loops.N_POSITION))
+        ops.run(loops.note_keys, address(block), k.size >= SHARE_FROM)
+
+    def choose(self, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray | None = None) -> Chosen | None:
+        """What tokens from `position` on see by q [T, heads * width] and weights [T, heads], in `out` where that is given; None where each
+        sees all before it. Their keys have been noted."""
+        ops, shape, first = self.ops, self.shape, max(0, self.shape.whole - position)
+        if first and position + len(q) + PAGE > shape.whole:
+            ops.never_replay()  # the next pass may have to choose
+        if first >= len(q):
+            return None
+        chosen = (self.room(len(q)) if out is None else out)[first:]
+        self._choose(self, q[first:], None if weights is None else weights[first:], position + first, chosen)
+        return Chosen(chosen, first, shape)
+
+    @property
+    def token_nbytes(self) -> int:
+        return self.shape.token_nbytes(self.stored)
+
+    def nbytes(self, tokens: int) -> int:
+        """Bytes of the keys of so many tokens, in whole blocks, and of what means are made of."""
+        blocks = -(-self.shape.keys(tokens) // PAGE)
+        return blocks * self.shape.block_nbytes(self.stored) + self.unseen_nbytes(tokens)
+
+    def unseen_nbytes(self, tokens: int) -> int:
+        """Bytes of what means of so many tokens are made of, which no later one reads once they are whole."""
+        return self.shape.means * tokens * self.rows.itemsize * self.shape.row
+
+    def keys(self, count: int) -> np.ndarray:
+        """The first keys as they are kept, [count, width]."""
+        blocks = self.memory.view(np.float32 if self.stored == F32 else np.float16).reshape(-1, self.shape.width, PAGE)
+        return np.concatenate([block.T for block in blocks[: -(-count // PAGE)]])[:count]
+
+    def read(self, begin: int, end: int) -> np.ndarray:
+        """The bytes of the keys of tokens [begin, end), token by token, a copy; of a key of several tokens each has its part. Behind them
+        lie rows of which keys are means."""
+        found = self._read_keys(begin, end)
+        return np.concatenate([found, self.rows[begin:end].view(np.uint8).reshape(-1)]) if self.shape.means else found
+
+    def write(self, begin: int, data: np.ndarray) -> None:
+        """Put what `read` gave from `begin` on in its place."""
+        tokens = len(data) // self.token_nbytes
+        keys = tokens * self.shape.scored_nbytes(self.stored)
+        self._write_keys(begin, data[:keys])
+        if self.shape.means:
+            self.rows[begin : begin + tokens].view(np.uint8).reshape(-1)[:] = data[keys:]
+
+    def _read_keys(self, begin: int, end: int) -> np.ndarray:
+        rate, nbytes = self.shape.rate, self.shape.scored_nbytes(self.stored)
+        first, last = begin // rate, -(-end // rate)
+        rows = np.ascontiguousarray(self._rows(first, last)).view(np.uint8).reshape(-1)
+        at = (begin - first * rate) * nbytes
+        return rows[at : at + (end - begin) * nbytes]
+
+    def _write_keys(self, begin: int, data: np.ndarray) -> None:
+        blocks, rate, nbytes = self._blocks(), self.shape.rate, self.shape.scored_nbytes(self.stored)
+        first, last = begin // rate, -(-(begin + len(data) // nbytes) // rate)
+        rows = np.ascontiguousarray(self._rows(first, last))
+        at = (begin - first * rate) * nbytes
+        rows.view(np.uint8).reshape(-1)[at : at + len(data)] = data
+        numbers = np.arange(first, last)
+        blocks[numbers // PAGE, :, numbers % PAGE] = rows
+
+    def _rows(self, first: int, last: int) -> np.ndarray:
+        """Keys [first, last), row by row, as their bits."""
+        begin = first // PAGE * PAGE
+        blocks = self._blocks()[begin // PAGE : -(-last // PAGE)]
+        return blocks.swapaxes(1, 2).reshape(-1, self.shape.width)[first - begin : last - begin]
+
+    def _blocks(self) -> np.ndarray:
+        return self.memory.view(np.uint32 if self.stored == F32 else np.uint16).reshape(-1, self.shape.width, PAGE)
+
+
+def index_layer(ops: CpuOps, shape: IndexShape, memory: np.ndarray, stored: int) -> LayerIndex:
+    """The indexer of one layer; its keys in uint8 `memory` (`shape.nbytes`), kept as `stored`."""
+    return LayerIndex(ops, shape, memory, stored)
+
+
+def choose(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
+    """The kernels: of few tokens blocks of keys are shared out, of many the tokens."""
+    ops, shape, block = index.ops, index.shape, np.zeros(loops.SLOTS, np.int64)
+    row = _row(shape, len(index.memory) // shape.block_nbytes(index.stored) * PAGE)
+    block[:] = (ops.at(q), 0 if weights is None else ops.at(weights), len(q), position, address(out), shape.heads, shape.width,
+                shape.chosen, shape.grain, shape.each, shape.near, address(index.memory), index.stored,
+                address(ops.workspace.take("index scores", 1)), row, ops.scratch, ops.scratch_stride, shape.rate, shape.listed)
+    ops.keep_alive(block)
+    if len(q) > FEW:
+        ops.run(loops.select_prefill, address(block))
+        return
+    ops.refresh(partial(block.__setitem__, loops.POSITION))
+    ops.run(loops.score_decode, address(block))
+    ops.run(loops.select_decode, address(block), len(q) > 1)
+
+
+def choose_reference(index: LayerIndex, q: np.ndarray, weights: np.ndarray | None, position: int, out: np.ndarray) -> None:
+    index.ops.flush()
+    found = meaning.scores(q, index.keys((position + len(q)) // index.shape.rate), weights, position, index.shape)
+    out[:] = meaning.choose(found, index.shape, position).reshape(out.shape)
+
+
+def note_means(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
+    """The kernel: the tokens of a key are one thread's. `closing`: by what means are normed and turned."""
+    ops, shape, (norm, table) = index.ops, index.shape, closing
+    block, turned = np.zeros(loops.MEAN_SLOTS, np.int64), KeyAngles(table, shape.rate, position, len(k))
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+                address(norm.weight), *turned.at, 2 * turned.cos.shape[1], ops.scratch, ops.scratch_stride, 0)
+    block.view(np.float64)[loops.M_EPS] = norm.eps
+    for kept in (block, turned.cos, turned.sin):
+        ops.keep_alive(kept)
+
+    def move(position: int) -> None:
+        block[loops.M_POSITION] = position
+        turned.move(position)
+
+    ops.refresh(move)
+    ops.run(loops.note_means, address(block), k.size >= SHARE_FROM)
+
+
+def note_means_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, RopeTable]) -> None:
+    index.ops.flush()
+    rate, (norm, table), first = index.shape.rate, closing, position // index.shape.rate
+    index.rows[position : position + len(k)] = k
+    last = (position + len(k)) // rate
+    if last > first:
+        places = (first + np.arange(last - first)) * rate
+        made = meaning.means(index.rows[first * rate : last * rate], (norm.kind, norm.weight, None, norm.eps), rate, *table.turns(places))
+        at, held = first + np.arange(len(made)), index.memory.view(index.rows.dtype).reshape(-1, index.shape.width, PAGE)
+        held[at // PAGE, :, at % PAGE] = made
+
+
+def note_pools(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
+    """The kernel: the tokens of a key are one thread's. `closing`: by what the first half of a row is normed, and what is added to the
+    second at each place [rate, width] of a pool."""
+    ops, shape, (norm, places), loops = index.ops, index.shape, closing, indexer_pooling
+    block = np.zeros(loops.POOL_SLOTS, np.int64)
+    block[:] = (ops.at(k), len(k), position, shape.width, index.stored, address(index.memory), address(index.rows), shape.rate,
+                address(norm.weight), address(norm.bias), address(places), ops.scratch, ops.scratch_stride, 0)
+    block.view(np.float64)[loops.P_EPS] = norm.eps
+    ops.keep_alive(block)
+    ops.refresh(partial(block.__setitem__, loops.P_POSITION))
+    ops.run(loops.note_pools, address(block), k.size >= SHARE_FROM)
+
+
+def note_pools_reference(index: LayerIndex, k: np.ndarray, position: int, closing: tuple[Norm, np.ndarray]) -> None:
+    index.ops.flush()
+    rate, width, (norm, places), first = index.shape.rate, index.shape.width, closing, position // index.shape.rate
+    own = index.rows[position : position + len(k)]
+    own[:, :width] = reference.normalise(k[:, :width].astype(np.float64), norm.kind, norm.weight, norm.bias, norm.eps)
+    own[:, width:] = k[:, width:] + places.reshape(rate, width)[np.arange(position, position + len(k)) % rate]
+    last = (position + len(k)) // rate
+    at, held = np.arange(first, last), index.memory.view(index.rows.dtype).reshape(-1, width, PAGE)
+    held[at // PAGE, :, at % PAGE] = meaning.pools(index.rows[first * rate : last * rate], rate)
+
+
+def attend(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+           chosen: Chosen, same: bool) -> None:
+    """Attention of tokens from `position` on over what each chose; as `LayerPages.attend`. `same`: keys are values."""
+    first, run = chosen.first, pages.choice.run
+    if first:
+        run(pages, q[:first], position, blocks, sinks, out[:first])
+    call = Call("attend chosen", "f32" if pages.layout.stored == F32 else "f16")
+    pages.ops.registry.select(call).candidate.run(pages, q[first:], position + first, blocks, sinks, out[first:], chosen, same)
+
+
+def attend_compiled(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+                    chosen: Chosen, same: bool) -> None:
+    """The kernels: of few tokens tiles of each are shared out, of many the tokens."""
+    ops, shape, width = pages.ops, chosen.shape, q.shape[1]
+    block = np.zeros(sparse_attention_loops.CHOSEN_SLOTS, np.int64)
+    block[: attention.ATTEND_SLOTS] = pages._attend[: attention.ATTEND_SLOTS]
+    block[: attention.HEADS + 1] = (ops.at(q), ops.at(out), len(q), position, _tiles(shape), address(blocks),
+                                    width // pages.layout.head_dim)
+    block[attention.SINKS] = address(sinks)
+    lead = int(blocks[1, attention.FIRST]) if len(blocks) > 1 and blocks[1, attention.FIRST] != PAGE else 0
+    block[sparse_attention_loops.UNITS :] = address(chosen.units), shape.listed, shape.groups, shape.spread, lead, same
+    if len(q) > FEW:
+        ops.never_replay()
+        ops.keep_alive(block)
+        ops.run(sparse_attention_loops.attend_sparse_prefill, address(block))
+        return
+    for t in range(len(q)):
+        call = block.copy()
+        call[attention.Q], call[attention.OUT] = ops.at(q) + 4 * t * width, ops.at(out) + 4 * t * width
+        call[attention.TOKENS], call[attention.POSITION] = 1, position + t
+        call[sparse_attention_loops.UNITS] += 4 * t * shape.groups * shape.listed
+        ops.keep_alive(call)
+        ops.refresh(lambda position, call=call, t=t: call.__setitem__(attention.POSITION, position + t))
+        ops.run(sparse_attention_loops.attend_sparse_decode, address(call))
+        ops.run(attention_decode.merge_decode, address(call))
+
+
+def attend_reference(pages: LayerPages, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray,
+                     chosen: Chosen, same: bool) -> None:
+    """Plain softmax over the gathered keys and values that are chosen."""
+    pages.ops.flush()
+    keys, values, at = pages.gathered(blocks)
+    seen = meaning.seen(chosen.units.reshape(len(q), chosen.shape.groups, -1), len(at), pages.layout.kv_heads, chosen.shape)
+    split = q.reshape(len(q), -1, pages.layout.head_dim)
+    out[:] = reference.attend(split, keys, values, position, at, pages.scale, pages.window, pages.softcap, sinks,
+                              seen=seen).reshape(out.shape)

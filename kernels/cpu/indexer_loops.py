@@ -1,0 +1,296 @@
+"""Kernels of an indexer (`indexer_shape.py`): remembering keys, scoring them for a token, and choosing the best.
+
+Every score is one chain of fused multiply-adds over a head's channels, then heads in their order, whoever computes it; the choice is one of
+whole numbers. So what is chosen depends neither on threads nor on how many tokens came in a pass. Of a few tokens blocks of keys are shared
+out, of many tokens the tokens.
+"""
+
+from __future__ import annotations
+
+from numpy import float32, int32, int64, uint32
+
+from ..compile import kernel
+from ..layout import F32, NORM_RMS_PLUS_ONE, PAGE
+from ..lazy_numba import inlined
+from .arithmetic import INFINITY, MINUS_INF, ONE, ZERO, expand, narrow_half, normalise_here
+from .inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, low_tile_product, product
+from .intrinsics import f32_at, f32_to_bits, f64_at, fetch_add, i32_at, i64_at, u16_at
+
+# Slots of `note_keys`: K [TOKENS, WIDTH] goes to positions POSITION and on of KEYS.
+N_K, N_TOKENS, N_POSITION, N_WIDTH, N_DTYPE, N_KEYS, NOTE_SLOTS = range(7)
+# Slots of `note_means`: K [TOKENS, WIDTH] goes to rows POSITION and on of ROWS, and of every RATE rows that are whole then the mean goes
+# into KEYS, normed by WEIGHT and EPS, its first TURNED channels turned by COS and SIN [keys, TURNED / 2] of those that may be whole.
+# Scratch of a worker: a row, and the mean.
+(M_K, M_TOKENS, M_POSITION, M_WIDTH, M_DTYPE, M_KEYS, M_ROWS, M_RATE, M_WEIGHT, M_COS, M_SIN, M_TURNED, M_SCRATCH, M_STRIDE, M_EPS,
+ MEAN_SLOTS) = range(16)
+# Slots of the others: Q [TOKENS, HEADS * WIDTH], WEIGHTS [TOKENS, HEADS] or 0 where heads choose EACH for themselves or count alike; CHOSEN
+# int32 [TOKENS, groups, LISTED], of which the first COUNT are chosen. SCORES: rows of ROW floats, a row for each token and group, which
+# `select_decode` finds there; `select_prefill` has them in the scratch, per worker float32: Q[padded heads, WIDTH] of each token of a tile,
+# K[WIDTH, PAGE], S[padded heads, PAGE], int64 [256], rows of the groups of each token of a tile.
+Q, WEIGHTS, TOKENS, POSITION, CHOSEN, HEADS, WIDTH, COUNT, GRAIN, EACH, NEAR, KEYS, DTYPE = range(13)
+SCORES, ROW, SCRATCH, STRIDE, RATE, LISTED, SLOTS = range(13, 20)  # RATE: tokens of a key
+BINS, BYTE, TOP_BIT = 256, int64(255), uint32(1 << 31)
+TILE_QUERIES = 64  # queries of a tile of a prompt's tokens, about
+
+
+@inlined()
+def put_kept(source, target, width, step, item):
+    """`width` float32 of `source` to the address `target`, `step` values apart, as floats or as halves."""
+    if item == 4:
+        wide = f32_at(target)
+        for i in range(width):
+            wide[i * step] = source[i]
+    else:
+        narrow = u16_at(target)
+        for i in range(width):
+            narrow[i * step] = narrow_half(source[i])
+
+
+@kernel()
+def note_keys(args, worker, counter):
+    """Keys in the type in which they are kept. Blocks are PAGE tokens."""
+    a = i64_at(args)
+    width, item = a[N_WIDTH], 4 if a[N_DTYPE] == F32 else 2
+    while True:
+        begin = PAGE * fetch_add(counter, 1)
+        if begin >= a[N_TOKENS]:
+            return
+        for t in range(begin, min(begin + PAGE, a[N_TOKENS])):
+            at, source = a[N_POSITION] + t, f32_at(a[N_K] + 4 * t * width)
+            block = a[N_KEYS] + at // PAGE * PAGE * width * item
+            at %= PAGE
+            put_kept(source, block + at * item, width, PAGE, item)
+
+
+@inlined({"contract"})
+def _turn_halves(row, cos, sin, half):
+    y, z, c, s = f32_at(row), f32_at(row + 4 * half), f32_at(cos), f32_at(sin)
+    for i in range(half):
+        low, high = y[i], z[i]
+        y[i] = low * c[i] - high * s[i]
+        z[i] = high * c[i] + low * s[i]
+
+
+@inlined()
+def _mean(args, group, row, mean):
+    """The key of a group of rows, of which all are there: each is added as it is kept, in their order."""
+    a = i64_at(args)
+    width, rate, item = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2
+    one, total = f32_at(row), f32_at(mean)
+    for i in range(width):
+        total[i] = ZERO
+    for t in range(group * rate, (group + 1) * rate):
+        expand(a[M_ROWS] + t * width * item, a[M_DTYPE], row, width)
+        for i in range(width):
+            total[i] += one[i]
+    share = ONE / float32(rate)
+    for i in range(width):
+        total[i] *= share
+    normalise_here(mean, width, NORM_RMS_PLUS_ONE, a[M_WEIGHT], 0, float32(f64_at(args)[M_EPS]))
+
+
+@kernel()
+def note_means(args, worker, counter):
+    """What tokens give to means, and the means that are whole with them. Blocks are the tokens of one key."""
+    a = i64_at(args)
+    width, rate, item, half = a[M_WIDTH], a[M_RATE], 4 if a[M_DTYPE] == F32 else 2, a[M_TURNED] // 2
+    begin, end = a[M_POSITION], a[M_POSITION] + a[M_TOKENS]
+    first, row = begin // rate, a[M_SCRATCH] + worker * a[M_STRIDE]
+    mean = row + 4 * width
+    while True:
+        group = first + fetch_add(counter, 1)
+        if group * rate >= end:
+            return
+        for t in range(max(begin, group * rate), min(end, (group + 1) * rate)):
+            source, target = f32_at(a[M_K] + 4 * (t - begin) * width), a[M_ROWS] + t * width * item
+            put_kept(source, target, width, 1, item)
+        if (group + 1) * rate > end:
+            continue
+        _mean(args, group, row, mean)
+        _turn_halves(mean, a[M_COS] + 4 * (group - first) * half, a[M_SIN] + 4 * (group - first) * half, half)
+        made, block, at = f32_at(mean), a[M_KEYS] + group // PAGE * PAGE * width * item, group % PAGE
+        put_kept(made, block + at * item, width, PAGE, item)
+
+
+@inlined()
+def _padded(heads):
+    return (heads + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+
+
+@inlined()
+def _load_query(a, t, query):
+    """The index queries of a token, and zeros up to whole tiles."""
+    heads, width = a[HEADS], a[WIDTH]
+    source, target = f32_at(a[Q] + 4 * t * heads * width), f32_at(query)
+    for i in range(heads * width):
+        target[i] = source[i]
+    for i in range(heads * width, _padded(heads) * width):
+        target[i] = ZERO
+
+
+@inlined({"contract"})
+def _add_weighed(row, scores, weight):
+    """ROW[PAGE] += weight * what is above zero of SCORES[PAGE]."""
+    for j in range(PAGE):
+        row[j] += weight * max(scores[j], ZERO)
+
+
+@inlined()
+def _score(a, t, block, query, keys, products, rows):
+    """Scores of a block of keys, widened in KEYS, for token `t`, whose queries lie in QUERY, into its rows."""
+    heads, width, position = a[HEADS], a[WIDTH], a[POSITION] + t
+    if heads <= LOW_ROWS:
+        for j in range(0, PAGE, TILE_COLUMNS):
+            low_tile_product(query, 4 * width, keys + 4 * j, 4 * PAGE, products + 4 * j, 4 * PAGE, width, 0)
+    else:
+        product(query, 4 * width, keys, 4 * PAGE, products, 4 * PAGE, _padded(heads), PAGE, width)
+    if a[EACH] == 0:
+        row, weights = f32_at(rows + 4 * block * PAGE), f32_at(a[WEIGHTS] + 4 * t * heads)
+        for j in range(PAGE):
+            row[j] = ZERO
+        for head in range(heads):
+            _add_weighed(row, f32_at(products + 4 * head * PAGE), weights[head] if a[WEIGHTS] != 0 else ONE)
+        return
+    grain = a[GRAIN]
+    seen = min(PAGE, position + 1 - block * PAGE)
+    for head in range(heads):
+        made = f32_at(products + 4 * head * PAGE)
+        for begin in range(0, seen, grain):
+            unit, best = (block * PAGE + begin) // grain, MINUS_INF
+            for j in range(begin, min(begin + grain, seen)):
+                best = max(best, made[j])
+            own = position // grain
+            f32_at(rows + 4 * head * a[ROW])[unit] = INFINITY if own - a[NEAR] < unit and unit <= own else best
+
+
+@inlined()
+def _load_keys(a, block, keys):
+    width, item = a[WIDTH], 4 if a[DTYPE] == F32 else 2
+    expand(a[KEYS] + block * PAGE * width * item, a[DTYPE], keys, width * PAGE)
+
+
+@inlined()
+def _rank(row, i):
+    """A whole number that rises with a score."""
+    bits = f32_to_bits(row[i])
+    return int64(~bits if bits & TOP_BIT else bits | TOP_BIT)
+
+
+@inlined()
+def _choose(row, units, count, bins, out):
+    """The `count` best of so many scores, rising, of equal ones the earlier: the rank of the last one that is in is found byte by byte."""
+    least, wanted = int64(0), count
+    for shift in (24, 16, 8, 0):
+        for i in range(BINS):
+            bins[i] = 0
+        for i in range(units):
+            rank = _rank(row, i)
+            if rank >> (shift + 8) == least >> (shift + 8):
+                bins[(rank >> shift) & BYTE] += 1
+        place = BYTE
+        while place > 0 and bins[place] < wanted:
+            wanted -= bins[place]
+            place -= 1
+        least |= place << shift
+    found = 0
+    for i in range(units):
+        rank = _rank(row, i)
+        if rank > least or (rank == least and wanted > 0):
+            if rank == least:
+                wanted -= 1
+            out[found] = int32(i)
+            found += 1
+
+
+@inlined()
+def _keys_at(a, t):
+    """How many keys token t sees."""
+    return (a[POSITION] + t + 1) // a[RATE]
+
+
+@inlined()
+def _choices(a, t, rows, bins):
+    """What a token sees, of the scores in its rows."""
+    groups = a[HEADS] if a[EACH] else 1
+    units = (_keys_at(a, t) - 1) // a[GRAIN] + 1
+    for group in range(groups):
+        out = i32_at(a[CHOSEN] + 4 * (t * groups + group) * a[LISTED])
+        _choose(f32_at(rows + 4 * group * a[ROW]), units, a[COUNT], bins, out)
+        if a[LISTED] > a[COUNT]:  # the unit whose key is not whole yet
+            out[a[COUNT]] = int32(_keys_at(a, t))
+
+
+@kernel()
+def score_decode(args, worker, counter):
+    """Scores of few tokens. Blocks of work are blocks of keys."""
+    a = i64_at(args)
+    width, groups = a[WIDTH], a[HEADS] if a[EACH] else 1
+    query = a[SCRATCH] + worker * a[STRIDE]
+    keys = query + 4 * _padded(a[HEADS]) * width
+    products = keys + 4 * width * PAGE
+    blocks, loaded = (_keys_at(a, a[TOKENS] - 1) + PAGE - 1) // PAGE, -1
+    while True:
+        block = fetch_add(counter, 1)
+        if block >= blocks:
+            return
+        _load_keys(a, block, keys)
+        for t in range(a[TOKENS]):
+            if block * PAGE >= _keys_at(a, t):
+                continue
+            if loaded != t:
+                _load_query(a, t, query)
+                loaded = t
+            _score(a, t, block, query, keys, products, a[SCORES] + 4 * t * groups * a[ROW])
+
+
+@kernel()
+def select_decode(args, worker, counter):
+    """What few tokens see, of the scores of `score_decode`. Blocks of work are tokens."""
+    a = i64_at(args)
+    groups = a[HEADS] if a[EACH] else 1
+    bins = i64_at(a[SCRATCH] + worker * a[STRIDE])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        _choices(a, t, a[SCORES] + 4 * t * groups * a[ROW], bins)
+
+
+def _height_of(heads: int) -> int:
+    """Tokens for which a block of keys is widened once: more where few heads read it."""
+    return max(1, TILE_QUERIES // heads)
+
+
+tile_height = inlined()(_height_of)
+
+
+@kernel()
+def select_prefill(args, worker, counter):
+    """Scores of many tokens and what they see. Blocks of work are tiles of tokens, the last ones first: they see more."""
+    a = i64_at(args)
+    width, groups, height = a[WIDTH], a[HEADS] if a[EACH] else 1, tile_height(a[HEADS])
+    query, padded = a[SCRATCH] + worker * a[STRIDE], _padded(a[HEADS])
+    keys = query + 4 * height * padded * width
+    products = keys + 4 * width * PAGE
+    bins = products + 4 * padded * PAGE
+    rows = bins + 8 * BINS
+    while True:
+        first = ((a[TOKENS] + height - 1) // height - 1 - fetch_add(counter, 1)) * height
+        if first < 0:
+            return
+        here = min(height, a[TOKENS] - first)
+        for i in range(here):
+            _load_query(a, first + i, query + 4 * i * padded * width)
+        for block in range((_keys_at(a, first + here - 1) - 1) // PAGE + 1):
+            _load_keys(a, block, keys)
+            for i in range(here):
+                if block * PAGE < _keys_at(a, first + i):
+                    _score(a, first + i, block, query + 4 * i * padded * width, keys, products, rows + 4 * i * groups * a[ROW])
+        for i in range(here):
+            _choices(a, first + i, rows + 4 * i * groups * a[ROW], i64_at(bins))
+
+
+def scratch_floats(heads: int, width: int, rows: int) -> int:
+    """Floats of scratch per worker; `rows`: those of scores of a token, all groups."""
+    padded, height = -(-heads // TILE_ROWS) * TILE_ROWS, _height_of(heads)
+    return padded * (height * width + PAGE) + width * PAGE + 2 * BINS + height * rows

@@ -1,0 +1,154 @@
+"""Attention of few tokens over packed pages: a record is read once for a token's query heads of its KV head, multiplied with integers.
+
+Pages are processed in blocks of BLOCK_PAGES, on a grid that begins with the first page. Within a block they are merged in page order, and
+then the blocks in their order (`merge.py`). So an answer depends neither on which thread computed what nor on how the table was divided.
+"""
+
+from __future__ import annotations
+
+from numpy import float32, int64
+
+from ...compile import Jit, jit, kernel
+from ...kv_layout import CHANNELS, ROTATED_K, TAIL_OFFSET
+from ...layout import PAGE
+from ...lazy_numba import inlined
+from ..arithmetic import MINUS_INF, ZERO
+from ..attention import (
+    BLOCKS,
+    COLUMNS,
+    COUNT,
+    FIRST,
+    FROM,
+    HEAD_DIM,
+    HEADS,
+    INDEX,
+    KV_HEADS,
+    PARTIALS,
+    POSITION,
+    SCALE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEALED,
+    SKIPPED,
+    SOFTCAP,
+    TABLE,
+    TO,
+    TOKENS,
+    WINDOW,
+    _begin,
+    _cap,
+    _visible,
+    sealed_rows,
+)
+from ..intrinsics import call, f32_at, f64_at, i64_at, u8_at
+from ..work_distribution import first_region, take_block
+from .arguments import BY_PAGE, CHANNEL_SCALE, HEAD_SLOTS, PAGE_OF_EIGHT, PAGE_OF_FOUR, RECORDS, TABLES, _parts, _record
+from .int8_products import MOST_K, MOST_V
+from .merge import BLOCK_PAGES, load_partial, nothing, store_partial
+from .record_attention import LN2, LOG2E, header_bits, load_kv, read_widths, record_products, scores_by_numbers
+from .scratch_layout import EIGHT, line, query_places, row_places, tile_rows
+from .unpack_loops import prefetch
+
+MEAN_K, MEAN_V = 5, 4  # bits of sides that are multiplied as bytes: above, the rounding of the other factor would show beside the codec's
+
+
+def _page_of(tile: int) -> Jit:
+    """Attention to a page for tiles of 4 or 8 rows."""
+    scores_of, output_of = record_products(tile)
+
+    def body(args, entry_at, following_at, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
+        a, entry, following = i64_at(args), i64_at(entry_at), i64_at(following_at)
+        depth = a[HEAD_DIM]
+        _, _, _, _, at_steps, at_widths, behind = row_places(padded, depth)
+        scores, widths, more = begin_of, begin_of + at_widths, begin_of + behind
+        record, parts, tables, nbytes = _record(a, entry, kv), _parts(a, kv), a[TABLES], i64_at(a[RECORDS] + 8 * HEAD_SLOTS * kv)[1]
+        ahead, half = _record(a, following, kv), (nbytes // 2 + 63) // 64 * 64
+        most_k, most_v = read_widths(record, widths, depth // CHANNELS)
+        if u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+            few = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K
+            scores_of(record, parts, depth, rows, padded, queries, scores, widths, more, tables, few, ahead, half)
+        else:
+            prefetch(ahead, half)
+            scores_by_numbers(record, parts, depth, rows, padded, queries, scores, begin_of + at_steps, more, tables, scale,
+                              a[CHANNEL_SCALE] + 4 * kv * depth)
+        begin, s = _begin(entry[FIRST], entry[COUNT], position, a[WINDOW]), f32_at(scores)
+        if softcap != ZERO:
+            for t in range(rows * PAGE):
+                s[t] = _cap(s[t] * LN2, softcap) * LOG2E
+        if begin > 0:
+            for r in range(rows):
+                for t in range(begin):
+                    s[r * PAGE + t] = MINUS_INF
+        few = most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+        output_of(record, parts, depth, rows, padded, scores, begin_of, output, m, more, tables, few, ahead + half, nbytes - half)
+
+    body.__name__ = {4: "page_of_four", 8: "page_of_eight"}[tile]
+    return jit(f"void({', '.join(['int64'] * 11)}, float32, float32)", {"contract"})(body)
+
+
+page_of_four = _page_of(4)
+page_of_eight = _page_of(8) if EIGHT else page_of_four
+
+
+@inlined()
+def attend_page(args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap):
+    """Merge a page into the running `output` [padded, D] with its (m, l) [2, padded] at `m`, for the queries that `load_kv` left at
+    `queries`; `begin_of`: where `row_places` are. `entry` and `following` are addresses of rows of the table. The page of the row
+    `following` is asked for meanwhile, one half beside each side's products: all of it beside K's would take longer than they do."""
+    a = i64_at(args)
+    page = a[PAGE_OF_EIGHT] if tile_rows(rows) == 8 else a[PAGE_OF_FOUR]
+    call(page, (args, entry, following, kv, position, rows, padded, queries, begin_of, output, m, scale, softcap))
+
+
+@kernel({"contract"})
+def attend_packed_decode(args, worker, counter):
+    """Partials of the packed pages for each of a few tokens. Blocks of work: (KV head, token, block of pages); the partial lies in the row
+    of the block's first page. With BY_PAGE every page keeps its own, and rows may be SKIPPED."""
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    rows = heads // kv_heads
+    tile = tile_rows(rows)
+    padded = (rows + tile - 1) // tile * tile
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    scratch = line(a[SCRATCH] + worker * a[SCRATCH_STRIDE])
+    rest = scratch + query_places(padded, depth)[6]
+    _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
+    output, m = rest + at_output, rest + at_m
+    # With BY_PAGE, pages of another kind may lie between: then every row is looked at, and the grid is of no account.
+    begin, end = (a[FROM], a[TO]) if a[BY_PAGE] else sealed_rows(a)
+    if begin == end:
+        return
+    # the row that page 0 has, or would have
+    lead = begin if a[BY_PAGE] else begin - i64_at(a[TABLE] + 8 * COLUMNS * begin)[INDEX]
+    first_block = (begin - lead) // BLOCK_PAGES
+    blocks = (end - lead + BLOCK_PAGES - 1) // BLOCK_PAGES - first_block
+    loaded, region, ended = -1, first_region(worker), int64(0)
+    while True:
+        job, region, ended = take_block(counter, region, ended, kv_heads * tokens * blocks)
+        if job < 0:
+            return
+        query, block = job // blocks, lead + BLOCK_PAGES * (first_block + job % blocks)
+        kv, t = query // tokens, query % tokens
+        if loaded != query:
+            load_kv(a, kv, t, scratch, rows, padded, depth, scale)
+            loaded = query
+        position = a[POSITION] + t
+        place = a[PARTIALS] + 4 * ((kv * a[BLOCKS] + block) * tokens + t) * rows * (depth + 2)
+        if block < begin and not a[BY_PAGE]:
+            load_partial(place, output, m, rows, padded, depth)  # a turn before this one began the block
+        else:
+            nothing(output, m, padded, depth)
+        for row in range(max(begin, block), min(end, block + BLOCK_PAGES)):
+            entry = i64_at(a[TABLE] + 8 * COLUMNS * row)
+            if not entry[SEALED] or entry[SEALED] == SKIPPED:
+                continue
+            if _visible(entry[FIRST], entry[COUNT], position, 1, a[WINDOW]):
+                following = a[TABLE] + 8 * COLUMNS * min(row + 1, end - 1)
+                attend_page(args, a[TABLE] + 8 * COLUMNS * row, following, kv, position, rows, padded, scratch, rest, output, m, scale,
+                            softcap)
+            if a[BY_PAGE]:
+                own = a[PARTIALS] + 4 * ((kv * a[BLOCKS] + row) * tokens + t) * rows * (depth + 2)
+                store_partial(own, output, m, rows, padded, depth)
+                nothing(output, m, padded, depth)
+        if not a[BY_PAGE]:
+            store_partial(place, output, m, rows, padded, depth)

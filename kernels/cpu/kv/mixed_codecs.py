@@ -1,0 +1,99 @@
+"""Packed pages of two kinds in one layer: those that a policy gave more bits lie in an extent of their own.
+
+A block table says 1 for a page of the first codec and 2 for one of the second, with the page's place in its own extent. The kernels know
+one kind: a kind's partials are made with its own argument block, from a table in which pages of the other kind are not sealed. Partials
+have their places by row and merge in page order as ever; both codecs have one basis, so they are turned back together. A prompt goes
+through the table in turns, a run of pages of one kind after another.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ...layout import PageLayout
+from ...workspace import address
+from .. import attention, attention_decode
+from ..ops import FEW, CpuOps
+from . import arguments
+from .decode import attend_packed_decode
+from .pages import Codec, PackedPages
+
+FIRST_KIND, SECOND_KIND = 1, 2
+
+
+class MixedPages(PackedPages):
+    """`sealed` and `better` are the extents of `codec`'s pages and of `second`'s, which have the same basis."""
+
+    def __init__(self, ops: CpuOps, layout: PageLayout, exact: np.ndarray, sealed: np.ndarray, scale: float, window: int | None,
+                 softcap: float | None, codec: Codec, better: np.ndarray, second: Codec) -> None:
+        """Raises ValueError for codecs of two bases."""
+        if any(not np.array_equal(getattr(codec.basis, side), getattr(second.basis, side)) for side in ("k_matrix", "v_matrix", "k_scale")):
+            raise ValueError("two codecs of one layer have one basis")
+        super().__init__(ops, layout, exact, sealed, scale, window, softcap, codec)
+        self.second = PackedPages(ops, layout, exact, better, scale, window, softcap, second)
+        self._attend[self.by_page] = self.second._attend[self.by_page] = 1  # a page's neighbours in memory are not those in position
+        self._first = self._attend.copy()
+        self._tables: tuple[np.ndarray | None, tuple[np.ndarray, ...]] = (None, ())
+
+    def reader(self, ops: CpuOps | None = None, window: int | None = None) -> MixedPages:
+        own = super().reader(ops, window)
+        own.second, own._first, own._tables = self.second.reader(ops, window), self._first.copy(), (None, ())
+        for slots in (slice(attention.SCRATCH, attention.PARTIALS + 1), attention.WINDOW):
+            own._first[slots] = own._attend[slots]
+        return own
+
+    def seal(self, slot: int, page: int, layer: int, first_token: int, codec: object) -> None:
+        """Into place `page` of the codec's own extent."""
+        if codec is self.second.codec:
+            self.second.seal(slot, page, layer, first_token, codec)
+        else:
+            super().seal(slot, page, layer, first_token, codec)
+
+    def sides(self, sealed: int, index: int) -> tuple[np.ndarray, np.ndarray]:
+        return self.second.sides(1, index) if sealed == SECOND_KIND else super().sides(sealed, index)
+
+    def compiled(self, q: np.ndarray, position: int, blocks: np.ndarray, sinks: np.ndarray | None, out: np.ndarray) -> None:
+        if not (blocks[:, attention.SEALED] == SECOND_KIND).any():
+            super().compiled(q, position, blocks, sinks, out)
+            return
+        self._attend[attention.SINKS] = address(sinks)
+        if len(q) > FEW:
+            self._many_of_both(q, position, blocks, out)
+        else:
+            self._few_of_both(q, position, blocks, out)
+
+    def _few_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        tables = self._tables_of(blocks)
+        for each in tables:
+            self.ops.keep_alive(each)
+        own = self.ops.addresses_of_step(blocks, blocks)[0]
+        calls, *kinds = (self.side_by_side(block, q, position, blocks, table, out) for block, table in
+                         zip((self._attend, self._first, self.second._attend), (own, *map(address, tables)), strict=True))
+        for call, *packed in zip(calls, *kinds, strict=True):
+            self.run_few([(attention_decode.attend_decode, call), *((attend_packed_decode, each) for each in packed), (self.merge, call)],
+                         q.shape[1] * len(blocks))
+
+    def _many_of_both(self, q: np.ndarray, position: int, blocks: np.ndarray, out: np.ndarray) -> None:
+        table = self.ops.addresses_of_step(blocks, blocks)[0]
+        (call,) = self.calls(q, position, blocks, table, out)
+        other = call.copy()
+        other[arguments.PACKED : arguments.TURN] = self.second._attend[arguments.PACKED : arguments.TURN]
+        kinds = blocks[:, attention.SEALED]
+        begin = 0
+        while begin < len(blocks):
+            packed = kinds[begin:][kinds[begin:] > 0]
+            own = packed[0] if len(packed) else FIRST_KIND
+            ends = np.flatnonzero((kinds[begin:] > 0) & (kinds[begin:] != own))
+            end = begin + int(ends[0]) if len(ends) else len(blocks)
+            self.turn([other if own == SECOND_KIND else call], begin, end)
+            begin = end
+
+    def _tables_of(self, blocks: np.ndarray) -> tuple[np.ndarray, ...]:
+        """The block table as each kind's kernel sees it. A table that a step changes in place changes in exact rows alone."""
+        known, tables = self._tables
+        if known is not blocks:
+            tables = tuple(blocks.copy() for _ in (FIRST_KIND, SECOND_KIND))
+            for kind, table in zip((FIRST_KIND, SECOND_KIND), tables, strict=True):
+                table[table[:, attention.SEALED] != kind, attention.SEALED] = 0
+            self._tables = blocks, tables
+        return tables

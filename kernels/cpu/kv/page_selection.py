@@ -1,0 +1,106 @@
+"""Which pages on the disk a token reads, from their estimated (m, l) and from those of exact blocks.
+
+The disk would idle until the choice is made. So the choice does not wait for attention over packed pages in memory: it is made as if there
+were none. Pages on the disk then seem to have a larger share, so rather too many are read than too few. This is a compiled function,
+since every layer of a pass calls it.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy import float32
+
+from ...compile import REASSOCIATE, jit
+from ...lazy_numba import inlined
+from ..arithmetic import MINUS_INF, ZERO, exp
+from ..intrinsics import f32_at, i64_at
+
+TAKEN = np.float32(-1.0)  # below all sums
+
+
+@inlined()
+def _gather(partials, kv_heads, blocks, rows, width, left_from, left_to, m, l):
+    """The last two numbers of every partial, [KVH, blocks, rows, width] -> float32 [blocks, KVH * rows] each; blocks [left_from, left_to)
+    as if they saw nothing."""
+    for kv in range(kv_heads):
+        for block in range(blocks):
+            source, at = f32_at(partials + 4 * (kv * blocks + block) * rows * width), (block * kv_heads + kv) * rows
+            for r in range(rows):
+                if left_from <= block < left_to:
+                    m[at + r], l[at + r] = MINUS_INF, ZERO
+                else:
+                    m[at + r], l[at + r] = source[(r + 1) * width - 2], source[(r + 1) * width - 1]
+
+
+@inlined({"contract"})
+def _shares(m, l, blocks, count, most, total):
+    """Of every row's attention, what each of the blocks has, [blocks, count], in the place of `m`; `most` and `total` are room for [count].
+    Blocks that see nothing have none of it."""
+    for i in range(count):
+        most[i], total[i] = m[i], ZERO
+    for block in range(1, blocks):
+        for i in range(count):
+            most[i] = max(most[i], m[block * count + i])
+    for block in range(blocks):
+        for i in range(count):
+            mass = l[block * count + i] * exp(m[block * count + i] - most[i])
+            m[block * count + i] = mass
+            total[i] += mass
+    for block in range(blocks):
+        for i in range(count):
+            m[block * count + i] /= total[i]
+
+
+@inlined(REASSOCIATE)
+def _roots(share, count):
+    total = ZERO
+    for i in range(count):
+        total += np.sqrt(share[i])
+    return total
+
+
+@inlined()
+def _largest(values, count):
+    largest = values[0]
+    for i in range(1, count):
+        largest = max(largest, values[i])
+    return largest
+
+
+@jit("int64(int64, int64, int64, int64, int64, int64, int64, int64, int64, float64, int64, int64)")
+def choose_blocks(partials, kv_heads, blocks, rows, width, unknown, begin, end, most, left, order, room):
+    """Of blocks [begin, end) those with the largest sums over rows of the roots of their shares (what many rows see a little of counts
+    beside what one sees alone), `most` of them, which is no more than there are, largest first, as int64 to `order`, counted from `begin`;
+    returns how many of these it takes until no row has more than `left` of its attention in the others. All as if there were no blocks
+    [unknown, begin). `partials`: float32 [KVH, blocks, rows, width], (m, l) the last two; `room`: `room_floats` float32."""
+    count, limit = kv_heads * rows, float32(left)
+    m, l = f32_at(room), f32_at(room + 4 * blocks * count)
+    sums = f32_at(room + 8 * blocks * count)
+    rest, total, picks = f32_at(room + 4 * blocks * (2 * count + 1)), f32_at(room + 4 * blocks * (2 * count + 1) + 4 * count), i64_at(order)
+    _gather(partials, kv_heads, blocks, rows, width, unknown, begin, m, l)
+    _shares(m, l, blocks, count, rest, total)
+    for i in range(count):
+        rest[i] = ZERO
+    for block in range(begin, end):
+        roots = _roots(f32_at(room + 4 * block * count), count)
+        sums[block] = roots if roots == roots else ZERO
+        for i in range(count):
+            rest[i] += m[block * count + i]
+    wanted = 0 if _largest(rest, count) <= limit else -1
+    for place in range(most):
+        best = begin
+        for block in range(begin + 1, end):
+            if sums[block] > sums[best]:
+                best = block
+        picks[place], sums[best] = best - begin, TAKEN
+        if wanted < 0:
+            for i in range(count):
+                rest[i] -= m[best * count + i]
+            if _largest(rest, count) <= limit:
+                wanted = place + 1
+    return wanted if wanted >= 0 else most
+
+
+def room_floats(blocks: int, count: int) -> int:
+    """Working memory of `choose_blocks` for so many blocks and rows."""
+    return blocks * (2 * count + 1) + 2 * count

@@ -1,0 +1,227 @@
+"""Attention of a prompt's chunk over packed pages: a tile of tokens of one KV head goes through the blocks in order.
+
+Exact blocks are multiplied as in `attention.attend_prefill`. A packed page is either multiplied as it is stored, token after token by the
+loops for few tokens, while it is in the first-level cache, or opened once for a tile and multiplied in float32. With AVX-512 the former
+takes 0.45 to 0.8 of the time. The choice depends only on a record's bits and on the number of queries of a KV head, so a token's bits do
+not depend on the tile that it is in.
+"""
+
+from __future__ import annotations
+
+from numpy import float32
+
+from ...compile import kernel
+from ...kv_layout import CHANNELS, MOST_GROUPS, ROTATED_K, TAIL_OFFSET
+from ...layout import PAGE
+from ...lazy_numba import inlined
+from ..arithmetic import MINUS_INF, ONE, ZERO
+from ..attention import (
+    BLOCKS,
+    COLUMNS,
+    COUNT,
+    FIRST,
+    FROM,
+    HEAD_DIM,
+    HEADS,
+    KV_HEADS,
+    POSITION,
+    SCALE,
+    SCRATCH,
+    SCRATCH_STRIDE,
+    SEALED,
+    SOFTCAP,
+    STATE,
+    TABLE,
+    TALL_FROM,
+    TO,
+    TOKENS,
+    WINDOW,
+    _begin,
+    _capped,
+    _end,
+    _height_of,
+    _load_block,
+    _load_queries,
+    _merge_rows,
+    _softmax_row,
+    _visible,
+    _write_rows,
+    query_tile,
+    tile_height,
+)
+from ..inner_loops import LOW_ROWS, TILE_COLUMNS, TILE_ROWS, product
+from ..int8_ir import INSTRUCTION_SET
+from ..intrinsics import f32_at, f64_at, fetch_add, i64_at, u8_at
+from .arguments import BACK, CHANNEL_SCALE, TABLES, TURN, _broad, _parts, _record, _turn
+from .decode import MEAN_K, MEAN_V, attend_page
+from .int8_products import MOST_K, MOST_V
+from .record_attention import header_bits, load_kv, read_widths
+from .scratch_layout import line, query_places, row_places, tile_rows
+from .unpack_record import float_keys, float_values, open_keys, open_values, opened_end, opened_nbytes
+
+# Are packed pages multiplied as they lie? With 32-byte vectors a tile of float32, which holds many tokens, is faster; so it is where a
+# token fills fewer rows of its own tiles than this, in eighths, by bytes and by 16-bit numbers (docs/architecture/kv-cache.md).
+AS_THEY_LIE = INSTRUCTION_SET == "avx512"
+ROWS_OF_EIGHT, ROWS_OF_EIGHT_WIDE = 4, 7
+
+
+@inlined()
+def _multiplies_packed(record, group, padded, groups, widths):
+    """Is a record multiplied token by token? `widths`: room for its groups' bits."""
+    if not AS_THEY_LIE or not u8_at(record + TAIL_OFFSET + 2)[0] & ROTATED_K:
+        return False
+    most_k, most_v = read_widths(record, widths, groups)
+    by_bytes = most_k <= MOST_K and header_bits(record, 0) <= MEAN_K and most_v <= MOST_V and header_bits(record, 1) <= MEAN_V
+    return 8 * group >= (ROWS_OF_EIGHT if by_bytes else ROWS_OF_EIGHT_WIDE) * padded
+
+
+@inlined()
+def _token_by_token(args, block, kv, first, here, group, padded, queries, rest, outputs, stats, scale, softcap):
+    """Merge a packed page into the outputs float32 [here * group, D] and the (m, l) behind one another at `stats`. The next block, where it
+    is packed, is asked for beside the first token."""
+    a = i64_at(args)
+    depth = a[HEAD_DIM]
+    _, at_output, at_m, _, _, _, _ = row_places(padded, depth)
+    m, query_nbytes = rest + at_m, query_places(padded, depth)[6]
+    entry_at, after_at = a[TABLE] + 8 * COLUMNS * block, a[TABLE] + 8 * COLUMNS * min(block + 1, a[TO] - 1)
+    entry = i64_at(entry_at)
+    following = after_at if i64_at(after_at)[SEALED] == entry[SEALED] else entry_at
+    for t in range(here):
+        if not _visible(entry[FIRST], entry[COUNT], first + t, 1, a[WINDOW]):
+            continue
+        own, pairs, halves = outputs + 4 * t * group * depth, f32_at(stats + 8 * t * group), f32_at(m)
+        output = own if padded == group else rest + at_output  # whole tiles are written
+        for r in range(padded):
+            halves[r], halves[padded + r] = MINUS_INF, ZERO
+        for r in range(group):
+            halves[r], halves[padded + r] = pairs[2 * r], pairs[2 * r + 1]
+        if padded != group:
+            source, target = f32_at(own), f32_at(output)
+            for i in range(padded * depth):
+                target[i] = source[i] if i < group * depth else ZERO
+        attend_page(args, entry_at, following, kv, first + t, group, padded, queries + t * query_nbytes, rest, output, m, scale, softcap)
+        following = entry_at
+        for r in range(group):
+            pairs[2 * r], pairs[2 * r + 1] = halves[r], halves[padded + r]
+        if padded != group:
+            source, target = f32_at(output), f32_at(own)
+            for i in range(group * depth):
+                target[i] = source[i]
+
+
+@inlined()
+def _clear(outputs, stats, capacity, depth):
+    """No block seen yet: outputs of exact and packed blocks, and their (m, l)."""
+    zeros, pairs = f32_at(outputs), f32_at(stats)
+    for i in range(2 * capacity * depth):
+        zeros[i] = ZERO
+    for r in range(2 * capacity):
+        pairs[2 * r], pairs[2 * r + 1] = MINUS_INF, ZERO
+
+
+@inlined()
+def _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
+    """A packed page as float32: K [D, PAGE], V [PAGE, wide D]. Are its keys those of turned queries?"""
+    depth, parts = a[HEAD_DIM], _parts(a, kv)
+    is_turned = open_keys(record, parts, depth, opened, a[TABLES], scale, a[CHANNEL_SCALE] + 4 * kv * depth, steps)
+    float_keys(opened, depth, steps, keys)
+    open_values(record, parts, depth, opened, a[TABLES], steps)
+    float_values(opened, depth, steps, values, broad)
+    return is_turned
+
+
+@inlined()
+def _weigh(a, entry, scores, position, group, rows, padded, scale, found):
+    """`attention._weigh`, each token seeing what comes before it."""
+    first, count, stats = entry[FIRST], entry[COUNT], f32_at(found)
+    for r in range(padded):
+        p = position + r // group
+        begin, end = _begin(first, count, p, a[WINDOW]), _end(first, count, p)
+        stats[2 * r], stats[2 * r + 1] = _softmax_row(scores + 4 * r * PAGE, begin, end if r < rows else 0, scale)
+
+
+@kernel({"contract"})
+def attend_packed_prefill(args, worker, counter):
+    """`attention.attend_prefill` where sealed pages are packed. In turns, O and the (m, l) behind it lie in STATE.
+
+    Scratch per worker: Q[rows, D], turned Q[rows, wide D], K[D, PAGE], V[PAGE, wide D], S[rows, PAGE], part[rows, wide D], O exact and
+    packed [rows, D] each, (m, l)[rows] of exact blocks, packed ones, the last; steps[MOST_GROUPS], an opened record, the queries of every
+    token as `load_kv` leaves them. What `attend_page` needs beside them lies where K does: at most a third of K, V and S, of any shape.
+    """
+    a = i64_at(args)
+    tokens, heads, kv_heads, depth = a[TOKENS], a[HEADS], a[KV_HEADS], a[HEAD_DIM]
+    group = heads // kv_heads
+    scale, softcap = float32(f64_at(args)[SCALE]), float32(f64_at(args)[SOFTCAP])
+    broad = _broad(depth)
+    height = tile_height(group, 0, tokens)
+    capacity = (height * group + TILE_ROWS * LOW_ROWS - 1) // (TILE_ROWS * LOW_ROWS) * (TILE_ROWS * LOW_ROWS)
+    query = a[SCRATCH] + worker * a[SCRATCH_STRIDE]
+    turned = query + 4 * capacity * depth
+    keys = turned + 4 * capacity * broad
+    values = keys + 4 * depth * PAGE
+    scores = values + 4 * PAGE * broad
+    part = scores + 4 * capacity * PAGE
+    steps = part + 4 * capacity * broad + 8 * capacity * depth + 24 * capacity
+    opened = steps + 4 * MOST_GROUPS
+    own_tile = tile_rows(group)
+    own_rows, rest, own_queries = (group + own_tile - 1) // own_tile * own_tile, line(keys), line(opened + opened_end(depth))
+    query_nbytes, widths = query_places(own_rows, depth)[6], rest + row_places(own_rows, depth)[5]
+    tiles = (tokens + height - 1) // height
+    while True:
+        job = fetch_add(counter, 1)
+        if job >= kv_heads * tiles:
+            return
+        kv, tile, begin_token, here = query_tile(job, kv_heads, tokens, height)
+        rows = here * group
+        padded = (rows + TILE_ROWS - 1) // TILE_ROWS * TILE_ROWS
+        _load_queries(a, query, kv, begin_token, rows, capacity)
+        _turn(capacity, query, a[TURN] + 4 * kv * depth * broad, turned, depth, broad)
+        exact, loaded = part + 4 * capacity * broad, False
+        if a[STATE] != 0:
+            exact = a[STATE] + 4 * (kv * tiles + tile) * capacity * (2 * depth + 6)
+        packed, exact_stats = exact + 4 * capacity * depth, exact + 8 * capacity * depth
+        packed_stats, found = exact_stats + 8 * capacity, exact_stats + 16 * capacity
+        if a[FROM] == 0:
+            _clear(exact, exact_stats, capacity, depth)
+        position = a[POSITION] + begin_token
+        for block in range(a[FROM], a[TO]):
+            entry = i64_at(a[TABLE] + 8 * COLUMNS * block)
+            if not _visible(entry[FIRST], entry[COUNT], position, here, a[WINDOW]):
+                continue
+            source, stride = query, depth
+            if entry[SEALED]:
+                record = _record(a, entry, kv)
+                if _multiplies_packed(record, group, own_rows, depth // CHANNELS, widths):
+                    for t in range(0 if loaded else here):
+                        load_kv(a, kv, begin_token + t, own_queries + t * query_nbytes, group, own_rows, depth, scale)
+                    loaded = True
+                    _token_by_token(args, block, kv, position, here, group, own_rows, own_queries, rest, packed, packed_stats, scale,
+                                    softcap)
+                    continue
+                if _open_page(a, record, kv, opened, steps, scale, keys, values, broad):
+                    source, stride = turned, broad
+            else:
+                _load_block(a, entry, kv, keys, values, broad)
+            product(source, 4 * stride, keys, 4 * PAGE, scores, 4 * PAGE, padded, PAGE, depth)
+            left = _capped(scores, padded, ONE if entry[SEALED] else scale, softcap)  # opened keys have it
+            _weigh(a, entry, scores, position, group, rows, padded, left, found)
+            product(scores, 4 * PAGE, values, 4 * broad, part, 4 * broad, padded, broad, PAGE)
+            outputs, stats = (packed, packed_stats) if entry[SEALED] else (exact, exact_stats)
+            _merge_rows(rows, depth, outputs, stats, part, broad, found)
+        if a[TO] >= a[BLOCKS]:
+            _turn(capacity, packed, a[BACK] + 4 * kv * depth * broad, part, depth, broad)
+            _merge_rows(rows, depth, exact, exact_stats, part, broad, packed_stats)
+            _write_rows(a, kv, begin_token, rows, exact, exact_stats)
+
+
+def prefill_scratch(heads: int, kv_heads: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_packed_prefill`."""
+    broad, group = -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS, heads // kv_heads
+    unit, height = TILE_ROWS * LOW_ROWS, _height_of(group, 0, TALL_FROM)
+    capacity = -(-height * group // unit) * unit
+    record, own = -(-opened_nbytes(head_dim) // 4) + MOST_GROUPS + 16, 0
+    tile = 8 if group > 4 else 4
+    rows = -(-group // tile) * tile
+    if AS_THEY_LIE and 8 * group >= ROWS_OF_EIGHT * rows:
+        own = height * (rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim + 256) // 4 + 16
+    return capacity * (3 * head_dim + 2 * broad + PAGE + 6) + PAGE * (head_dim + broad) + record + own

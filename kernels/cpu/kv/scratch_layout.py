@@ -1,0 +1,92 @@
+"""The layout of a worker's scratch memory in attention over packed pages for one token: offsets in bytes, with rows in whole tiles."""
+
+from __future__ import annotations
+
+from ...kv_layout import CHANNELS, MOST_GROUPS
+from ...layout import PAGE
+from ...lazy_numba import inlined
+from ..inner_loops import TILE_COLUMNS
+from ..int8_ir import WIDTH
+from .arguments import _broad
+from .unpack_record import SPANS, opened_nbytes
+
+EIGHT = WIDTH == 64  # are there tiles of eight rows?
+SUMMED_GROUPS = 16  # of K over which sums of 16-bit numbers just stay below 2^31
+
+
+@inlined()
+def line(address):
+    """The next address on a cache line."""
+    return (address + 63) // 64 * 64
+
+
+@inlined()
+def tile_rows(rows):
+    return 8 if EIGHT and rows > 4 else 4
+
+
+@inlined()
+def query_places(rows, depth):
+    """(turned queries float32 [rows, wide D], the same to be scaled, 16-bit [tiles, D / 4, R, 4], their rows' steps float32 [rows], the
+    largest of a channel float32 [D], 16-bit queries as they are [rows, D], what these count in float32 [rows], the rest)."""
+    turned = 4 * rows * depth
+    queries = turned + 4 * rows * _broad(depth)
+    steps = line(queries + 2 * rows * depth)
+    tops = line(steps + 4 * rows)
+    numbers = line(tops + 4 * depth)
+    counts = numbers + 2 * rows * depth
+    return turned, queries, steps, tops, numbers, counts, line(counts + 4 * rows)
+
+
+@inlined()
+def row_places(rows, depth):
+    """(scores float32 [rows, PAGE], maxima and sums of a page [2, rows], output of a block [rows, D] and its (m, l) [2, rows], what the
+    block and what the page is multiplied by [2, rows], steps of 16-bit numbers [SPANS], bits of groups [2, MOST_GROUPS], the rest)."""
+    sums = 4 * rows * PAGE
+    output = line(sums + 8 * rows)
+    m = output + 4 * rows * depth
+    factors = m + 8 * rows
+    steps = line(factors + 8 * rows)
+    widths = steps + 64
+    return sums, output, m, factors, steps, widths, widths + 2 * MOST_GROUPS
+
+
+@inlined()
+def key_places(depth):
+    """Of keys, for every span of tokens: 16-bit scales [SPANS, D], what their steps count in float32 [SPANS], scaled queries as bytes, or
+    the high digits, [SPANS, D / 4, 8, 4], low digits of the same shape, both as 16-bit numbers, terms float32 [SPANS, 2, 2, 8]; then room
+    float32 [2, D], factors of zeros int32 [G, 2], bits of groups bytes [G] and where their codes begin int32 [G], G = 2 MOST_GROUPS: a
+    group that is two counts twice, and D with it."""
+    bounds = line(2 * SPANS * depth)
+    queries = bounds + 64
+    low = queries + 8 * SPANS * depth
+    words = low + 8 * SPANS * depth
+    terms = words + 16 * SPANS * depth
+    room = terms + 128 * SPANS
+    factors = room + 8 * depth
+    bits = factors + 16 * MOST_GROUPS
+    return 0, bounds, queries, low, words, terms, room, factors, bits, bits + 2 * MOST_GROUPS
+
+
+@inlined()
+def value_places(depth):
+    """Of values: (lowest steps bytes [PAGE], what they take from exponents float32 [PAGE], what they multiply by, 16-bit [PAGE], the same
+    float32 [PAGE], 16-bit fractions [groups, PAGE], zeros bytes [groups, PAGE], weights bytes [groups, rows, PAGE], or 16 bits)."""
+    groups = depth // CHANNELS
+    low = PAGE
+    up = low + 4 * PAGE
+    rise = up + 2 * PAGE
+    fractions = rise + 4 * PAGE
+    zeros = fractions + 2 * PAGE * groups
+    return 0, low, up, rise, fractions, zeros, zeros + PAGE * groups
+
+
+def decode_scratch(group: int, head_dim: int) -> int:
+    """Floats of scratch per worker for `attend_packed_decode` and `merge_packed`."""
+    rows, broad = -(-group // 8) * 8, -(-head_dim // TILE_COLUMNS) * TILE_COLUMNS
+    queries = rows * (8 * head_dim + 4 * broad + 8) + 4 * head_dim
+    page = 4 * rows * (PAGE + head_dim + 6) + 64 + 2 * MOST_GROUPS
+    merging = 4 * rows * (2 * head_dim + broad + 8)
+    kept, groups = max(queries + page, merging) + 1024, head_dim // CHANNELS  # each place on a cache line
+    sides = max(2 * (34 * SPANS + 8) * head_dim + 128 * SPANS, (11 + 3 * groups + 2 * rows * groups) * PAGE) + 26 * MOST_GROUPS + 1024
+    return -(-(kept + max(sides, opened_nbytes(head_dim))) // 4)

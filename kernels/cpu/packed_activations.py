@@ -1,0 +1,129 @@
+"""What `packed.py` multiplies by: activations of each token as int8 with a scale per 32, and the records in which its loops read them."""
+
+from __future__ import annotations
+
+from numpy import float32, int64
+
+from ..lazy_numba import inlined
+from ..tiles import SUPER_BLOCK, TILE
+from .arithmetic import least_of
+from .int8_ir import seed_of
+from .intrinsics import f32_at, i8_at, i32_at
+from .packed_avx2 import IN_TURN, make_column
+from .packed_avx2 import RECORD as RECORD_IN_TURN
+from .packed_avx512 import IN_PAIRS, SCALE_AT, SEEDS_AT
+from .packed_avx512 import RECORD as RECORD_IN_PAIRS
+from .packed_loops import ABREAST
+from .packed_loops import RECORD as RECORD_ABREAST
+from .packed_matrix import BOOK, HALF, HALF_ALONE
+from .packed_vectors import quantize_tiles
+
+ONE_AFTER_THE_OTHER = IN_TURN or IN_PAIRS  # do the columns of a tile go by so, or ABREAST?
+RECORD = RECORD_IN_TURN if IN_TURN else RECORD_IN_PAIRS if IN_PAIRS else RECORD_ABREAST
+PAD = SUPER_BLOCK  # inputs of a column are padded with zeros to whole groups of the longest kind
+
+
+def column_nbytes(depth: int) -> int:
+    """Bytes of one quantized column: int8 values, float32 scales per 32, int32 sums and seeds per 16, the normed float32 values."""
+    padded = -(-depth // PAD) * PAD
+    return padded + padded // 32 * 4 + padded // 16 * 8 + 4 * padded
+
+
+@inlined()
+def column_parts(depth):
+    """Where the parts of a quantized column lie in it, behind the int8 values: scales, seeds, totals, the normed values; then its bytes."""
+    padded = (depth + PAD - 1) // PAD * PAD
+    scales = padded
+    seeds = scales + padded // 32 * 4
+    totals = seeds + padded // 16 * 4
+    normed = totals + padded // 16 * 4
+    return scales, seeds, totals, normed, normed + 4 * padded
+
+
+@inlined()
+def quantize_column(x, depth, codes, scales, totals, norm=0):
+    """float32 [depth], with room up to whole PADs -> int8 [padded], float32 per 32 and int32 totals per 16. `norm`: as of `least_of`."""
+    padded = (depth + PAD - 1) // PAD * PAD
+    values = f32_at(x)
+    for i in range(depth, padded):
+        values[i] = float32(0.0)
+    quantize_tiles(x, padded // TILE, codes, scales, totals, least_of(x, padded, norm))
+
+
+@inlined()
+def quantize_rest(x, depth, codes, scales, totals, apart):
+    """A second column, `apart` bytes behind the first in all parts: what `quantize_column` took from that one, rounded in turn."""
+    value, code, scale, rest = f32_at(x), i8_at(codes), f32_at(scales), f32_at(x + apart)
+    for i in range(depth):
+        rest[i] = value[i] - scale[i // TILE] * float32(code[i])
+    quantize_column(x + apart, depth, codes + apart, scales + apart, totals + apart)
+
+
+@inlined()
+def make_seeds(way, totals, seeds, tiles):
+    """What the loops of codebooks start their sums from; for the other formats the totals, of a tile or of its halves."""
+    total, seed = i32_at(totals), i32_at(seeds)
+    for tile in range(tiles):
+        if way == BOOK:
+            seed[2 * tile], seed[2 * tile + 1] = seed_of(total[2 * tile]), seed_of(total[2 * tile + 1])
+        elif way == HALF or way == HALF_ALONE:
+            seed[2 * tile], seed[2 * tile + 1] = total[2 * tile], total[2 * tile + 1]
+        else:
+            seed[2 * tile] = total[2 * tile] + total[2 * tile + 1]
+
+
+@inlined()
+def abreast(left):
+    """How many columns are multiplied together where so many are left: all, or ABREAST, though one of them be of no use, or one."""
+    if ONE_AFTER_THE_OTHER:
+        return int64(left)
+    return int64(ABREAST) if left + 1 >= ABREAST else int64(1)
+
+
+@inlined()
+def turns(tokens):
+    """How many times `abreast` is asked for so many columns."""
+    if ONE_AFTER_THE_OTHER:
+        return int64(1)
+    left = tokens % ABREAST
+    return tokens // ABREAST + (1 if left + 1 >= ABREAST else left)
+
+
+@inlined()
+def _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
+    """`make_records` for pairs of row blocks."""
+    for t in range(tokens):
+        at = t * x_nbytes
+        code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)
+        for tile in range(tiles):
+            own = i32_at(records + (tile * tokens + t) * RECORD)
+            for i in range(8):
+                own[i] = code[8 * tile + i]
+            own[SCALE_AT // 4], own[SEEDS_AT // 4], own[SEEDS_AT // 4 + 1] = scale[tile], seed[2 * tile], seed[2 * tile + 1]
+
+
+@inlined()
+def make_records(tokens, tiles, codes, scales, seeds, x_nbytes, records):
+    """Columns, `x_nbytes` apart in all three parts, as `columns` reads them. What ABREAST lack is the last column again. Columns that are
+    multiplied in turn have seeds of their own, for every format."""
+    if IN_TURN:
+        for t in range(tokens):
+            make_column(codes + t * x_nbytes, scales + t * x_nbytes, tiles, tokens * RECORD, records + t * RECORD)
+        return
+    if IN_PAIRS:
+        _pair_records(tokens, tiles, codes, scales, seeds, x_nbytes, records)
+        return
+    t = int64(0)
+    while t < tokens:
+        count = abreast(tokens - t)
+        for c in range(count):
+            at = min(t + c, tokens - 1) * x_nbytes
+            code, scale, seed = i32_at(codes + at), i32_at(scales + at), i32_at(seeds + at)  # records lie on words
+            for tile in range(tiles):
+                record = records + (t * tiles + tile * count) * RECORD
+                own, seeded = i32_at(record + 32 * c), i32_at(record + 36 * count + 8 * c)
+                for i in range(8):
+                    own[i] = code[8 * tile + i]
+                i32_at(record + 32 * count + 4 * c)[0] = scale[tile]
+                seeded[0], seeded[1] = seed[2 * tile], seed[2 * tile + 1]
+        t += count

@@ -1,0 +1,136 @@
+"""One column of a codebook where there is no four-way dot product (AVX2 without VNNI): the number of instructions limits it.
+
+Two quads share the multiplication that goes on to 32 bits and takes the group's step along, as in `packed_avx2.py`; a column's records
+are spread out beforehand, every word of them a whole vector, so that what multiplies and adds finds it in memory and no register waits
+for it. Of a byte, `vpshufb` looks at the lowest four bits and at the highest one: two masks serve four quads of two bits, and a third bit
+from another plane may be the third of an index or the fourth, in a table for either, so one mask serves it in two quads.
+
+What it became, read from the assembly, in instructions per 64 weights (before: `packed_loops.single`):
+
+    codebook   4 bits 15.3 (19.9)   3 bits 19.4 (26.3)   2 bits 15.0 (19.6)    a tile and row block: 16 `vpmaddubsw`, 8 `vpmaddwd`
+"""
+
+from __future__ import annotations
+
+from llvmlite import ir
+
+from ..lazy_numba import llvm_intrinsic
+from ..tiles import LEVEL_SHIFT, LEVELS_NBYTES, ROWS, tile_nbytes
+from .int8_ir import BYTES, FLOATS, HALVES, LANES, PIECES, WIDTH, WORDS, constant, fma, function, load, offset, splat, store, to_floats
+from .intrinsics import F32, I32, I64
+from .ir_loop import Loop
+from .packed_avx2 import EIGHTS_AT, RECORD, SCALE_AT, pair_up, scale_up
+from .packed_loops import STREAMS, end_tiles, tile_at
+
+SPREAD_WORDS = 12  # of a record: codes, and seeds of each 8 inputs
+SPREAD = SPREAD_WORDS * WIDTH + 64  # bytes of a record that is spread out: its words, then the scale
+ENTRIES = 16  # of a table, which every 16 bytes of a vector have
+NIBBLES, EVERY_OTHER_TWO, THIRDS = 0x0F, 0x33, 0x0C
+NOTHING = 0x80  # an index that finds a zero
+
+
+@llvm_intrinsic
+def spread_records(builder, records, tiles, out):
+    """A column's records -> the same as whole vectors, SPREAD bytes a tile. `tiles` >= 1."""
+    loop = Loop(builder, tiles, [], "spread")
+    tile = loop.turn
+    record = builder.add(records, builder.mul(tile, I64(RECORD)))
+    to = builder.add(out, builder.mul(tile, I64(SPREAD)))
+    for i in range(SPREAD_WORDS):
+        store(builder, splat(builder, load(builder, offset(builder, record, 4 * i), I32, 4), WORDS), offset(builder, to, WIDTH * i), 4)
+    store(builder, load(builder, offset(builder, record, SCALE_AT), I32, 4), offset(builder, to, WIDTH * SPREAD_WORDS), 4)
+    loop.end([])
+
+
+def _look_up(builder: ir.IRBuilder, table: ir.Value, indices: ir.Value) -> ir.Value:
+    return builder.call(function(builder, BYTES, [BYTES] * 2, "llvm.x86.avx2.pshuf.b"), [table, indices])
+
+
+def _bits(builder: ir.IRBuilder, value: ir.Value, right: int, mask: int | None = None) -> ir.Value:
+    """Bytes shifted right (left where that is negative), by 16-bit lanes, and masked."""
+    halves = builder.bitcast(value, HALVES)
+    if right:
+        halves = builder.lshr(halves, constant(HALVES, right)) if right > 0 else builder.shl(halves, constant(HALVES, -right))
+    moved = builder.bitcast(halves, BYTES)
+    return moved if mask is None else builder.and_(moved, constant(BYTES, mask))
+
+
+def _table(builder: ir.IRBuilder, entries: ir.Value, places: list[int]) -> ir.Value:
+    return builder.shuffle_vector(entries, entries, ir.Constant(ir.VectorType(I32, WIDTH), places * (WIDTH // ENTRIES)))
+
+
+def _tables(builder: ir.IRBuilder, address: ir.Value, bits: int) -> tuple[list[ir.Value], ir.Value]:
+    """Levels + 64 for an even and for an odd quad, and steps. Of three bits the third is an index's third in an even quad, in an odd one
+    its fourth."""
+    lane = ir.VectorType(BYTES.element, ENTRIES)
+    levels = builder.add(load(builder, address, lane), constant(lane, LEVEL_SHIFT))
+    plain = list(range(ENTRIES))
+    places = [plain, plain] if bits != 3 else [[i & 7 for i in plain], [i & 3 | i >> 1 & 4 for i in plain]]
+    steps = load(builder, offset(builder, address, LEVELS_NBYTES), lane)
+    return [_table(builder, levels, each) for each in places], _table(builder, steps, plain)
+
+
+def _indices(builder: ir.IRBuilder, address: ir.Value, bits: int, piece: int, group: int) -> list[ir.Value]:
+    """What looks up the four quads of a group, of one piece of a tile's rows."""
+
+    def vector(at: int) -> ir.Value:
+        return load(builder, offset(builder, address, at + WIDTH * piece), BYTES)  # a mapped file's tensors lie anywhere
+
+    if bits == 4:
+        return [_bits(builder, raw, 4 * odd, NIBBLES) for raw in (vector(128 * group), vector(128 * group + 64)) for odd in (0, 1)]
+    raw = vector(64 * group)
+    found = [_bits(builder, raw, 2 * odd, EVERY_OTHER_TWO) for odd in (0, 1)]
+    found += [_bits(builder, each, 4) for each in found]
+    if bits == 2:
+        return found
+    raw = vector(128)  # quad j has bit j
+    thirds = [_bits(builder, raw, 4 * group + 2 * pair - 2, THIRDS) for pair in (0, 1)]
+    return [builder.or_(code, thirds[j // 2]) for j, code in enumerate(found)]
+
+
+def _steps(builder: ir.IRBuilder, table: ir.Value, address: ir.Value) -> list[list[ir.Value]]:
+    """What the two groups of each piece are multiplied by: a row's step twice, as 16-bit numbers."""
+    codes = _table(builder, load(builder, address, ir.VectorType(BYTES.element, ENTRIES)), list(range(ENTRIES)))
+    steps = [_look_up(builder, table, _bits(builder, codes, 4 * odd, NIBBLES)) for odd in (0, 1)]
+    rows = [[LANES * piece + i // 4 if i % 2 == 0 else NOTHING for i in range(WIDTH)] for piece in range(PIECES)]
+    return [[builder.bitcast(_look_up(builder, each, ir.Constant(BYTES, own)), HALVES) for each in steps] for own in rows]
+
+
+def single(bits: int):
+    """The decode loop of a codebook of so many bits, where columns go by in turn."""
+
+    @llvm_intrinsic
+    def run(builder, table, tables, x, tiles, shift, zero_shift, out):
+        """As `packed_loops.single` in all but what it reads of the column: the fourth address at `x` is that of its spread records."""
+        slot = lambda base, i: load(builder, offset(builder, base, 8 * i), I64, 8)  # noqa: E731
+        codes, scales, _, nexts = ([slot(table, part * STREAMS + s) for s in range(STREAMS)] for part in range(4))
+        column, (levels, steps) = slot(x, 3), _tables(builder, tables, bits)
+        pieces = [(s, piece) for s in range(STREAMS) for piece in range(PIECES)]
+        loop = Loop(builder, tiles, [constant(FLOATS, 0.0)] * len(pieces), "tiles")
+        tile, totals = loop.turn, loop.values
+        at = [tile_at(builder, each, following, tile, tiles, tile_nbytes(bits)) for each, following in zip(codes, nexts, strict=True)]
+        places = [builder.add(each, builder.mul(tile, I64(ROWS))) for each in scales]
+        factors = [each for place in places for each in _steps(builder, steps, place)]
+        column = builder.add(column, builder.mul(tile, I64(SPREAD)))
+        sums: list[ir.Value | None] = [None] * len(pieces)
+
+        def word(place: int, kind: ir.VectorType) -> ir.Value:
+            return builder.bitcast(load(builder, offset(builder, column, WIDTH * place), WORDS, WIDTH), kind)
+
+        for group in (0, 1):
+            for index, (s, piece) in enumerate(pieces):
+                indices = _indices(builder, at[s], bits, piece, group)
+                for pair in (0, 1):
+                    pairs = word(EIGHTS_AT // 4 + 2 * group + pair, HALVES)
+                    for odd in (0, 1):
+                        level = _look_up(builder, levels[odd], indices[2 * pair + odd])
+                        pairs = builder.add(pairs, pair_up(builder, level, word(4 * group + 2 * pair + odd, BYTES)))
+                    part = scale_up(builder, pairs, factors[index][group])
+                    sums[index] = part if sums[index] is None else builder.add(sums[index], part)
+                # The compiler would keep what the next piece reads again in registers, of which there are too few.
+                builder.asm(ir.FunctionType(ir.VoidType(), []), "", "~{memory}", [], side_effect=True)
+        x_scale = splat(builder, load(builder, offset(builder, column, WIDTH * SPREAD_WORDS), F32, 4), FLOATS)
+        updated = [fma(builder, to_floats(builder, each), x_scale, total) for each, total in zip(sums, totals, strict=True)]
+        end_tiles(builder, loop, updated, out)
+
+    return run

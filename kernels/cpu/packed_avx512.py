@@ -1,0 +1,140 @@
+"""Several columns of a low-bit weight where there are 32 registers of 64 bytes: a tile of two row blocks stays in sixteen of them while the
+columns go by, one after the other.
+
+So a weight is unpacked once and kept nowhere else, and an activation is read once for both row blocks. The columns' sums lie in the
+first-level cache. What a column needs of a tile is one cache line, its record:
+
+    0 codes, int8 [32] · 32 scale, float32 · 36 seeds, int32 [2]
+
+What it became for a 4-bit codebook, read from the assembly: 22 instructions of a column for the two multipliers (16 `vpdpbusd`, 2 `vmulps`,
+4 `vfmadd`), 4 conversions, 13 loads, nothing spilled; 93 for a tile of two row blocks, whatever the columns, 10 of which ask ahead.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from llvmlite import ir
+
+from ..lazy_numba import llvm_intrinsic
+from ..target import target
+from ..tiles import tile_nbytes
+from .int8_ir import BYTES, FLOATS, INSTRUCTION_SET, WIDTH, load, offset, prefetch_lines, splat, store
+from .int8_products import side_by_side
+from .intrinsics import F32, I64
+from .ir_loop import Loop
+from .packed_avx2 import next_column
+from .packed_loops import MOST_LEVEL, SUMS_NBYTES, WITH_LEVELS, quads_of_x, seeds_of, tables_of, weights_of
+from .packed_scales import places_of, tile_of
+
+IN_PAIRS = INSTRUCTION_SET == "avx512"  # is this the way here?
+PAIR = 2
+RECORD = STRIDE = 64  # bytes of a record, and from one column's to the next: so far as from its sums to the next
+SCALE_AT, SEEDS_AT = 32, 36
+# Bytes of a row block that are asked for before they are read, and up to how many columns a row block is alone: their arithmetic hides
+# behind memory, of which one run comes faster than two. Where nothing was measured: what does no harm.
+AHEAD, FEW = {"znver5": (7168, 2), "znver4": (1024, 2)}.get(target()[0], (5120, 0))
+
+
+class _RowBlock(NamedTuple):
+    """Where a row block lies, what is asked for behind its end, and its sums."""
+
+    codes: ir.Value
+    scales: ir.Value
+    zeros: ir.Value
+    next_codes: ir.Value
+    next_scales: ir.Value
+    sums: ir.Value
+
+
+def _columns_go_by(builder: ir.IRBuilder, way: str, weights: list[list[ir.Value]], parts: list, sums: Sequence[ir.Value], records: ir.Value,
+                   nbytes: ir.Value) -> None:
+    """A tile of some row blocks, in registers, times all columns."""
+    turns = Loop(builder, nbytes, [], "turns")
+    place = turns.turn
+    record = builder.add(records, place)
+    codes, seeds = quads_of_x(builder, record), seeds_of(builder, way, offset(builder, record, SEEDS_AT))
+    scale = splat(builder, load(builder, offset(builder, record, SCALE_AT), F32, 4), FLOATS)
+    spots = [builder.add(each, place) for each in sums]
+    totals = side_by_side([part.times(quads, codes, seeds, scale, load(builder, spot, FLOATS, 4))
+                           for part, quads, spot in zip(parts, weights, spots, strict=True)])
+    for total, spot in zip(totals, spots, strict=True):
+        store(builder, total, spot, 4)
+    next_column(turns)
+
+
+def pairs(bits: int, way: str):
+    """The loop of one format."""
+    most = MOST_LEVEL if way in WITH_LEVELS else (1 << bits) - 1
+
+    @llvm_intrinsic
+    def run(builder, count, together, table, tables, x, tiles, shift, zero_shift, sums):
+        """`together` row blocks, PAIR or one, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
+
+        table: addresses of the blocks' codes, then of their scales, then of their zeros, then of the codes and of the scales that are read
+        next, which are asked for. x: records [tile][count]. The others are those of `packed_loops.single`.
+        """
+        levels, steps = tables_of(builder, way, tables, bits)
+        nbytes, end = builder.mul(count, I64(STRIDE)), builder.mul(tiles, I64(tile_nbytes(bits)))
+        slots = [[load(builder, offset(builder, table, 8 * (PAIR * part + r)), I64, 8) for part in range(5)] for r in range(PAIR)]
+        blocks = [_RowBlock(*own, offset(builder, sums, SUMS_NBYTES * r)) for r, own in enumerate(slots)]
+
+        def walk(together: list[_RowBlock]) -> None:
+            loop = Loop(builder, tiles, [], "tiles")
+            tile = loop.turn
+            passed, weights, parts = builder.mul(tile, I64(tile_nbytes(bits))), [], []
+            for own in together:
+                at, behind = builder.add(own.codes, passed), builder.sub(builder.add(passed, I64(AHEAD)), end)
+                here = builder.icmp_signed("<", behind, I64(0))
+                wanted = builder.select(here, offset(builder, at, AHEAD), builder.add(own.next_codes, behind))
+                prefetch_lines(builder, wanted, tile_nbytes(bits))
+                places = places_of(builder, way, own.scales, own.zeros, tile, shift, zero_shift)
+                prefetch_lines(builder, builder.add(own.next_scales, builder.sub(places[0], own.scales)), 64)
+                weights.append(weights_of(builder, way, levels, at, bits, 0))
+                parts.append(tile_of(builder, way, steps, *places, 0, most))
+            records, spots = builder.add(x, builder.mul(tile, nbytes)), [own.sums for own in together]
+            _columns_go_by(builder, way, weights, parts, spots, records, nbytes)
+            loop.end([])
+
+        if not FEW:
+            walk(blocks)
+            return
+        with builder.if_else(builder.icmp_signed("==", together, I64(PAIR))) as (both, one):
+            with both:
+                walk(blocks)
+            with one:
+                walk(blocks[:1])
+
+    return run
+
+
+def columns(way: str, most: int):
+    """The same from expanded tiles, codes up to `most`."""
+
+    @llvm_intrinsic
+    def run(builder, count, quads, tables, scales, zeros, x, begin, end, shift, zero_shift, sums, ahead, share, apart):
+        """Tiles [begin, end) of PAIR row blocks, expanded at `quads`, times `count` columns: adds to float32 [PAIR][16][16] at `sums`.
+
+        x: records [tile][count], from tile 0 on. apart: address of how far a second row block's quads, scales, zeros and `ahead` lie behind
+        the first one's. The others are those of `packed_loops.columns`.
+        """
+        _, steps = tables_of(builder, way, tables)
+        firsts = quads, scales, zeros, ahead
+        seconds = [builder.add(each, load(builder, offset(builder, apart, 8 * i), I64, 8)) for i, each in enumerate(firsts)]
+        nbytes, quarter = builder.mul(count, I64(STRIDE)), builder.lshr(share, I64(2))
+        loop = Loop(builder, end, [], "tiles", begin)
+        tile = loop.turn
+        passed, weights, parts = builder.sub(tile, begin), [], []
+        for own, scale, zero, following in (firsts, seconds):
+            wanted = builder.add(following, builder.mul(passed, share))
+            for i in range(4):
+                prefetch_lines(builder, builder.add(wanted, builder.mul(quarter, I64(i))), 64, 2)
+            at = builder.add(own, builder.mul(passed, I64(64 * 8)))
+            weights.append([load(builder, offset(builder, at, 64 * j), BYTES, WIDTH) for j in range(8)])
+            parts.append(tile_of(builder, way, steps, *places_of(builder, way, scale, zero, tile, shift, zero_shift), 0, most))
+        spots = [offset(builder, sums, SUMS_NBYTES * r) for r in range(PAIR)]
+        _columns_go_by(builder, way, weights, parts, spots, builder.add(x, builder.mul(tile, nbytes)), nbytes)
+        loop.end([])
+
+    return run

@@ -1,0 +1,119 @@
+"""Few rows times a matrix of stored keys or values: widened in registers, where each number is used once for every row.
+
+Keys lie [D, tokens] and values [tokens, D], so scores and outputs are the same product. A page passes through the first-level cache
+once, in the type it is stored in; while it is multiplied, what comes next is asked for, a line or two a step. On AVX-512 a step of 8
+rows is two `vcvtph2ps` and 16 `vfmadd231ps`, whose factors come from memory.
+"""
+
+from __future__ import annotations
+
+from ..layout import F32, PAGE
+from ..lazy_numba import inlined, llvm_intrinsic
+from .inner_loops import FLOATS, LOW_ROWS, VECTOR, plain_f32, widen_f16
+from .int8_ir import NEXT_PAGE, fma, load, offset, opaque_address, prefetch_lines, splat, store
+from .intrinsics import F32 as SINGLE
+from .intrinsics import I64, f32_at
+
+HIGH_ROWS = 8 if VECTOR == 16 else LOW_ROWS  # of a tile; 16 registers have no room for more than LOW_ROWS
+
+
+def _tile(widen, item: int, rows: int, vectors: int, row_step: int, depth_step: int):
+    """A is `row_step` bytes from row to row and `depth_step` from column to column: numbers in the instructions, which then read it from
+    memory at no cost. (An address that is a sum of registers would cost an instruction more, and so would a broadcast for two vectors.)"""
+    nbytes = item * VECTOR * vectors
+
+    @llvm_intrinsic
+    def tile(builder, a, b, b_stride, c, c_stride, depth, ahead):
+        """C[R, N] += A[R, depth] @ B[depth, N], A and C float32, B stored; strides in bytes. As many bytes from `ahead` on are asked for as
+        are read of B. Each element is one chain of fused multiply-adds in the order of `depth`."""
+        places = [offset(builder, builder.add(c, builder.mul(I64(row), c_stride)), 4 * VECTOR * part)
+                  for row in range(rows) for part in range(vectors)]
+        start = [load(builder, place, FLOATS, 4) for place in places]
+        entry = builder.basic_block
+        loop, done = builder.append_basic_block("depth"), builder.append_basic_block("depth.done")
+        builder.branch(loop)
+        builder.position_at_end(loop)
+        left, factors, source, wanted = (builder.phi(I64) for _ in range(4))
+        sums = [builder.phi(FLOATS) for _ in range(rows * vectors)]
+        prefetch_lines(builder, wanted, nbytes, NEXT_PAGE)
+        updated = []
+        for part in range(vectors):
+            own, value = opaque_address(builder, factors), widen(builder, offset(builder, source, item * VECTOR * part))
+            for row in range(rows):
+                factor = splat(builder, load(builder, offset(builder, own, row_step * row), SINGLE, 4), FLOATS)
+                updated.append(fma(builder, factor, value, sums[rows * part + row]))
+        fewer = builder.sub(left, I64(1))
+        first = [depth, a, b, ahead, *(start[vectors * row + part] for part in range(vectors) for row in range(rows))]
+        carried = [fewer, offset(builder, factors, depth_step), builder.add(source, b_stride), offset(builder, wanted, nbytes)]
+        for phi, begin, value in zip([left, factors, source, wanted, *sums], first, [*carried, *updated], strict=True):
+            phi.add_incoming(begin, entry)
+            phi.add_incoming(value, loop)
+        builder.cbranch(builder.icmp_signed(">", fewer, I64(0)), loop, done)
+        builder.position_at_end(done)
+        for index, place in enumerate(places):
+            row, part = divmod(index, vectors)
+            store(builder, updated[rows * part + row], place, 4)
+
+    return tile
+
+
+def _stripe(rows: int, turned: bool):
+    """The tiles of a height: of both stored types, a pair of vectors wide or one. Steps of A as `_product` has them."""
+    steps = (4, 4 * rows) if turned else (4 * PAGE, 4)
+    half_pair, half_one = (_tile(widen_f16, 2, rows, vectors, *steps) for vectors in (2, 1))
+    full_pair, full_one = (_tile(plain_f32, 4, rows, vectors, *steps) for vectors in (2, 1))
+
+    @inlined()
+    def stripe(a, b, b_stride, dtype, c, c_stride, pair, depth, ahead):
+        if dtype == F32:
+            if pair:
+                full_pair(a, b, b_stride, c, c_stride, depth, ahead)
+            else:
+                full_one(a, b, b_stride, c, c_stride, depth, ahead)
+        elif pair:
+            half_pair(a, b, b_stride, c, c_stride, depth, ahead)
+        else:
+            half_one(a, b, b_stride, c, c_stride, depth, ahead)
+
+    return stripe
+
+
+def _product(turned: bool):
+    """`turned`: A lies [tiles of rows, depth, rows of the tile], as `turn_rows` leaves it; otherwise [rows, PAGE]."""
+    high, low = _stripe(HIGH_ROWS, turned), _stripe(LOW_ROWS, turned)
+
+    @inlined()
+    def product(a, b, b_stride, dtype, c, c_stride, rows, columns, depth, ahead):
+        item = 4 if dtype == F32 else 2
+        for j in range(0, columns, 2 * VECTOR):
+            pair, r = j + 2 * VECTOR <= columns, 0
+            while r < rows:
+                own, target = a + 4 * r * (depth if turned else PAGE), c + r * c_stride + 4 * j
+                if r + HIGH_ROWS <= rows:
+                    high(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
+                    r += HIGH_ROWS
+                else:
+                    low(own, b + item * j, b_stride, dtype, target, c_stride, pair, depth, ahead)
+                    r += LOW_ROWS
+            ahead += item * depth * min(2 * VECTOR, columns - j)
+
+    return product
+
+
+# C[rows, columns] += A[rows, depth] @ B[depth, columns], B of a stored type (`layout.F32` or F16): scores from queries as `turn_rows`
+# leaves them, outputs from softmax weights [rows, PAGE]. Strides in bytes; `rows` a multiple of LOW_ROWS, `columns` of VECTOR, `depth` at
+# least 1. As much from `ahead` on is asked for as is read of B.
+stored_scores, stored_outputs = _product(True), _product(False)
+
+
+@inlined()
+def turn_rows(rows_at, rows, depth, out):
+    """float32 [rows, depth] -> [tiles, depth, rows of a tile]: what `stored_scores` takes."""
+    r = 0
+    while r < rows:
+        here = HIGH_ROWS if r + HIGH_ROWS <= rows else LOW_ROWS
+        source, target = f32_at(rows_at + 4 * r * depth), f32_at(out + 4 * r * depth)
+        for i in range(depth):
+            for row in range(here):
+                target[i * here + row] = source[row * depth + i]
+        r += here

@@ -1,0 +1,115 @@
+"""Residuals whose channels are each multiplied and moved on both sides of a sum, and routers that go through a small network and hand what
+they began with to the next layer's (ZAYA1); gates of what norms give, and rows beside what a norm makes of them (A.X K2)."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..compile import kernel
+from ..registry import Call
+from ..workspace import address
+from .intrinsics import f32_at, fetch_add, i64_at
+from .row_ops import SHARE_FROM, norm_rows
+
+if TYPE_CHECKING:
+    from ...quant.weight import LowRank, Norm, Rescale, RouterPath
+    from .ops import CpuOps
+
+# Slots of `rescale_rows`: X = SCALES * X + BRANCH_SCALES * BRANCH + OFFSETS, all [TOKENS, WIDTH] or [WIDTH]; BRANCH 0: without it.
+X, BRANCH, TOKENS, WIDTH, SCALES, BRANCH_SCALES, OFFSETS = range(7)
+# Slots of `carry_rows`: Y [C_TOKENS, C_WIDTH] += SHARES * KEPT, none where SHARES is 0, and then KEPT = Y; KEPT has rows of C_STRIDE bytes.
+Y, KEPT, C_TOKENS, C_WIDTH, C_STRIDE, SHARES = range(6)
+
+
+@kernel({"contract"})
+def rescale_rows(args, worker, counter):
+    """Blocks are tokens."""
+    a = i64_at(args)
+    width, scales, offsets = a[WIDTH], f32_at(a[SCALES]), f32_at(a[OFFSETS])
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[TOKENS]:
+            return
+        x = f32_at(a[X] + 4 * t * width)
+        if a[BRANCH] == 0:
+            for i in range(width):
+                x[i] = scales[i] * x[i] + offsets[i]
+        else:
+            y, factors = f32_at(a[BRANCH] + 4 * t * width), f32_at(a[BRANCH_SCALES])
+            for i in range(width):
+                x[i] = scales[i] * x[i] + (factors[i] * y[i] + offsets[i])
+
+
+@kernel({"contract"})
+def carry_rows(args, worker, counter):
+    """Blocks are tokens."""
+    a = i64_at(args)
+    width = a[C_WIDTH]
+    while True:
+        t = fetch_add(counter, 1)
+        if t >= a[C_TOKENS]:
+            return
+        y, kept = f32_at(a[Y] + 4 * t * width), f32_at(a[KEPT] + t * a[C_STRIDE])
+        if a[SHARES] != 0:
+            shares = f32_at(a[SHARES])
+            for i in range(width):
+                y[i] += shares[i] * kept[i]
+        for i in range(width):
+            kept[i] = y[i]
+
+
+def rescaled(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> np.ndarray:
+    """See `BlockOps`."""
+    ops.registry.select(Call("rescale")).candidate.run(ops, x, branch, own)
+    return x
+
+
+def routed_by(ops: CpuOps, x: np.ndarray, norm: Norm, path: RouterPath, streams: np.ndarray) -> np.ndarray:
+    """See `BlockOps`."""
+    (y,) = ops.norm_linear(x, norm, [path.into])
+    ops.registry.select(Call("carry")).candidate.run(ops, y, streams, x.shape[1], path.share)
+    inner = ops.gated_hidden(y, path.norm, None, path.first, "gelu")
+    (said,) = ops.norm_linear(inner, None, [path.second])
+    ops.gate(said, None, "gelu")
+    return said
+
+
+def gated_rows(ops: CpuOps, y: np.ndarray, gates: LowRank) -> np.ndarray:
+    """See `BlockOps`."""
+    (opened,) = ops.norm_linear(ops.gated_hidden(y, None, None, gates.into, "silu"), None, [gates.out])
+    return ops.gate_heads(y, opened, 1, y.shape[1])
+
+
+def normed_beside(ops: CpuOps, y: np.ndarray, norm: Norm) -> np.ndarray:
+    """See `BlockOps`."""
+    width = y.shape[1]
+    out, put = ops.workspace.take("doubled", len(y), 2 * width), ops.registry.select(Call("carry")).candidate.run
+    put(ops, y, out, width, None)
+    put(ops, norm_rows(ops, y, norm), out, 0, None)
+    return out
+
+
+def rescale(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> None:
+    ops.args[: OFFSETS + 1] = (ops.at(x), 0 if branch is None else ops.at(branch), *x.shape, address(own.scales),
+                               address(own.branch_scales), address(own.offsets))
+    ops.run(rescale_rows, ops.where, x.size >= SHARE_FROM, ops.args)
+
+
+def rescale_reference(ops: CpuOps, x: np.ndarray, branch: np.ndarray | None, own: Rescale) -> None:
+    ops.flush()
+    x[:] = own.scales * x.astype(np.float64) + own.offsets + (0 if branch is None else own.branch_scales * branch.astype(np.float64))
+
+
+def carry(ops: CpuOps, y: np.ndarray, streams: np.ndarray, first: int, shares: np.ndarray | None) -> None:
+    ops.args[: SHARES + 1] = ops.at(y), ops.at(streams) + 4 * first, *y.shape, 4 * streams.shape[1], address(shares)
+    ops.run(carry_rows, ops.where, y.size >= SHARE_FROM, ops.args)
+
+
+def carry_reference(ops: CpuOps, y: np.ndarray, streams: np.ndarray, first: int, shares: np.ndarray | None) -> None:
+    ops.flush()
+    kept = streams[:, first : first + y.shape[1]]
+    if shares is not None:
+        y += shares * kept
+    kept[:] = y

@@ -1,0 +1,93 @@
+"""Angles of rotary positions: cos and sin of the tokens of a pass, made once for all layers that turn by the same table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ..workspace import address
+
+if TYPE_CHECKING:
+    from ...runtime.rope import RopeTable
+    from .ops import CpuOps
+
+MOST_TABLES = 8  # of a step: a model has two at most
+
+
+@dataclass(frozen=True)
+class Angles:
+    """cos and sin `[T, R/2]` of a step's positions under one table, and their addresses."""
+
+    positions: np.ndarray
+    table: RopeTable | None
+    cos: np.ndarray
+    sin: np.ndarray
+    at: tuple[int, int]
+
+
+def cached_angles(ops: CpuOps, known: dict[int, Angles], positions: np.ndarray, table: RopeTable | None) -> Angles:
+    """Made once per step and table: layers ask with the same objects in turn, and `known` keeps what waiting jobs read."""
+    found = known.get(id(table))
+    if found is None or found.positions is not positions or found.table is not table:
+        for each in () if found is None else (found.cos, found.sin):
+            ops.keep_alive(each)  # the layers of a pass before which it narrowed have others
+        cos, sin = np.zeros((2, len(positions), 0 if table is None else len(table.inv_freq)), np.float32)
+        if table is not None:
+            write_angles(table, cos, sin, positions)
+            ops.refresh(AngleUpdater(table, cos, sin))
+        if len(known) >= MOST_TABLES:
+            known.clear()
+        found = known[id(table)] = Angles(positions, table, cos, sin, (address(cos), address(sin)))
+    return found
+
+
+class AngleUpdater:
+    """Refreshes the angles of a pass of few tokens, of one text or each of another. Those of the next positions are computed together:
+    between two passes the interpreter runs from memory, and a call costs more than sixty-four positions do."""
+
+    AHEAD = 64
+
+    def __init__(self, table: RopeTable, cos: np.ndarray, sin: np.ndarray) -> None:
+        self._table, self._cos, self._sin, self._first = table, cos, sin, -self.AHEAD
+        self._rows = np.zeros((2, self.AHEAD + len(cos) - 1, cos.shape[1]), np.float32)
+        self._apart: list[AngleUpdater] = []
+
+    def __call__(self, position: int | np.ndarray) -> None:
+        if isinstance(position, np.ndarray):
+            self._apart = self._apart or [AngleUpdater(self._table, self._cos[row : row + 1], self._sin[row : row + 1])
+                                          for row in range(len(self._cos))]
+            for own, at in zip(self._apart, position, strict=True):
+                own(int(at))
+            return
+        if not 0 <= position - self._first < self.AHEAD:
+            self._first = position
+            write_angles(self._table, *self._rows, np.arange(position, position + self._rows.shape[1]))
+        begin = position - self._first
+        self._cos[:], self._sin[:] = self._rows[:, begin : begin + len(self._cos)]
+
+
+class KeyAngles:
+    """cos and sin of the places of keys of `rate` tokens that tokens from a position on may close."""
+
+    def __init__(self, table: RopeTable | None, rate: int, position: int, tokens: int) -> None:
+        self._table, self._rate, self._first = table, rate, -1
+        count = 0 if table is None else (tokens + rate - 1) // rate + 1
+        self.cos, self.sin = np.zeros((2, count, 0 if table is None else len(table.inv_freq)), np.float32)
+        self.move(position)
+
+    @property
+    def at(self) -> tuple[int, int]:
+        return address(self.cos), address(self.sin)
+
+    def move(self, position: int) -> None:
+        """To where the next pass begins."""
+        if self._table is not None and (first := position // self._rate) != self._first:
+            self._first = first
+            write_angles(self._table, self.cos, self.sin, (first + np.arange(len(self.cos))) * self._rate)
+
+
+def write_angles(table: RopeTable, cos: np.ndarray, sin: np.ndarray, positions: np.ndarray) -> None:
+    """cos and sin of positions [T], or [T, R/2] where channels have their own, in place."""
+    cos[:], sin[:] = table.turns(positions)

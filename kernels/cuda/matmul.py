@@ -1,0 +1,92 @@
+"""How a product with a stored weight is made on a device: in one kernel where that gives the numbers (`kernel_choice.py`), else by
+torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+from ..device_memory import TILE
+from . import low_bit
+from .kernel_choice import FEW, KernelChoice, Run
+
+if TYPE_CHECKING:
+    from ...quant.weight import Weight
+
+REACH = 1 << 31  # bytes of a blob that a kernel's offsets reach
+
+# what a product is added to (None: to nothing), and how often
+Into = tuple[torch.Tensor | None, float]
+
+
+class Matmul:
+    """Products on one device: x float32 [T, K] times a weight [N, K], transposed, plus bias -> [T, N]; `into`: added to what is there so
+    many times."""
+
+    def __init__(self, one: KernelChoice) -> None:
+        self._one = one
+        self.kinds: set[tuple[object, ...]] = set()  # that were multiplied
+
+    def plain(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+        """With a weight that lies in float32."""
+        return _added(functional.linear(x, weight.parts["data"], bias), *into)
+
+    def of_codes(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+        """With a low-bit weight."""
+        spec, blob = weight.spec, weight.parts["data"]
+        form = low_bit.Format(spec.bits, spec.group, spec.scheme, weight.shape, spec.sections(weight.shape))
+        if blob.numel() >= REACH:
+            return _added(low_bit.product(x, blob, form, bias), *into)
+
+        def in_one(kernels: ModuleType, *into: object) -> torch.Tensor:
+            if len(x) <= FEW:
+                return kernels.low_bit_matmul(x, blob, form, bias, *into)
+            return _added(low_bit.product(x, blob, form, bias, kernels.opened), *into)
+
+        return self._chosen((spec.scheme, spec.bits, spec.group, bool(spec.outliers)), len(x), in_one,
+                            partial(low_bit.product, x, blob, form, bias), into)
+
+    def widened(self, x: torch.Tensor, weight: Weight, bias: torch.Tensor | None, into: Into = (None, 1.0)) -> torch.Tensor:
+        """With a 16-bit weight."""
+        data = weight.parts["data"]
+        by_torch = partial(tiled, x, data, bias)
+        if len(x) > FEW:
+            return _added(by_torch(), *into)
+        return self._chosen((weight.spec.scheme,), len(x), lambda kernels, *into: kernels.half_matmul(x, data, bias, *into), by_torch, into)
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether a kind of weight that kernels are for is multiplied by torch's operations."""
+        return bool(self._one.broken) or any(self._one.declined.get(kind) for kind in self.kinds)
+
+    def _chosen(self, kind: tuple[object, ...], tokens: int, in_one: Callable[..., torch.Tensor], by_torch: Run,
+                into: Into) -> torch.Tensor:
+        """`kind` of weight by so many tokens, of which those are alike that are multiplied by one compiled kernel."""
+        known = *kind, min(2 * FEW, 1 << (tokens - 1).bit_length())
+        self.kinds.add(known)
+        return self._one.chosen(known, f"multiplies {'-'.join(map(str, kind[:2]))} weights", lambda: in_one(_kernels(), *into),
+                                lambda: _added(by_torch(), *into), lambda: (in_one(_kernels(), None, 1.0), by_torch()))
+
+
+def _added(branch: torch.Tensor, into: torch.Tensor | None, factor: float) -> torch.Tensor:
+    return branch if into is None else into.add_(branch, alpha=factor)
+
+
+def tiled(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """x float32 [T, K] times a weight [N, K] of any type transposed, by tiles of rows, so that no float32 copy of it is ever held whole."""
+    rows = max(1, TILE // weight.shape[1])
+    out = torch.empty(len(x), len(weight), device=x.device)
+    for begin in range(0, len(weight), rows):
+        out[:, begin : begin + rows] = x @ weight[begin : begin + rows].float().T
+    return out if bias is None else out.add_(bias)
+
+
+def _kernels() -> ModuleType:
+    from . import triton_matmul
+
+    return triton_matmul

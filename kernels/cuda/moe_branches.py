@@ -1,0 +1,57 @@
+"""Experts that are a branch beside an MLP or by themselves, and routers that are small networks, by torch's operations: what `cpu/moe.py`
+and `cpu/residual_scaling.py` compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from ..reference_moe import Routed, Routing
+from .routing import routed
+from .stages import activated
+
+if TYPE_CHECKING:
+    from ...quant.weight import Apart, Expert, Linear, Norm, RouterPath, SharedExpert
+    from .torch_ops import TorchOps
+
+
+def mlp_and_experts(ops: TorchOps, x: torch.Tensor, norm: Norm, gate: Linear | None, up: Linear | None, down: Linear | None,
+                    router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing, act: str,
+                    see: Callable[[torch.Tensor], None] | None = None, see_visits: Callable[[Routed], None] | None = None,
+                    after: Norm | None = None, correction: torch.Tensor | None = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    if down is not None:
+        n = ops.stages.normalise(x, norm)
+        hidden = ops.stages.gated(ops._linear(n, gate), ops._linear(n, up), act)
+        if see is not None:
+            see(hidden)
+    total = expert_branch(ops, x, apart.norm, router, experts, apart, routing, act, see_visits, correction)
+    own = lambda branch, norm: branch if norm is None else ops.stages.normalise(branch, norm)  # noqa: E731
+    branch = 0 if down is None else own(ops._linear(hidden, down), apart.mlp_after)
+    return x.add_(own(branch + own(total, apart.after), after))
+
+
+def expert_branch(ops: TorchOps, x: torch.Tensor, norm: Norm, router: Linear, experts: Sequence[Expert], apart: Apart, routing: Routing,
+                  act: str, see: Callable[[Routed], None] | None = None, correction: torch.Tensor | None = None,
+                  shared: SharedExpert | None = None, said: torch.Tensor | None = None) -> torch.Tensor:
+    """See `BlockOps`."""
+    n = ops.stages.normalise(x, norm)
+    beside = None if shared is None else ops.shared_hidden(n, shared, act)
+    reads = ops.stages.normalise(x, apart.router_norm) if said is None else said
+    chosen, shares = routed(ops._linear(reads, router), routing, correction)
+    total = torch.zeros_like(x)
+    ops._visited(total, n, chosen, shares * apart.scales[chosen], experts, act, see, beside, handed=routing.handed)
+    return total if shared is None else ops.linear_add(beside, shared.down, total, None, shared.factor)
+
+
+def routed_by(ops: TorchOps, x: torch.Tensor, norm: Norm, path: RouterPath, streams: torch.Tensor) -> torch.Tensor:
+    """See `BlockOps`."""
+    y = ops._linear(ops.stages.normalise(x, norm), path.into)
+    kept = streams[:, x.shape[1] :][:, : y.shape[1]]
+    if path.share is not None:
+        y = torch.addcmul(y, path.share, kept)
+    kept.copy_(y)
+    inner = activated(ops._linear(ops.stages.normalise(y, path.norm), path.first), "gelu")
+    return activated(ops._linear(inner, path.second), "gelu")

@@ -1,0 +1,66 @@
+"""Stages that read the streams of a token by numbers of its own, and write to them, by torch's operations: what `cpu/hyper_connections.py`
+and `cpu/gated_residuals.py` compute."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch.nn import functional
+
+if TYPE_CHECKING:
+    from ...quant.weight import Norm
+    from ...quant.wide_weights import Hyper, Residual
+    from .torch_ops import TorchOps
+
+
+def gathered(ops: TorchOps, x: torch.Tensor, hyper: Hyper | Residual) -> torch.Tensor:
+    """See `BlockOps`."""
+    if hyper.is_gated:
+        return _gated(ops, x, hyper)
+    reads, *ops.said = _numbers(ops._linear(ops.stages.normalise(x, hyper.norm), hyper.matrix), hyper)
+    return torch.bmm(reads[:, None], x.unflatten(1, (hyper.count, -1)))[:, 0]
+
+
+def mixed(ops: TorchOps, x: torch.Tensor, branch: torch.Tensor, hyper: Hyper | Residual) -> torch.Tensor:
+    """See `BlockOps`."""
+    split, (writes, *others) = x.view(len(x), hyper.count, -1), ops.said
+    if not others:
+        split.addcmul_(writes[..., None], branch[:, None])
+    else:
+        split.copy_(torch.baddbmm(writes[..., None] * branch[:, None], others[0].mT, split))
+    return x
+
+
+def _numbers(say: torch.Tensor, hyper: Hyper) -> tuple[torch.Tensor, ...]:
+    """`reference_hyper_connections.numbers` on tensors, without those by which streams are mixed where they are not."""
+    count, least = hyper.count, hyper.least
+    sizes = (count, count, count**2) if hyper.rounds else (count, count)
+    reads, writes, *mixes = (part * hyper.scale[place] + base for place, (part, base) in enumerate(zip(
+        *(each.split(sizes, -1) for each in (say, hyper.base)), strict=True)))
+    reads, writes = torch.sigmoid(reads) + least, 2 * torch.sigmoid(writes)
+    if not mixes:
+        return reads, writes + least
+    shares = mixes[0].unflatten(1, (count, count)).softmax(-1) + least
+    shares = shares / (shares.sum(-2, keepdim=True) + least)
+    for _ in range(hyper.rounds - 1):
+        shares = shares / (shares.sum(-1, keepdim=True) + least)
+        shares = shares / (shares.sum(-2, keepdim=True) + least)
+    return reads, writes, shares
+
+
+def _gated(ops: TorchOps, x: torch.Tensor, residual: Residual) -> torch.Tensor:
+    """The mean of what gates of every channel let through of the streams; what each of them gets of the branch is kept."""
+    count = residual.count
+    normed = normed_streams(x, residual.norm, count)
+    flat = normed.flatten(1)
+    ops.said = (2 * torch.sigmoid(ops._linear(flat, residual.inject) / count),)
+    low = functional.silu(ops._linear(flat, residual.down) / count)
+    return torch.sigmoid(ops._linear(low, residual.up)).view_as(normed).mul_(normed).mean(1)
+
+
+def normed_streams(x: torch.Tensor, norm: Norm, count: int) -> torch.Tensor:
+    """Every stream of x [T, S * D] under its own norm of weights stored less one, [T, S, D]."""
+    split = x.unflatten(1, (count, -1))
+    scale = torch.rsqrt(split.square().mean(-1, keepdim=True) + norm.eps)
+    return (split * scale).mul_(norm.weight.view(count, -1) + 1)

@@ -1,0 +1,105 @@
+"""Numba, from the moment on when something has to be compiled. Most runs find their machine code on the disk and never import it.
+
+Importing the compiler takes longer than importing all the rest, so the modules of kernels name what they want of it here: `types` and
+`cgutils` are looked into when an intrinsic is typed, and what `inlined` and `intrinsic` decorate stays a promise, which Numba keeps
+when it meets one in the globals or the closure of what it compiles. Numbers in compiled code are NumPy's (`np.float32(x)`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, cached_property, wraps
+from importlib import import_module
+from inspect import get_annotations, signature
+from types import ModuleType
+
+
+class LazyModule:
+    """A module that is imported when something in it is asked for."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(import_module(self._name), name)
+
+
+types, cgutils = LazyModule("numba.core.types"), LazyModule("numba.core.cgutils")
+
+
+class LazyFunction:
+    """A function that compiled code calls; called from Python, as tests do, it is compiled for what it is given."""
+
+    def __init__(self, body: Callable, make: Callable[[Callable], object]) -> None:
+        self.body, self._make = body, make
+        self.__doc__ = body.__doc__
+
+    @cached_property
+    def real(self) -> object:
+        """What Numba knows it as."""
+        return self._make(self.body)
+
+    @cached_property
+    def type(self) -> object:
+        """Numba's type of it."""
+        from numba.core.registry import cpu_target
+
+        real = self.real
+        cpu_target.typing_context.refresh()  # which makes an intrinsic known
+        return cpu_target.typing_context.resolve_value_type(real)
+
+    @cached_property
+    def _for_python(self) -> Callable:
+        return compiler().njit(error_model="numpy")(lambda *given: self(*given))
+
+    def __call__(self, *args: object) -> object:
+        return self._for_python(*args)
+
+
+def inlined(fastmath: set[str] | bool = False) -> Callable[[Callable], LazyFunction]:
+    """Decorator for a function that only kernels call. It gets no wrappers for Python and C: a quarter of what there was to compile."""
+    return lambda body: LazyFunction(body, lambda it: compiler().njit(error_model="numpy", fastmath=fastmath, no_cpython_wrapper=True,
+                                                                  no_cfunc_wrapper=True)(it))
+
+
+def intrinsic(body: Callable) -> LazyFunction:
+    """Decorator for a function that writes LLVM instructions, as `numba.extending.intrinsic`."""
+    return LazyFunction(body, lambda it: compiler().extending.intrinsic(it))
+
+
+def llvm_intrinsic(body: Callable) -> LazyFunction:
+    """Decorator for an intrinsic that needs nothing of Numba: `body` writes LLVM instructions with a builder, given the values of its
+    arguments. These are int64, and there is no result, where annotations name no other of Numba's types."""
+
+    @wraps(body)
+    def typed(typingctx, *given):
+        kinds = get_annotations(body, eval_str=True)
+        result = kinds.get("return", types.void)
+
+        def codegen(context, builder, _, args):
+            made = body(builder, *args)
+            return context.get_dummy_value() if result is types.void else made
+
+        return result(*(kinds.get(name, types.int64) for name in [*signature(body).parameters][1:])), codegen
+
+    return intrinsic(typed)
+
+
+carray = LazyFunction(LazyModule, lambda _: compiler().carray)  # an array over memory at a pointer
+
+
+@cache
+def compiler() -> ModuleType:
+    """Numba, told which processor it compiles for and what a `LazyFunction` is."""
+    import numba
+    import numba.extending
+
+    from .target import target
+
+    numba.config.CPU_NAME, numba.config.CPU_FEATURES = target()
+
+    @numba.extending.typeof_impl.register(LazyFunction)
+    def type_of(value: LazyFunction, _: object) -> object:
+        return value.type
+
+    return numba

@@ -1,0 +1,63 @@
+"""The meaning of an indexer, in NumPy and float64; what `reference.py` is to the other ops. Shapes as in `indexer_shape.py`."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .indexer_shape import IndexShape
+from .reference import normalise, rotate_heads
+
+
+def scores(q: np.ndarray, k: np.ndarray, weights: np.ndarray | None, position: int, shape: IndexShape) -> np.ndarray:
+    """What each unit is worth to each token: [T, groups, units], -inf for units of later tokens. q [T, heads * width], k [n, width], the
+    keys of tokens 0 to n - 1, or of `rate` of them each; weights [T, heads], none where heads choose each for themselves, or
+    all count alike. T tokens from `position` on.
+
+    Scores are as good as any multiple of them, so neither roots of widths nor of heads are divided by.
+    """
+    split = q.reshape(len(q), shape.heads, shape.width).astype(np.float64)
+    found = np.einsum("thw,nw->thn", split, k.astype(np.float64))
+    if not shape.each:
+        weights = np.ones(found.shape[:2]) if weights is None else weights.astype(np.float64)
+        found = np.einsum("thn,th->tn", np.maximum(found, 0), weights)[:, None]
+    at = (position + np.arange(len(q)) + 1) // shape.rate - 1  # the last key that is there
+    found = np.where(np.arange(len(k)) > at[:, None, None], -np.inf, found)
+    padded = np.full((*found.shape[:2], -(-len(k) // shape.grain) * shape.grain), -np.inf)
+    padded[..., : len(k)] = found
+    best = padded.reshape(*found.shape[:2], -1, shape.grain).max(-1)
+    unit, own = np.arange(best.shape[-1]), (at // shape.grain)[:, None, None]
+    return np.where((unit <= own) & (unit > own - shape.near), np.inf, best)
+
+
+def choose(found: np.ndarray, shape: IndexShape, position: int = 0) -> np.ndarray:
+    """The units that each token sees of these scores: int32 [T, groups, listed], rising; of equal ones the earlier. `position`: of the
+    first token, where the unit is seen too that has no key yet."""
+    best = np.sort(np.argsort(-found, axis=-1, kind="stable")[..., : shape.chosen], axis=-1)
+    if shape.means:
+        last = (position + np.arange(len(best)) + 1) // shape.rate
+        best = np.concatenate([best, np.broadcast_to(last[:, None, None], (*best.shape[:2], 1))], axis=-1)
+    return best.astype(np.int32)
+
+
+def means(rows: np.ndarray, norm: tuple[str, np.ndarray, None, float], rate: int, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
+    """Keys [n, width] of every `rate` of these rows that are whole: their means, normed, then turned by halves by the place of the first
+    of theirs, cos and sin [n, R / 2]."""
+    whole = len(rows) // rate
+    made = normalise(rows[: whole * rate].astype(np.float64).reshape(whole, rate, -1).mean(1), *norm)
+    return rotate_heads(made[:, None], cos[:whole], sin[:whole])[:, 0]
+
+
+def pools(rows: np.ndarray, rate: int) -> np.ndarray:
+    """Keys [n, width] of every `rate` of rows [tokens, 2 * width] that are whole: means of their first halves, weighed channel by channel
+    by a softmax over their second ones."""
+    whole, width = len(rows) // rate, rows.shape[1] // 2
+    split = rows[: whole * rate].astype(np.float64).reshape(whole, rate, 2, width)
+    weights = np.exp(split[:, :, 1] - split[:, :, 1].max(1, keepdims=True))
+    return (split[:, :, 0] * weights).sum(1) / weights.sum(1)
+
+
+def seen(chosen: np.ndarray, tokens: int, kv_heads: int, shape: IndexShape) -> np.ndarray:
+    """Which of the first `tokens` tokens a query may see: bool [T, kv_heads, tokens]."""
+    units = np.zeros((*chosen.shape[:2], shape.units(tokens) + 1), bool)  # a unit may begin behind the last token
+    np.put_along_axis(units, chosen.astype(np.int64), True, axis=-1)
+    return np.repeat(np.repeat(units, shape.spread, axis=-1)[..., :tokens], kv_heads // chosen.shape[1], axis=1)

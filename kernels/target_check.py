@@ -1,0 +1,54 @@
+"""Does this processor run what is compiled for it?
+
+Normally it does, since kernels are compiled for the processor that compiles them. NUMBA_CPU_NAME and NUMBA_CPU_FEATURES force another
+target, for tests and measurements; an instruction that is missing then ends the process that meets it, without a word. So that it is
+not the person's, a few kernels are tried in a child, once for every target.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+
+from .autotune import KernelBenchmark
+from .compile import cache_folder
+from .cpu.memory_bandwidth import read_bandwidth
+from .threads import ThreadPool
+from .warm import LOW_BIT, RAW
+
+FORCING = ("NUMBA_CPU_NAME", "NUMBA_CPU_FEATURES")
+STAMP = "tried"
+
+
+def forced_target(env: Mapping[str, str] = os.environ) -> str:
+    """The variables that name another target than this processor; empty where none does."""
+    return " ".join(f"{name}={env[name]}" for name in FORCING if env.get(name))
+
+
+def target_runs(kinds: Sequence[str]) -> bool:
+    """Do kernels of these kinds (`warm.KINDS`) run here? Remembered when they do."""
+    folder = cache_folder()
+    stamp = None if folder is None else folder / f"{STAMP}-{LOW_BIT if LOW_BIT in kinds else RAW}"
+    if stamp is not None and stamp.exists():
+        return True
+    child = subprocess.run([sys.executable, "-P", "-m", f"{__package__}.target_check", *kinds], stdin=subprocess.DEVNULL,
+                           capture_output=True, check=False)
+    if child.returncode == 0 and stamp is not None:
+        stamp.touch()
+    return child.returncode >= 0  # a child that fails otherwise says nothing about the processor: the run will
+
+
+def main(kinds: Sequence[str]) -> None:
+    pool = ThreadPool(1)
+    read_bandwidth(pool, np.zeros(1 << 20, np.uint8), passes=1)
+    if LOW_BIT in kinds:
+        KernelBenchmark(pool, 4, 64, 32, 128, 1, kernels=("dot",)).rates(("dot",), rounds=1)
+    pool.close()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
