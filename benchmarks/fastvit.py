@@ -25,19 +25,19 @@ from safetensors.torch import save_file
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config_reader import Keys
-from effllm.runtime.images import Work
+from effllm.runtime.images import EncodingJob
 from effllm.runtime.images.fast_vlm import ARCHITECTURES
 from effllm.runtime.images.fastvit import load_fastvit
 from effllm.runtime.images.mobilenet import load_mobilenet
 from effllm.runtime.images.perception_encoder import ARCHITECTURES as ENCODERS
 from effllm.runtime.images.perception_encoder import load_encoder
-from effllm.runtime.images.tower_parts import Crew
+from effllm.runtime.images.tower_ops import WorkerPool
 from effllm.runtime.images.tower_weights import Weights
 from report import Figure, parser_of, publish
 
 ENCODER = "vit_pe_lang_large_patch14_448"
 PREFIX, ROWS = "vision_tower.timm_model.", 16  # rows of a picture in a row and in a column
-Look = Callable[[np.ndarray, Crew], np.ndarray]
+Look = Callable[[np.ndarray, WorkerPool], np.ndarray]
 # Operators of torchvision that it describes when it is imported and nothing here calls: beside a torch for CPUs its own are not loaded.
 UNUSED = ("nms", "qnms", "roi_align", "_roi_align_backward", "roi_pool", "_roi_pool_backward", "ps_roi_align", "_ps_roi_align_backward",
           "ps_roi_pool", "_ps_roi_pool_backward", "qroi_align", "deform_conv2d", "_deform_conv2d_backward")
@@ -111,7 +111,7 @@ def main() -> None:
     own, values = read(model, tower), np.random.default_rng(0).random((tower.side, tower.side, 3), np.float32)
 
     def ours() -> np.ndarray:
-        with Crew(threads, Work()) as crew:
+        with WorkerPool(threads, EncodingJob()) as crew:
             return own(values, crew)
 
     def theirs() -> np.ndarray:

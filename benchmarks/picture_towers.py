@@ -21,7 +21,7 @@ from transformers import LlamaConfig, LlavaConfig, LlavaForConditionalGeneration
 
 from effllm.offload.hardware import cpu_threads
 from effllm.runtime.config import read_config
-from effllm.runtime.images import PICTURES, Work, sight_of
+from effllm.runtime.images import IMAGE_INPUT, EncodingJob, encoder_of
 from report import Figure, parser_of, publish
 
 PATCH, WIDTH = 14, 64
@@ -58,8 +58,8 @@ def measured(patches: int, layers: int, rounds: int) -> dict[str, float]:
         for name, stored in STORED.items():
             folder = Path(place) / name
             model = made(folder, patches, layers, stored)
-            sight = sight_of(folder, read_config(folder), PICTURES)
-            sides[name] = lambda sight=sight: sight.see(points, Work()).rows
+            sight = encoder_of(folder, read_config(folder), IMAGE_INPUT)
+            sides[name] = lambda sight=sight: sight.see(points, EncodingJob()).rows
             if name == "f32":
                 sides["torch"] = lambda model=model: model.get_image_features(pixel_values=values).pooler_output[0].numpy()
         found: dict[str, list[float]] = {name: [] for name in sides}

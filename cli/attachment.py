@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, TextIO
 from .. import EffllmError, UsageError
 
 if TYPE_CHECKING:
-    from ..runtime.images.album import Picture
+    from ..runtime.images.media import MediaItem
 
 LARGEST_TEXT = 16 << 20  # bytes: more than any context holds
 NO_EDITOR = "name one: export EDITOR=nano"
@@ -34,7 +34,7 @@ class Attachment:
     text: str
     tokens: int
     part: str = "file"
-    shown: tuple[Picture | str, ...] = ()
+    shown: tuple[MediaItem | str, ...] = ()
 
 
 def named_path(text: str) -> Path:

@@ -15,7 +15,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from .. import EffllmError, UsageError
-from ..runtime.images.marks import unmarked
+from ..runtime.images.media_markers import describe_markers
 from ..runtime.tokens.terminal_text import sanitize
 
 if TYPE_CHECKING:
@@ -40,7 +40,7 @@ def copy(chat: Conversation, rest: str) -> None:
     said = [message["content"] for message in chat.session.messages if message["role"] == "assistant"]
     if not said:
         raise UsageError("there is no answer yet", "type a question first")
-    text = sanitize(unmarked(said[-1])).strip()
+    text = sanitize(describe_markers(said[-1])).strip()
     if rest:
         blocks = BLOCK.findall(text)
         if not blocks:

@@ -92,18 +92,18 @@ def seeing_with(ref: ModelRef, mmproj: str | None, screen: Screen) -> ModelRef:
     if mmproj is None and ref.mmproj is None:
         return ref
     from ..runtime.config import read_config
-    from ..runtime.images.album import demand_sight
+    from ..runtime.images.media import check_modality
     from .attachment import named_path
 
     if mmproj is None:
         try:
-            demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, None)
+            check_modality(ref.whole, read_config(ref.whole), ref.mmproj, None)
         except EffllmError as error:
             screen.note(f"{ref.text} takes no pictures here: {error.message}")
             return replace(ref, mmproj=None)
         return ref
     path = str(named_path(mmproj))
-    demand_sight(ref.whole, read_config(ref.whole), path, None)
+    check_modality(ref.whole, read_config(ref.whole), path, None)
     return replace(ref, mmproj=path)
 
 
@@ -246,9 +246,9 @@ def loaded(ref: ModelRef, options: EngineOptions, screen: Screen, sees: bool = F
         options = screen.environment.router_link.negotiate(ref.folder, options)
     engine = open_with_progress(ref.folder, options, screen)
     try:
-        from ..runtime.images.album import album_of
+        from ..runtime.images.media import open_media
 
-        engine.album = album_of(ref.whole, engine.config, ref.mmproj, options.threads)
+        engine.album = open_media(ref.whole, engine.config, ref.mmproj, options.threads)
         yield Loaded(engine, tokenizer)
     finally:
         engine.close()

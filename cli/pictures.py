@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ..runtime.catalog import ModelRef
-    from ..runtime.images.senses import Sense
+    from ..runtime.images.modality import Modality
     from ..runtime.images.video_file import Frame
     from ..runtime.session import Session
     from .screen import Screen
@@ -65,10 +65,10 @@ def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Give
     if not asked.named:
         return []
     from ..runtime.config import read_config
-    from ..runtime.images.album import demand_sight
+    from ..runtime.images.media import check_modality
 
     for sense in dict.fromkeys(sense_of(part) for part, _ in asked.named):
-        demand_sight(ref.whole, read_config(ref.whole), ref.mmproj, sense)
+        check_modality(ref.whole, read_config(ref.whole), ref.mmproj, sense)
     found = []
     for part, file in asked.named:
         with screen.waiting(f"reading {file}"):
@@ -76,25 +76,25 @@ def read_pictures(asked: ShownFlags, ref: ModelRef, screen: Screen) -> list[Give
     return found
 
 
-def sense_of(part: str) -> Sense:
-    from ..runtime.images.senses import PICTURES, SOUNDS
+def sense_of(part: str) -> Modality:
+    from ..runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
-    return SOUNDS if part == "audio" else PICTURES
+    return AUDIO_INPUT if part == "audio" else IMAGE_INPUT
 
 
 def read_given(path: Path, part: str, frames: int | None = None) -> Given:
     """Raises UsageError."""
     if part == "audio":
-        from ..runtime.audio.sound_file import read_sound
+        from ..runtime.audio.audio_file import read_audio
 
-        return Given(path.name, part, read_sound(path))
+        return Given(path.name, part, read_audio(path))
     if part == "video":
         from ..runtime.images.video_file import FRAMES, read_video
 
         return Given(path.name, part, read_video(path, frames or FRAMES))
-    from ..runtime.images.picture_file import read_picture
+    from ..runtime.images.image_file import read_image
 
-    return Given(path.name, part, read_picture(path))
+    return Given(path.name, part, read_image(path))
 
 
 def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
@@ -108,7 +108,7 @@ def taken(given: Sequence[Given], session: Session) -> list[Attachment]:
     return found
 
 
-def dropped_file(line: str, senses: Iterable[Sense]) -> tuple[str, str] | None:
+def dropped_file(line: str, senses: Iterable[Modality]) -> tuple[str, str] | None:
     """The path in a line that is nothing but that of a picture, a video or a sound, where such are among the `senses`, as a terminal writes
     it where a file is dropped on it; and the part that it is."""
     try:

@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
     from ..runtime.catalog import ModelRef
     from ..runtime.config import ModelConfig
-    from ..runtime.images import Sight
-    from ..runtime.images.album import Album
-    from ..runtime.images.senses import Sense
+    from ..runtime.images import MediaEncoder
+    from ..runtime.images.media import MediaCache
+    from ..runtime.images.modality import Modality
     from ..runtime.stores.container import Container
     from ..runtime.text import Tokenizer
     from ..runtime.tokens.infill import Marks
@@ -45,7 +45,7 @@ class Facts:
     ref: ModelRef
     config: ModelConfig
     container: Container | None
-    album: Album | None
+    album: MediaCache | None
     tokenizer: Tokenizer
     calls: CallStyle | None
     infill: Marks | None
@@ -55,7 +55,7 @@ class Facts:
     stored: list[str]
 
     @property
-    def sights(self) -> Mapping[Sense, Sight]:
+    def sights(self) -> Mapping[Modality, MediaEncoder]:
         return {} if self.album is None else self.album.sights
 
     @property
@@ -108,7 +108,7 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     """Raises what a run of the model would raise for its headers."""
     from ..runtime.config import read_config
     from ..runtime.engine import EngineOptions, prepare
-    from ..runtime.images.album import album_of
+    from ..runtime.images.media import open_media
     from ..runtime.source import licence_of
     from ..runtime.tensors import check_tensors, parameters
     from ..runtime.tokens.infill import marks_of
@@ -119,18 +119,18 @@ def _facts(name: str, ref: ModelRef) -> Facts:
     groups = check_tensors(config, prepared.store, container)
     tensors = [tensor for roles in groups.values() for tensor in roles.values()]
     tokenizer = tokenizer_of(ref, EngineOptions())
-    return Facts(name, ref, config, container, album_of(ref.whole, prepared.config, ref.mmproj), tokenizer,
+    return Facts(name, ref, config, container, open_media(ref.whole, prepared.config, ref.mmproj), tokenizer,
                  Calling(tokenizer).style if tokenizer.template else None, marks_of(tokenizer.vocabulary(), tokenizer.special_tokens),
                  ref.licence or (container and container.licence) or licence_of(ref.folder), parameters(groups),
                  prepared.store.nbytes, sorted({tensor.info.dtype if tensor.spec.is_raw else str(tensor.spec) for tensor in tensors}))
 
 
 def _document(facts: Facts) -> dict[str, object]:
-    from ..runtime.images.senses import PICTURES, SOUNDS
+    from ..runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
     config, container, ref, calls = facts.config, facts.container, facts.ref, facts.calls
 
-    def taken(sense: Sense) -> dict[str, object] | None:
+    def taken(sense: Modality) -> dict[str, object] | None:
         if (sight := facts.sights.get(sense)) is None:
             return None
         return {"placeholder": sight.placeholder, "bytes": sight.bytes_needed()}
@@ -139,7 +139,7 @@ def _document(facts: Facts) -> dict[str, object]:
             "family": config.family, "parameters": facts.parameters, "bits_per_weight": round(facts.bits, 4), "size_bytes": facts.nbytes,
             "stored": facts.stored, **_shape(config), "windows": facts.windows, "chat_template": facts.tokenizer.template is not None,
             "thinks": facts.tokenizer.thinks, "tools": calls.format.name if calls and calls.knows_tools else None,
-            "infill": facts.infill is not None, "pictures": taken(PICTURES), "sounds": taken(SOUNDS),
+            "infill": facts.infill is not None, "pictures": taken(IMAGE_INPUT), "sounds": taken(AUDIO_INPUT),
             "warnings": [*config.warnings, *facts.tokenizer.remarks],
             "quantized": None if container is None else {"spec": container.spec_text, "bits_per_weight": container.bits_per_weight,
                                                          "source": dict(container.source), "method": dict(container.method),

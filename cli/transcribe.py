@@ -36,25 +36,25 @@ def register(app: typer.Typer) -> None:
 def transcribe(context: typer.Context, model: Model, file: File, language: Language = None, hint: Hint = None, translate: Translate = False,
                *, engine: EngineFlags, mmproj: Mmproj = None, weights: WeightFlags, format: Format = "text", json: Json = False) -> None:
     """Write down what is said in a sound."""
-    from ..runtime.audio.sound_file import read_sound
-    from ..runtime.audio.transcript import Writing, cues
+    from ..runtime.audio.audio_file import read_audio
+    from ..runtime.audio.transcript import Transcriber, subtitles
     from ..runtime.config import read_config
     from ..runtime.events import Done, TextDelta
     from ..runtime.generation.served_model import GenerationOptions, ServedModel
-    from ..runtime.images.album import demand_sight
-    from ..runtime.images.senses import RATE, SOUNDS
+    from ..runtime.images.media import check_modality
+    from ..runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
     from ..runtime.sampler import SamplerSettings
     from .attachment import named_path
 
     screen = Screen(context.obj)
     screen.environment.demand_stdout()
     found = seeing_with(find_any(model, screen), mmproj, screen)
-    demand_sight(found.whole, read_config(found.whole), found.mmproj, SOUNDS)
+    check_modality(found.whole, read_config(found.whole), found.mmproj, AUDIO_INPUT)
     with screen.waiting(f"reading {file}"):
-        samples = read_sound(named_path("/dev/stdin" if file == "-" else file))
+        samples = read_audio(named_path("/dev/stdin" if file == "-" else file))
     options, plain = engine.options(), format == "text" and not json
     with at_bits(found, weights, screen, options) as ref, loaded(ref, options, screen, sees=True) as at_hand:
-        writing = Writing(ServedModel(at_hand.engine, at_hand.tokenizer), language, hint, translate)
+        writing = Transcriber(ServedModel(at_hand.engine, at_hand.tokenizer), language, hint, translate)
         parts = writing.pieces(samples, timed=not plain)
         made, wish = writing.transcript(parts), GenerationOptions(SamplerSettings(temperature=0.0))
         try:
@@ -68,6 +68,6 @@ def transcribe(context: typer.Context, model: Model, file: File, language: Langu
             if plain:
                 screen.end_answer()
     if json:
-        screen.json({"task": "translate" if translate else "transcribe", **made.to_json(len(samples) / RATE)})
+        screen.json({"task": "translate" if translate else "transcribe", **made.to_json(len(samples) / SAMPLE_RATE)})
     elif not plain:
-        screen.line(cues(made.segments, format == "vtt").rstrip("\n"))
+        screen.line(subtitles(made.segments, format == "vtt").rstrip("\n"))

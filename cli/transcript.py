@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from .. import UsageError
-from ..runtime.images.marks import unmarked
+from ..runtime.images.media_markers import describe_markers
 from ..runtime.tokens.terminal_text import sanitize
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def transcript(path: Path, model: str, session: Session) -> str:
 
 def as_json(model: str, session: Session) -> str:
     """`{model, system, messages}`. Characters beyond ASCII are escaped, control characters with them."""
-    messages = [{**message, "content": unmarked(message["content"])} for message in session.messages]
+    messages = [{**message, "content": describe_markers(message["content"])} for message in session.messages]
     return json.dumps({"model": model, "system": session.system, "messages": messages}, indent=2) + "\n"
 
 
@@ -36,7 +36,7 @@ def as_markdown(model: str, session: Session) -> str:
     with `cat`."""
     turns = [("System", session.system)] if session.system else []
     for message in session.messages:
-        name, text = NAMES.get(message["role"], message["role"]), unmarked(message["content"])
+        name, text = NAMES.get(message["role"], message["role"]), describe_markers(message["content"])
         if message["role"] == "tool":
             text = f"> {message.get('name', 'a tool')} gave back: {brief(text)}"
         for call in message.get("tool_calls", ()):

@@ -18,7 +18,7 @@ from ..offload.safetensors_header import is_gguf
 from .config_keys import KEYS_HARMLESS, READ_BY_SOME, REASONS, REFUSED_UNLESS
 from .config_reader import REQUIRED, ConfigError, Keys, of_class, read_model, show, special_tokens
 from .config_rope import MAX_POSITIONS, RopeConfig, rope_config, unknown_rope_keys
-from .images import taken_too
+from .images import input_modalities
 from .model_config import ModelConfig
 from .speculation.draft_types import refuse_alone
 from .stores.composite import INNER, OUTER_CLASSES, text_alone, unknown_outside
@@ -158,7 +158,7 @@ def _text_part(raw: Mapping[str, object], strict: bool) -> ModelConfig:
 
     config = parse_config(text_alone(raw), strict)
     kind = raw["model_type"]
-    beside = taken_too(raw)
+    beside = input_modalities(raw)
     said = (f"{show(kind)} takes {beside} too: effllm reads its text part, {config.family}",) if beside else ()
     return replace(config, prefixed=kind in families.PREFIXED,
                    warnings=(*said, *config.warnings, *_judge_unknown(unknown_outside(raw, KEYS_HARMLESS), strict)))

@@ -40,7 +40,7 @@ from .events import Notice, Progress
 from .files.small_file import TOKENIZER_NBYTES
 from .files.written import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
 from .hub import COMPANIONS, NESTED
-from .images.kept_tower import keep_tower, tower_nbytes
+from .images.tower_copy import copy_tower, tower_nbytes
 from .planning.compiled import compiled
 from .planning.needed_kernels import calibration_kinds
 from .prepare import TEXT_ALONE, too_many_threads
@@ -171,7 +171,7 @@ def convert(folder: Path, out: Path, options: ConvertOptions) -> Iterator[Progre
                 yield from converter.run()
                 plan.store.check_unchanged()
                 texts = folder_files(plan.folder) | ({INDEX: index_json(plan.files)} if len(plan.files) > 1 else {})
-                kept = (yield from keep_tower(plan.folder, writer)) if tower else {}
+                kept = (yield from copy_tower(plan.folder, writer)) if tower else {}
                 made = container(plan, writer.finished, options, ids).with_files(copies, texts)
                 made = replace(made, files={**made.files, **kept})
                 check_target(out, options.replace)  # it was hours ago that it was looked at

@@ -28,7 +28,7 @@ from .adapters.adapter_lengths import measured
 from .adapters.choosing import Choosing, scales_of
 from .cache import KVCache
 from .events import Notice, Progress, Yield
-from .images.seeing import Seeing
+from .images.multimodal import MultimodalInputs
 from .kv.cache_made import open_cache
 from .kv.cache_shape import layer_specs
 from .kv.kv_disk import disk_tier
@@ -104,7 +104,7 @@ def open_prepared(prepare_late: Callable[[], Prepared], kinds: Sequence[str]) ->
     yield engine
 
 
-class Engine(Prefill, Scoring, Choosing, Seeing):
+class Engine(Prefill, Scoring, Choosing, MultimodalInputs):
     """One model and one sequence. `tokens` are the ids that the cache holds. Made by `open_engine`."""
 
     def __init__(self, prepared: Prepared, backends: dict[str, object] | None = None) -> None:

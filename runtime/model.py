@@ -22,8 +22,8 @@ from .adapters.adapted import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
 from .families import SEEN, expert_of
-from .images.album import Shown
-from .images.seen_experts import by_sort
+from .images.media import MediaEmbeddings
+from .images.vision_experts import vision_routing
 from .kv.both_ways import ends_of
 from .kv.layer_cache import of_last
 from .kv.picture_keys import BLIND, Look, PictureKeys, SeenLayer
@@ -192,7 +192,7 @@ class Model(StoreReads):
     # -- forward ---------------------------------------------------------------------------------------------------------------
 
     def forward(self, ids: np.ndarray, cache: KVCache, tap: Tap = no_tap, commit: bool = True, prompt: bool = False,
-                scales: np.ndarray | None = None, shown: Shown | None = None, turned: np.ndarray | None = None,
+                scales: np.ndarray | None = None, shown: MediaEmbeddings | None = None, turned: np.ndarray | None = None,
                 looks: Sequence[Look] = (), wanted: int | None = None) -> np.ndarray:
         """Run `ids` int64 [T] after what is cached; returns the last hidden states on the host, float32 [T, D], before the final norm.
 
@@ -213,7 +213,7 @@ class Model(StoreReads):
         # A pass of few tokens over weights that stay where they are does what the last one of as many did, until the list of blocks is
         # another. The first pass does not count: a layer does not know yet who follows.
         few, stay = len(ids) <= REPEATED, self.pager.stays and not self._on_device
-        self._given = by_sort(self.config.mixture, ids, shown)
+        self._given = vision_routing(self.config.mixture, ids, shown)
         plain = tap is no_tap and cache.ends is self._given is shown is turned is None and not looks
         self._shown, self._turned, self._seen = shown, turned, (looks, scales)
         apart = tap is not no_tap or looks or self.between or (shown is not None and shown.deep is not None)
@@ -261,7 +261,7 @@ class Model(StoreReads):
         known = ids if table is None else in_table(ids, config.input_vocab)
         return dict(enumerate(host.layer_inputs(known, x, table, *made, config.input_multiplier)))
 
-    def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray, shown: Shown | None = None) -> np.ndarray:
+    def _embed(self, ids: np.ndarray, outer: OuterWeights, positions: np.ndarray, shown: MediaEmbeddings | None = None) -> np.ndarray:
         places, put = None if self.config.position_offset is None else positions + self.config.position_offset, shown and shown.put
         return self.backends["cpu"].embed(ids, outer.embed, self.config.embedding_multiplier, places, outer.positions, put)
 

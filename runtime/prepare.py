@@ -25,8 +25,8 @@ from .adapters.adapted import NOTHING, Adapted, adapted
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .generation import parallel
-from .images.album import senses_nbytes
-from .images.senses import Sense
+from .images.media import encoder_nbytes
+from .images.modality import Modality
 from .kv import kv_disk
 from .kv.both_ways import as_one_pass
 from .kv.kv_setting import AUTO
@@ -164,7 +164,7 @@ class Prepared:
     predictors: Predictors | None = None
     window: int = CacheShape.window
     adapted: Adapted = NOTHING
-    senses: Mapping[Sense, int] = field(default_factory=dict)
+    senses: Mapping[Modality, int] = field(default_factory=dict)
 
 
 def prepare(folder: Path, options: EngineOptions, beside: int = 0, rehearsal: bool = False) -> Prepared:
@@ -189,7 +189,7 @@ def prepare_with(folder: Path | None, config: ModelConfig, store: TensorStore, o
     begun: list[str] = []
     config, options = as_asked(config, as_one_pass(config, options), begun)
     tensors = check_tensors(config, store, container)
-    senses = senses_nbytes(options.sight, config, options.mmproj, options.threads)
+    senses = encoder_nbytes(options.sight, config, options.mmproj, options.threads)
     warnings = [each for each in config.warnings if not (senses and TEXT_ALONE in each)]
     notices = [*begun, *warnings, *store.notices, *too_many_threads(options.threads), *unread_notices(config, store, tensors),
                *table_notices(config, tensors["outer"])]

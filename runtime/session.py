@@ -19,8 +19,8 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from .engine import Engine
 from .events import Call, Done, Event, Notice, Stats
 from .generation.answer import Answer, Reasoning
-from .images.album import sighted
-from .images.senses import PICTURES, Sense, sense_of
+from .images.media import require_media
+from .images.modality import IMAGE_INPUT, Modality, modality_of
 from .sampler import Sampler, SamplerSettings
 from .sampling.dry import breakers_of
 from .sessions.conversation_file import History, load_conversation, save_conversation
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from .constraints.constraint import Form, Vocabulary
-    from .images.album import Picture
+    from .images.media import MediaItem
     from .images.video_file import Frame
     from .tool_calls.calling import Tools
     from .tool_calls.filter import CallFilter
@@ -72,7 +72,7 @@ class Session:
         self.engine, self.tokenizer, self.system, self.think, self.stops = engine, tokenizer, system, think, tuple(stops)
         self.max_tokens, self.ignore_eos, self.most_thought = max_tokens, ignore_eos, most_thought
         self._prompts = Prompts(tokenizer, raw, engine.album)
-        self._pictures: set[Picture] = set()  # whose rows may be wanted again while the conversation lives
+        self._pictures: set[MediaItem] = set()  # whose rows may be wanted again while the conversation lives
         self.raw = self._prompts.raw
         self.settings = settings
         self.hold_to(form)
@@ -134,20 +134,20 @@ class Session:
     def n_ctx(self) -> int:
         return self.engine.n_ctx
 
-    def demand_sight(self, sense: Sense = PICTURES) -> None:
+    def demand_sight(self, sense: Modality = IMAGE_INPUT) -> None:
         """Raises EffllmError for a model that takes no pictures, or no sounds, or whose are not read here."""
-        sighted(self.engine.album, sense)
+        require_media(self.engine.album, sense)
 
-    def picture(self, points: np.ndarray) -> Picture:
+    def picture(self, points: np.ndarray) -> MediaItem:
         """The picture of points uint8 [height, width, 3], or the sound of samples float32 [n], for `ask`; its rows are kept while the
         conversation lives. Raises EffllmError."""
-        made = sighted(self.engine.album, sense_of(points)).take(points)
+        made = require_media(self.engine.album, modality_of(points)).take(points)
         self._pictures.add(made)
         return made
 
-    def film(self, frames: Sequence[Frame]) -> list[tuple[str, Picture]]:
+    def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
         """As `picture`, of moments of a video: what stands before each, and the picture, or what is seen as one."""
-        made = sighted(self.engine.album).film(frames)
+        made = require_media(self.engine.album).film(frames)
         self._pictures.update(each for _, each in made)
         return made
 
@@ -162,7 +162,7 @@ class Session:
 
     # -- turns -----------------------------------------------------------------------------------------------------------------
 
-    def ask(self, text: str, shown: Sequence[Picture | str] = ()) -> Iterator[Event]:
+    def ask(self, text: str, shown: Sequence[MediaItem | str] = ()) -> Iterator[Event]:
         """One turn: append the user's message, with what is `shown` before its words: pictures that it is about, and words before each;
         answer it. A prompt that cannot be answered leaves the history as it was."""
         if not text.strip() and not shown:
@@ -185,7 +185,7 @@ class Session:
         ids = self.tokenizer.encode(text)
         yield from self._answer(ids, "", self.tokenizer.reasoning(ids))
 
-    def take_result(self, call: Call, text: str, pictures: Sequence[Picture] = ()) -> None:
+    def take_result(self, call: Call, text: str, pictures: Sequence[MediaItem] = ()) -> None:
         """What one of the open calls gave back, to be told to the model before anything else."""
         self.open_calls.remove(call)
         self._pictures.update(pictures)

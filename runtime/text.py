@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ..offload.safetensors_header import is_gguf
-from .images import kind_of
-from .images.album import words
+from .images import model_type_of
+from .images.media import text_ids
 from .templates.template import ChatTemplate, TemplateError, load_template
 from .templates.written import WRITTEN
 from .tokens.reasoning import ANSWER_SIGNS, ANSWER_TAGS, CALL_MARKS, OF_TEMPLATES, THINK_TAGS, ChannelFilter, ThinkFilter, ThinkTags
@@ -100,14 +100,14 @@ class Tokenizer:
         if template is None and own is not None:
             template = own
             remarks.append(f"there is no chat template: that of {path.name}'s version is taken")
-        if template is None and (source := WRITTEN.get(kind_of(folder))) is not None:
+        if template is None and (source := WRITTEN.get(model_type_of(folder))) is not None:
             template = ChatTemplate(source, special)
         bos = special.get("bos_token")
         bos_id = backend.token_to_id(bos) if bos is not None else config.bos_token_id
         # The post-processor of tokenizer.json already carries the wish of `add_bos_token`; the flag counts only where there is none.
         add_bos = settings.get("add_bos_token", ranks is not None and ranks.add_bos) is True and backend.post_processor is None
         made = cls(backend, special, add_bos, bos_id, config.vocab_size + config.words_beside, eos, template, path, remarks)
-        if kind_of(folder) in BEGUN and (first := bos or special.get("eos_token")) is not None:
+        if model_type_of(folder) in BEGUN and (first := bos or special.get("eos_token")) is not None:
             made.begins, made.bos_id, made._add_bos = first, backend.token_to_id(first), True
         return made
 
@@ -230,7 +230,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
-        ids = words(ids)
+        ids = text_ids(ids)
         if skip_special_tokens and self._visible and not self._visible.keys().isdisjoint(ids):
             stream = self.stream()
             return "".join(map(stream.push, ids)) + stream.flush()
@@ -239,7 +239,7 @@ class Tokenizer:
     def stream(self, context: Sequence[int] = (), marks: Mapping[int, str] | None = None) -> TextStream:
         """A decoder for one answer. `context`: the tokens before it, for a raw completion, where the first piece may begin with a space.
         `marks`: tokens that are a part of the text although they are none elsewhere."""
-        return TextStream(self._decoder, words(context[-16:]), {**self._visible, **(marks or {})})
+        return TextStream(self._decoder, text_ids(context[-16:]), {**self._visible, **(marks or {})})
 
     def render_chat(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> str:
         """The prompt text of a chat. Raises TemplateError, also where the model has no template."""

@@ -15,8 +15,8 @@ from transformers import AutoConfig, PreTrainedModel, WhisperFeatureExtractor
 from transformers.audio_utils import mel_filter_bank
 
 from effllm.runtime.config import read_config
-from effllm.runtime.images import Sight, sight_of
-from effllm.runtime.images.senses import RATE, SOUNDS
+from effllm.runtime.images import MediaEncoder, encoder_of
+from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
 
 # A second is what these encoders take at once: 100 frames, 50 rows.
 TOWER = {"num_mel_bins": 16, "num_hidden_layers": 3, "num_attention_heads": 3, "hidden_size": 48, "intermediate_size": 96,
@@ -40,19 +40,19 @@ CONFORMER = {"input_dim": 32, "num_layers": 4, "hidden_dim": 48, "num_heads": 3,
 ASKS = {"model_type": "blip_2_qformer", "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 2, "intermediate_size": 64,
         "encoder_hidden_size": 48}
 MULTIPLIERS = {"embedding_multiplier": 3.0, "attention_multiplier": 0.2, "residual_multiplier": 0.7, "logits_scaling": 2.0}
-PAIRS = {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "sampling_rate": RATE, "projector_window_size": 15,
-         "projector_downsample_rate": 5, "melspec_kwargs": {"hop_length": 160, "n_fft": 512, "n_mels": 16, "sample_rate": RATE,
+PAIRS = {"feature_extractor_type": "GraniteSpeechFeatureExtractor", "sampling_rate": SAMPLE_RATE, "projector_window_size": 15,
+         "projector_downsample_rate": 5, "melspec_kwargs": {"hop_length": 160, "n_fft": 512, "n_mels": 16, "sample_rate": SAMPLE_RATE,
                                                             "win_length": 400}}
 
 
-def sound(seconds: float, seed: int = 1, rate: int = RATE) -> np.ndarray:
+def sound(seconds: float, seed: int = 1, rate: int = SAMPLE_RATE) -> np.ndarray:
     """float32 [samples]: tones that come and go, with noise on them."""
     rng, at = np.random.default_rng(seed), np.arange(round(seconds * rate)) / rate
     tones = sum(np.sin(2 * np.pi * (170 * (seed + each) * at + 3 * np.sin(2 * each * at))) for each in range(1, 5))
     return (0.1 * tones * (1 + np.sin(5 * at)) + rng.normal(0, 0.01, len(at))).astype(np.float32).clip(-1, 1)
 
 
-def as_wav(samples: np.ndarray, rate: int = RATE) -> bytes:
+def as_wav(samples: np.ndarray, rate: int = SAMPLE_RATE) -> bytes:
     """16-bit PCM."""
     file = io.BytesIO()
     with wave.open(file, "wb") as out:
@@ -106,21 +106,22 @@ def _class(family: str) -> type[PreTrainedModel]:
     return getattr(transformers, f"{names[family]}ForConditionalGeneration")
 
 
-def opened(folder: Path) -> Sight:
-    return sight_of(folder, read_config(folder), SOUNDS)
+def opened(folder: Path) -> MediaEncoder:
+    return encoder_of(folder, read_config(folder), AUDIO_INPUT)
 
 
 def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
     """What a processor of transformers makes of a sound, for its model."""
     if family == "voxtral":
-        made = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt", padding=True, truncation=False, pad_to_multiple_of=RATE)
+        made = EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", padding=True, truncation=False,
+                         pad_to_multiple_of=SAMPLE_RATE)
         features = made["input_features"].reshape(16, -1, 100).transpose(0, 1)
         return {"input_features": features}
     if family == "granite_speech":
         return {"input_features": paired(samples)}
     own = EXTRACTORS.get(family, EXTRACTOR)
     windows = [samples[begin : begin + own.n_samples] for begin in range(0, len(samples), own.n_samples)]
-    made = own(windows, sampling_rate=RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
+    made = own(windows, sampling_rate=SAMPLE_RATE, return_tensors="pt", padding="max_length", return_attention_mask=True)
     mask = "feature_attention_mask" if family == "qwen2_audio" else "input_features_mask"
     return {"input_features": made["input_features"], mask: made["attention_mask"]}
 
@@ -128,7 +129,7 @@ def ready(family: str, samples: np.ndarray) -> Mapping[str, torch.Tensor]:
 def paired(samples: np.ndarray) -> torch.Tensor:
     """What Granite Speech's extractor makes of a sound [1, pairs, 32], by torch's own transform: its own wants torchaudio."""
     found = torch.stft(torch.from_numpy(samples), 512, 160, 400, torch.hann_window(400), return_complex=True)
-    filters = mel_filter_bank(257, 16, 0.0, RATE / 2, RATE, norm=None, mel_scale="htk")
+    filters = mel_filter_bank(257, 16, 0.0, SAMPLE_RATE / 2, SAMPLE_RATE, norm=None, mel_scale="htk")
     mel = (found.abs().square().T @ torch.from_numpy(filters).float()).clip(min=1e-10).log10()
     mel = torch.maximum(mel, mel.max() - 8) / 4 + 1
     return mel[: len(mel) // 2 * 2].reshape(1, -1, 32)

@@ -23,7 +23,7 @@ from sight_models import FIRST, PICTURES, opened, seeing
 from transformers.models.gemma3.image_processing_pil_gemma3 import Gemma3ImageProcessorPil
 
 from effllm.runtime.engine import EngineOptions, open_engine
-from effllm.runtime.images import MLX_SIGHTS, Work
+from effllm.runtime.images import MLX_VISION_PREFIXES, EncodingJob
 
 SQUARE = {"height": 128, "width": 128}
 SIZES = {"hidden_size": 64, "intermediate_size": 128, "head_dim": 32, "num_attention_heads": 2, "num_key_value_heads": 1}
@@ -106,7 +106,7 @@ def compared(folder: Path, kind: str) -> tuple[float, float]:
     subprocess.run([sys.executable, "-c", THEIRS, str(source), str(made), json.dumps(IDS)], check=True, capture_output=True, env=os.environ)
     ours, theirs, apart = opened(made), opened(source), []
     for picture in PICTURES.values():
-        seen, wanted = ours.see(picture, Work()).rows, theirs.see(picture, Work()).rows
+        seen, wanted = ours.see(picture, EncodingJob()).rows, theirs.see(picture, EncodingJob()).rows
         apart.append(float(np.abs(seen - wanted).max() / np.abs(wanted).max()))
     logits = np.load(folder / "made.npy")
     *_, engine = open_engine(made, EngineOptions(device="cpu", kv="32bit", ctx=64, threads=1, exact=True))
@@ -116,6 +116,6 @@ def compared(folder: Path, kind: str) -> tuple[float, float]:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[1:] or MLX_SIGHTS:
+    for each in sys.argv[1:] or MLX_VISION_PREFIXES:
         with tempfile.TemporaryDirectory() as place:
             print("{}: rows {:.1e}, logits {:.1e}".format(each, *compared(Path(place), each)), flush=True)

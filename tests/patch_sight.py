@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from effllm.runtime.images import PLACE, Seen, album
-from effllm.runtime.images.senses import PICTURES, Sense
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodedMedia, media
+from effllm.runtime.images.modality import IMAGE_INPUT, Modality
 
 IMAGE, SIDE, ROWS = "<image>", 8, 16
 
@@ -16,7 +16,7 @@ IMAGE, SIDE, ROWS = "<image>", 8, 16
 class PatchSight:
     """A row for each of 16 patches of a picture, whatever its size. `seen` counts."""
 
-    sense = PICTURES
+    sense = IMAGE_INPUT
     placeholder = written = IMAGE
     together = bordered = False
 
@@ -24,12 +24,12 @@ class PatchSight:
         self.matrix = np.random.default_rng(3).normal(0, 0.2, (3 * SIDE * SIDE, width)).astype(np.float32)
         self.seen = 0
 
-    def see(self, picture: np.ndarray, work: object) -> Seen:
+    def see(self, picture: np.ndarray, work: object) -> EncodedMedia:
         self.seen += 1
         rows, columns = (np.linspace(0, size - 1, 4 * SIDE).astype(int) for size in picture.shape[:2])
         small = picture[rows][:, columns].astype(np.float32) / 127.5 - 1
         patches = small.reshape(4, SIDE, 4, SIDE, 3).swapaxes(1, 2).reshape(ROWS, -1)
-        return Seen(patches @ self.matrix, (PLACE,) * ROWS)
+        return EncodedMedia(patches @ self.matrix, (ROW_PLACEHOLDER,) * ROWS)
 
     def filmed(self, frames: list) -> list[tuple[str, np.ndarray, float]]:
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
@@ -41,12 +41,12 @@ class PatchSight:
         return self.matrix.nbytes
 
 
-def patch_sights_of(folder: Path, config: object) -> dict[Sense, PatchSight]:
-    return {PICTURES: PatchSight(config.hidden_size)} if (folder / "patches").exists() else {}
+def patch_sights_of(folder: Path, config: object) -> dict[Modality, PatchSight]:
+    return {IMAGE_INPUT: PatchSight(config.hidden_size)} if (folder / "patches").exists() else {}
 
 
 if __name__ == "__main__":
     from effllm.__main__ import main
 
-    album.sights_of = patch_sights_of
+    media.encoders_of = patch_sights_of
     sys.exit(main())

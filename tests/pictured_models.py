@@ -13,7 +13,7 @@ from PIL import Image
 from transformers import PreTrainedModel
 
 import effllm
-from effllm.runtime.images import PLACE, Seen
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodedMedia
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 IMAGE, IMAGE_ID = "<image>", 4096
@@ -63,13 +63,13 @@ class TorchSight:
         small = Image.fromarray(picture).resize((32, 32), Image.Resampling.BICUBIC)
         return torch.from_numpy(np.array(small)).permute(2, 0, 1)[None].float() / 127.5 - 1
 
-    def see(self, picture: np.ndarray, work: object) -> Seen:
+    def see(self, picture: np.ndarray, work: object) -> EncodedMedia:
         self.seen += 1
         with torch.inference_mode():
             found = self.model.model.get_image_features(pixel_values=self.values(picture))
         rows = found.pooler_output if hasattr(found, "pooler_output") else found
         rows = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in rows])
-        return Seen(rows, (PLACE,) * len(rows))
+        return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows))
 
     def places(self, height: int, width: int) -> int:
         return 16

@@ -27,9 +27,9 @@ from transformers.models.molmo2.image_processing_molmo2 import Molmo2ImageProces
 import effllm
 from effllm.runtime.config import read_config
 from effllm.runtime.convert import convert
-from effllm.runtime.images import PLACE, Sight, Work, sight_of
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob, MediaEncoder, encoder_of
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.images.preprocessor import CLIP_MEAN, CLIP_STD
-from effllm.runtime.images.senses import PICTURES as SEEN
 
 FABLE = Path(effllm.__path__[0]) / "models" / "fable"
 TEXT = {"vocab_size": 4200, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2,
@@ -107,15 +107,15 @@ def words_of(folder: Path) -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
 
 
-def opened(folder: Path) -> Sight:
-    return sight_of(folder, read_config(folder), SEEN)
+def opened(folder: Path) -> MediaEncoder:
+    return encoder_of(folder, read_config(folder), SEEN)
 
 
-def seen_when_quantized(folder: Path, picture: str = "odd") -> Sight:
+def seen_when_quantized(folder: Path, picture: str = "odd") -> MediaEncoder:
     """The tower of `whole` in `folder`, which sees the same when the model is quantized to `small` beside it."""
     list(convert(folder / "whole", folder / "small", options()))
     whole, small = (opened(folder / each) for each in ("whole", "small"))
-    first, second = (each.see(PICTURES[picture], Work()) for each in (whole, small))
+    first, second = (each.see(PICTURES[picture], EncodingJob()) for each in (whole, small))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     assert whole.bytes_needed() == small.bytes_needed()
     return whole
@@ -126,18 +126,18 @@ def _are_tensors(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, torch.Tensor) for each in value)
 
 
-def held_against(sight: Sight, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
+def held_against(sight: MediaEncoder, picture: np.ndarray, model: PreTrainedModel, ready: Mapping[str, torch.Tensor]) -> np.ndarray:
     """Rows of ours, which are those of transformers' tower of what its processor made `ready`."""
     with torch.inference_mode():
         found = model.model.get_image_features(**{key: value if _are_tensors(value) else torch.as_tensor(np.asarray(value))
                                                   for key, value in ready.items()})
     wanted = found.pooler_output
     wanted = np.concatenate([each.reshape(-1, each.shape[-1]).numpy() for each in wanted])
-    seen = sight.see(picture, Work())
+    seen = sight.see(picture, EncodingJob())
     assert seen.rows.dtype == np.float32 and seen.rows.shape == wanted.shape
     assert np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     before = seen.numbered(0) if seen.numbered else ()
-    assert len(before) + len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(PLACE) == len(seen.rows)
+    assert len(before) + len(seen.tokens) == sight.places(*picture.shape[:2]) and seen.tokens.count(ROW_PLACEHOLDER) == len(seen.rows)
     return seen
 
 

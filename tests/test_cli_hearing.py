@@ -14,7 +14,7 @@ from hearing_models import as_wav, opened, sound, written_hearing
 from pictured_models import as_png, picture
 from served import serving
 
-from effllm.runtime.images import album
+from effllm.runtime.images import media
 
 WAVES = [as_wav(sound(0.8, seed)) for seed in (1, 2, 3)]
 DATA = [base64.b64encode(each).decode() for each in WAVES]
@@ -62,8 +62,8 @@ def test_a_second_list_does_not_load_what_reads_towers_until_a_file_changes(fold
     monkeypatch.setenv("XDG_DATA_HOME", str(tmp_path))
     assert Ran("alias", "listener", str(own)).code == 0
 
-    looked, look = [], album.album_of
-    monkeypatch.setattr(album, "album_of", lambda model, *more: looked.append(model) or look(model, *more))
+    looked, look = [], media.open_media
+    monkeypatch.setattr(media, "open_media", lambda model, *more: looked.append(model) or look(model, *more))
 
     def listed():
         looked.clear()
@@ -95,9 +95,9 @@ def test_low_bit_weights_hear_with_what_the_model_was_published_with(folder, fil
 
 
 def _work() -> object:
-    from effllm.runtime.images import Work
+    from effllm.runtime.images import EncodingJob
 
-    return Work()
+    return EncodingJob()
 
 
 def test_what_cannot_be_heard_is_told_before_weights_are_read(folder, files, tmp_path):

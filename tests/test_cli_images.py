@@ -14,9 +14,9 @@ from pictured_models import TEMPLATE, as_png, folder, picture
 
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Call
-from effllm.runtime.images import album as albums
-from effllm.runtime.images.marks import digests
-from effllm.runtime.images.senses import PICTURES
+from effllm.runtime.images import media as albums
+from effllm.runtime.images.media_markers import marker_digests
+from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.mcp.results import Returned
 from effllm.runtime.mcp.rounds import tell
 from effllm.runtime.prepare import EngineOptions
@@ -31,7 +31,7 @@ __all__ = ["folder"]  # a fixture
 
 @pytest.fixture(autouse=True)
 def sees(monkeypatch):
-    monkeypatch.setattr(albums, "sights_of", patch_sights_of)
+    monkeypatch.setattr(albums, "encoders_of", patch_sights_of)
 
 
 @pytest.fixture
@@ -83,7 +83,7 @@ def test_a_picture_too_many_for_the_context_is_told(folder, files):
 
 
 def test_plan_and_show_say_that_pictures_are_taken_and_what_that_costs(folder):
-    tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[PICTURES].bytes_needed()
+    tower = patch_sights_of(folder, type("Config", (), {"hidden_size": 64}))[IMAGE_INPUT].bytes_needed()
     shown, plan = (json.loads(Ran(command, str(folder), "--json").out) for command in ("show", "plan"))
     assert shown["pictures"] == {"placeholder": "<image>", "bytes": tower} and plan["sight_bytes"] == tower
     for command, line in (("show", "taken, as <image>"), ("plan", "what sees them takes 48.00 KiB")):
@@ -125,7 +125,7 @@ def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
     """In what the tool said, or where the template has no place there, in a message behind it."""
     engine = list(open_engine(folder, EngineOptions(device="cpu", ctx=512, sight=str(folder))))[-1]
     with closing(engine):
-        engine.album = albums.album_of(folder, engine.config)
+        engine.album = albums.open_media(folder, engine.config)
         tokenizer = Tokenizer.load(folder, engine.config)
         tokenizer.template = ChatTemplate(template)
         session = Session(engine, tokenizer, SamplerSettings(temperature=0), max_tokens=4)
@@ -137,7 +137,7 @@ def test_a_picture_that_a_tool_gave_back_is_seen(folder, template, where):
         told = tell(session, call, None, "", Returned("This:", (as_png(picture(1)), b"no picture")))
         assert len(told.remarks) == 1 and "picture 2 of look is left out" in told.remarks[0]
         prompt = session._prompt()
-        assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(digests(prompt)) == 1
-        assert digests(prompt[prompt.index(f"<|{where}|>\n", prompt.index("tool_call")) :])
+        assert prompt.count("<|user|>") == (2 if where == "user" else 1) and len(marker_digests(prompt)) == 1
+        assert marker_digests(prompt[prompt.index(f"<|{where}|>\n", prompt.index("tool_call")) :])
         seen = list(session.go_on())[-1].stats
         assert len(session._prompts.encoded(prompt)) == seen.prompt_tokens == session._prompts.count(prompt)

@@ -11,9 +11,9 @@ from hearing_models import EXTRACTOR, as_wav, sound
 from transformers import WhisperForConditionalGeneration
 from whisper_models import written_whisper
 
-from effllm.runtime.audio.sound_file import read_sound
+from effllm.runtime.audio.audio_file import read_audio
 from effllm.runtime.config import read_config
-from effllm.runtime.images.senses import RATE
+from effllm.runtime.images.modality import SAMPLE_RATE
 from effllm.runtime.text import Tokenizer
 
 HEARD = sound(0.8, seed=3)
@@ -27,7 +27,7 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForC
 
 def written(folder: Path, model: WhisperForConditionalGeneration, samples: np.ndarray, **how: object) -> str:
     """By transformers, up to where the context is full."""
-    features = EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    features = EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
     with torch.inference_mode():
         ids = model.generate(features, max_new_tokens=36, do_sample=False, force_unique_generate_call=True, **how)[0].tolist()
     return Tokenizer.load(folder, read_config(folder)).decode(ids).strip()
@@ -38,7 +38,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
     path = tmp_path / "talk.wav"
     path.write_bytes(as_wav(HEARD))
     for flags, how in (((), {"task": "transcribe"}), (("--language", "German", "--translate"), {"language": "de", "task": "translate"})):
-        ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_sound(path), **how)
+        ran, wanted = Ran("transcribe", str(folder), str(path), "--kv", "32bit", *flags), written(folder, model, read_audio(path), **how)
         told = ran.out.removesuffix("\n")
         assert ran.code == 0 and len(told) > 20 and wanted.startswith(told), ran.err
         assert "sound of" not in ran.err
@@ -47,7 +47,7 @@ def test_words_are_those_of_transformers(whisper: tuple[Path, WhisperForConditio
 def test_a_longer_sound_in_subtitles_and_in_json(whisper: tuple[Path, WhisperForConditionalGeneration], tmp_path: Path) -> None:
     folder, _ = whisper
     path, other = tmp_path / "talk.wav", sound(0.9, seed=4)
-    path.write_bytes(as_wav(np.concatenate([HEARD, np.zeros(RATE, np.float32), other])))
+    path.write_bytes(as_wav(np.concatenate([HEARD, np.zeros(SAMPLE_RATE, np.float32), other])))
     made = json.loads(Ran("transcribe", str(folder), str(path), "--json").out)
     assert made["task"] == "transcribe" and made["language"] in ("English", "German") and made["duration"] == 2.7
     first, *_, last = made["segments"]

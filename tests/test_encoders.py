@@ -24,7 +24,7 @@ from effllm.runtime.encoders.shape import ACTS, family_of, read_encoder_config
 from effllm.runtime.encoders.weights import FolderTensors, Tensors
 from effllm.runtime.events import Embedded, Progress, Ranked
 from effllm.runtime.generation.served_encoder import ServedEncoder
-from effllm.runtime.images.tower_parts import CURVES
+from effllm.runtime.images.tower_ops import ACTIVATIONS
 
 Result = TypeVar("Result")
 # The class of transformers' and what a config of it says beside the usual sizes.
@@ -86,7 +86,7 @@ def test_vectors_are_those_of_transformers(kind: str, tmp_path: Path) -> None:
 
 
 def test_every_family_is_compared() -> None:
-    assert KINDS.keys() | {"new", "jina_bert", "xlm_roberta_flash"} == ENCODERS.keys() and {*ACTS} <= CURVES.keys()
+    assert KINDS.keys() | {"new", "jina_bert", "xlm_roberta_flash"} == ENCODERS.keys() and {*ACTS} <= ACTIVATIONS.keys()
 
 
 @pytest.mark.parametrize("kind", KINDS)

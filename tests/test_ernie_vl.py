@@ -28,9 +28,9 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.families import SEEN, expert_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
-from effllm.runtime.images.turning import PICTURED, shared_out
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
+from effllm.runtime.images.mrope import FIRST_MEDIA_ID, section_axes
 from effllm.runtime.planning.demands import LOGIT_ROWS
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -63,16 +63,16 @@ class Made(NamedTuple):
 
 def told(model: PreTrainedModel, ids: list[int], ready: dict) -> dict:
     """What transformers is given of our ids."""
-    words = torch.tensor([[FIRST if token >= PICTURED else token for token in ids]])
+    words = torch.tensor([[FIRST if token >= FIRST_MEDIA_ID else token for token in ids]])
     around = torch.tensor([FIRST, FIRST + 1, FIRST + 2])
     return {"input_ids": words, "mm_token_type_ids": (words == FIRST).int(),
             "moe_mm_token_type_ids": torch.isin(words, around).int(), **ready}
 
 
 def ids_of(engine: Engine, folder: Path) -> list[int]:
-    engine.album = album_of(folder, engine.config)
+    engine.album = open_media(folder, engine.config)
     prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-    prompt = PROMPT.format(*(mark(engine.album.take(PICTURES[name]).digest) for name in ("tall", "wide")))
+    prompt = PROMPT.format(*(media_marker(engine.album.take(PICTURES[name]).digest) for name in ("tall", "wide")))
     list(prompts.see(prompt, engine, lambda: False))
     return prompts.encoded(prompt)
 
@@ -196,9 +196,9 @@ def test_what_a_config_does_not_say_is_the_published_model() -> None:
 
 def test_sections_of_rows_and_columns_that_differ_are_refused(made: Made) -> None:
     config = read_config(made.folder)
-    assert shared_out(FAMILY, [6, 6, 4], config, "here").tolist() == [1, 2] * 6 + [0] * 4
+    assert section_axes(FAMILY, [6, 6, 4], config, "here").tolist() == [1, 2] * 6 + [0] * 4
     with pytest.raises(UsageError, match="rows and columns have not as many"):
-        shared_out(FAMILY, [4, 6, 6], config, "here")
+        section_axes(FAMILY, [4, 6, 6], config, "here")
 
 
 def test_show_tells_of_both_sorts(made: Made, person: Person) -> None:

@@ -24,10 +24,10 @@ from video_files import as_video
 from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import Work, sight_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import PICTURES
-from effllm.runtime.images.turning import followed
+from effllm.runtime.images import EncodingJob, encoder_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import IMAGE_INPUT
+from effllm.runtime.images.mrope import track_positions
 from effllm.runtime.images.video_file import Frame
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
@@ -81,7 +81,7 @@ def test_rows_are_those_of_transformers(qwen, count):
     given = ready(sight, films, family)
     with torch.inference_mode():
         found = model.model.get_video_features(**given)
-    seen = [sight.see(each, Work()) for each in films]
+    seen = [sight.see(each, EncodingJob()) for each in films]
     assert_close(np.concatenate([each.rows for each in seen]), torch.cat(list(found.pooler_output)).numpy())
     if family == "qwen3_vl":
         for number, deep in enumerate(found.deepstack_features):
@@ -96,7 +96,7 @@ def test_a_film_of_one_picture_is_that_picture(qwen):
     sight, (frame,) = opened(folder), frames(1, 48, 64)
     (_, film, _), = sight.filmed([frame])
     assert np.array_equal(film[0], film[1]) and np.array_equal(film[0], frame.points)
-    alone, twice = (sight.see(each, Work()).rows for each in (frame.points, film))
+    alone, twice = (sight.see(each, EncodingJob()).rows for each in (frame.points, film))
     assert np.abs(alone - twice).max() < 2e-5 * np.abs(alone).max()
 
 
@@ -144,18 +144,18 @@ def test_logits_behind_a_film_are_those_of_transformers(qwen, count, step):
     family, folder, model = qwen
     engine = list(open_engine(folder, OPTIONS))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         shown = engine.album.film(frames(count, step=step))
         ids = told(prompts, engine, shown)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
-        places = followed([], engine.album.axes).placed(ids)
+        places = track_positions([], engine.album.axes).placed(ids)
     finally:
         engine.close()
     plain = torch.tensor([[VIDEO if token >= 1 << 40 else token for token in ids]])
     kinds = 2 * (plain == VIDEO).int()
     films = [points for _, points, _ in opened(folder).filmed(frames(count, step=step))]
-    given = ready(engine.album.sights[PICTURES], films, family)
+    given = ready(engine.album.sights[IMAGE_INPUT], films, family)
     more = {} if family == "qwen3_vl" else {"second_per_grid_ts": torch.tensor([2 * step])}
     positions, _ = model.model.get_rope_index(plain, kinds, video_grid_thw=given["video_grid_thw"], **more)
     behind = int((plain[0] == VIDEO).nonzero().max()) + 1
@@ -171,22 +171,22 @@ def test_logits_behind_a_film_are_those_of_transformers(qwen, count, step):
 def test_positions_of_omni_models_are_those_of_transformers(written, tmp_path):
     model = written(tmp_path)
     config = read_config(tmp_path)
-    album, tokenizer = album_of(tmp_path, config), Tokenizer.load(tmp_path, config)
+    album, tokenizer = open_media(tmp_path, config), Tokenizer.load(tmp_path, config)
     ((caption, film),) = album.film(frames(5, step=1.0))
     assert not caption
     list(album.see([film]))
     around = [tokenizer.added[each] for each in (("<|vision_bos|>", "<|vision_eos|>") if "2_5" in type(model).__module__ else (
         "<|vision_start|>", "<|vision_end|>"))]
     ids = [40, 41, around[0], *film.ids(), around[1], 42, 43, 44]
-    sight = album.sights[PICTURES]
+    sight = album.sights[IMAGE_INPUT]
     lines, columns = film.seen.grid
     video = model.config.video_token_id
     plain = torch.tensor([[video if token >= 1 << 40 else token for token in ids]])
     wanted, _ = model.get_rope_index(plain, video_grid_thw=torch.tensor([[3, 2 * lines, 2 * columns]]), use_audio_in_video=False,
                                      attention_mask=torch.ones_like(plain), second_per_grids=torch.tensor([2.0]))
-    assert np.array_equal(followed([], album.axes).placed(ids).T, wanted[:, 0].long().numpy()) and sight.pace == 25
+    assert np.array_equal(track_positions([], album.axes).placed(ids).T, wanted[:, 0].long().numpy()) and sight.pace == 25
     cut = len(ids) - 9
-    known = followed(ids[:cut], album.axes)
+    known = track_positions(ids[:cut], album.axes)
     assert np.array_equal(known.placed(ids[cut:]).T, wanted[:, 0, cut:].long().numpy()), "also gone on from amid the film"
 
 
@@ -203,17 +203,17 @@ def test_a_pair_of_files_sees_films_as_its_folder_does(qwen, tmp_path):
     """But for the pace of 2.5 VL, which no file states: it is that of its published models."""
     family, folder, _ = qwen
     model, _ = write_pair(folder, tmp_path / "files")
-    album = album_of(model, read_config(model))
-    wanted, ours = opened(folder), album.sights[PICTURES]
+    album = open_media(model, read_config(model))
+    wanted, ours = opened(folder), album.sights[IMAGE_INPUT]
     assert ours.pace == (2 if family == "qwen2_5_vl" else None)
     for (words, points, apart), theirs in zip(wanted.filmed(frames(4, 48, 64)), ours.filmed(frames(4, 48, 64)), strict=True):
         assert (words, apart) == (theirs[0], theirs[2]) and np.array_equal(points, theirs[1])
-        assert np.array_equal(wanted.see(points, Work()).rows, ours.see(points, Work()).rows)
+        assert np.array_equal(wanted.see(points, EncodingJob()).rows, ours.see(points, EncodingJob()).rows)
 
 
 def test_films_are_told_apart_by_their_pace_and_one_comes_again(qwen):
     _, folder, _ = qwen
-    album = album_of(folder, read_config(folder))
+    album = open_media(folder, read_config(folder))
     one, same, slow = ([film for _, film in album.film(frames(4, step=step))] for step in (1.0, 1.0, 3.0))
     assert all(first is second for first, second in zip(one, same, strict=True))
     if len(one) == 1:  # of films of two frames nothing is apart
@@ -230,7 +230,7 @@ def test_a_film_that_is_too_wide_for_its_tokens_is_refused(qwen):
 
 def test_a_sight_sees_pictures_beside_films(qwen):
     _, folder, _ = qwen
-    sight, picture = sight_of(folder, read_config(folder), PICTURES), frames(1)[0].points
-    before = sight.see(picture, Work()).rows
-    sight.see(sight.filmed(frames(4))[0][1], Work())
-    assert np.array_equal(sight.see(picture, Work()).rows, before)
+    sight, picture = encoder_of(folder, read_config(folder), IMAGE_INPUT), frames(1)[0].points
+    before = sight.see(picture, EncodingJob()).rows
+    sight.see(sight.filmed(frames(4))[0][1], EncodingJob())
+    assert np.array_equal(sight.see(picture, EncodingJob()).rows, before)

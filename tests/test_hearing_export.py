@@ -17,12 +17,12 @@ from sight_models import PICTURES as SHOWN
 from test_hearing_gguf import written_usual_gemma4
 from transformers import WhisperFeatureExtractor
 
-from effllm.runtime.audio import HEARING
+from effllm.runtime.audio import AUDIO_ENCODERS
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.hearing_export import TYPES
-from effllm.runtime.images import Work, sight_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import PICTURES, SOUNDS
+from effllm.runtime.images import EncodingJob, encoder_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 
 FAMILIES: dict[str, Callable[[Path], object]] = {
     **{family: lambda folder, family=family: written_hearing(family, folder) for family in ("qwen2_audio", "audioflamingo3", "voxtral")},
@@ -67,7 +67,8 @@ def test_what_is_read_from_both_hears_nearly_as_the_folder(written: tuple[Path, 
     """Both files are found and belong together."""
     folder, model, ours, said = written
     assert f"what hears goes beside it: effllm export {folder} -o {ours} --mmproj" in said
-    found, wanted = album_of(model, read_config(model)).sights[SOUNDS].see(sound(0.9), Work()), opened(folder).see(sound(0.9), Work())
+    found = open_media(model, read_config(model)).sights[AUDIO_INPUT].see(sound(0.9), EncodingJob())
+    wanted = opened(folder).see(sound(0.9), EncodingJob())
     assert found.tokens == wanted.tokens and np.abs(found.rows - wanted.rows).max() < 5e-3 * np.abs(wanted.rows).max()
 
 
@@ -80,9 +81,9 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
     write_ears(folder, tmp_path / "theirs.gguf")
     alike(out, tmp_path / "theirs.gguf")
     model, config = tmp_path / "small.gguf", read_config(folder)
-    found = album_of(model, read_config(model), str(out)).sights
-    for sense, taken in ((PICTURES, SHOWN["photo"]), (SOUNDS, sound(0.9))):
-        ours, wanted = found[sense].see(taken, Work()), sight_of(folder, config, sense).see(taken, Work())
+    found = open_media(model, read_config(model), str(out)).sights
+    for sense, taken in ((IMAGE_INPUT, SHOWN["photo"]), (AUDIO_INPUT, sound(0.9))):
+        ours, wanted = found[sense].see(taken, EncodingJob()), encoder_of(folder, config, sense).see(taken, EncodingJob())
         assert ours.tokens == wanted.tokens and np.abs(ours.rows - wanted.rows).max() < 1e-2 * np.abs(wanted.rows).max()
     written_gemma4(tmp_path / "other")
     code, _, err = typed("export", tmp_path / "other", "-o", tmp_path / "mmproj.gguf", "--mmproj")
@@ -90,7 +91,7 @@ def test_one_file_of_both_senses_is_that_of_another_writer_and_gives_both(tmp_pa
 
 
 def test_what_such_a_file_cannot_say_is_refused_in_a_line(tmp_path: Path) -> None:
-    assert TYPES.keys() == FAMILIES.keys() <= HEARING.keys()
+    assert TYPES.keys() == FAMILIES.keys() <= AUDIO_ENCODERS.keys()
     written_asr(tmp_path / "asr")
     written_hearing("granite_speech", tmp_path / "granite")
     written_hearing("qwen2_audio", tmp_path / "audio")
@@ -116,5 +117,5 @@ def test_llamacpp_hears_the_same_in_it(family: str, seconds: float, tmp_path: Pa
     write_text(folder, tmp_path / "model.gguf")
     assert typed("export", folder, "-o", mmproj, "--mmproj")[0] == 0
     rows, _ = of_llamacpp(peer, tmp_path / "model.gguf", mmproj, sound(seconds))
-    wanted = opened(folder).see(sound(seconds), Work()).rows
+    wanted = opened(folder).see(sound(seconds), EncodingJob()).rows
     assert np.abs(rows[: len(wanted)] - wanted).max() < (2e-2 if family == "gemma4" else 1e-2) * np.abs(wanted).max()

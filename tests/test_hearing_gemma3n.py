@@ -17,9 +17,9 @@ from transformers.models.gemma3n import modeling_gemma3n
 from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import Work, sight_of, sights_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import PICTURES, SOUNDS
+from effllm.runtime.images import EncodingJob, encoder_of, encoders_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -72,13 +72,13 @@ def gemma(tmp_path_factory):
 @pytest.mark.parametrize("samples", [640, 799, 3200, 12_800, 16_001, 20_000])
 def test_bands_and_rows_are_those_of_transformers(gemma, samples):
     folder, model = gemma
-    ears, taken = sight_of(folder, read_config(folder), SOUNDS), sound(samples / 16_000)
+    ears, taken = encoder_of(folder, read_config(folder), AUDIO_INPUT), sound(samples / 16_000)
     given = EXTRACTOR([taken], return_tensors="pt", return_attention_mask=True)
     assert given["input_features_mask"].all()
     assert_close(ears.values(taken), given["input_features"][0].numpy())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(given["input_features"], ~given["input_features_mask"]).pooler_output[0].numpy()
-    found = ears.see(taken, Work())
+    found = ears.see(taken, EncodingJob())
     assert len(found.rows) == PLACES + 1 and len(found.tokens) == ears.places(samples) > len(found.rows)
     assert_close(found.rows[: len(wanted)], wanted)
     with pytest.raises(UsageError, match="too short for this model"):
@@ -89,7 +89,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(gemma):
     folder, model = gemma
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         samples = sound(0.8)
         heard = engine.album.take(samples)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
@@ -112,8 +112,8 @@ def test_logits_behind_a_sound_are_those_of_transformers(gemma):
 
 def test_a_picture_is_refused_by_itself(gemma, tmp_path):
     folder, wave, image = gemma[0], tmp_path / "1.wav", tmp_path / "1.png"
-    found = sights_of(folder, read_config(folder))
-    assert isinstance(found[PICTURES], UsageError) and "it is not known how pictures are made ready" in found[PICTURES].message
+    found = encoders_of(folder, read_config(folder))
+    assert isinstance(found[IMAGE_INPUT], UsageError) and "it is not known how pictures are made ready" in found[IMAGE_INPUT].message
     wave.write_bytes(as_wav(sound(0.8)))
     image.write_bytes(b"")
     ran = Ran("run", str(folder), "Who?", "--audio", str(wave), "--temp", "0", "-n", "4", "-c", "512")

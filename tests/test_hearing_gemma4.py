@@ -16,10 +16,10 @@ from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work, sight_of
-from effllm.runtime.images.album import album_of, demand_sight, senses_nbytes
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.senses import SOUNDS
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob, encoder_of
+from effllm.runtime.images.media import check_modality, encoder_nbytes, open_media
+from effllm.runtime.images.modality import AUDIO_INPUT
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -32,7 +32,7 @@ def gemma(tmp_path_factory):
 
 
 def ears(folder):
-    return sight_of(folder, read_config(folder), SOUNDS)
+    return encoder_of(folder, read_config(folder), AUDIO_INPUT)
 
 
 def ready(samples):
@@ -53,22 +53,22 @@ def test_bands_and_rows_are_those_of_transformers(gemma, samples):
     given = ready(taken)
     mask = given["input_features_mask"][0]
     assert_close(own.values(taken), given["input_features"][0][mask].numpy())
-    heard = own.see(taken, Work())
-    assert heard.tokens == (FIRST + 4, *(PLACE,) * len(heard.rows), FIRST + 5) and own.places(samples) == len(heard.tokens)
+    heard = own.see(taken, EncodingJob())
+    assert heard.tokens == (FIRST + 4, *(ROW_PLACEHOLDER,) * len(heard.rows), FIRST + 5) and own.places(samples) == len(heard.tokens)
     assert_close(heard.rows, rows_of(model, taken))
 
 
 def test_a_tower_that_is_cut_off_and_looks_ahead(tmp_path):
     model = written_gemma4(tmp_path, use_clipped_linears=True, attention_context_right=3, gradient_clipping=2.0, attention_logit_cap=2.0)
     taken = sound(0.97)
-    assert_close(ears(tmp_path).see(taken, Work()).rows, rows_of(model, taken))
+    assert_close(ears(tmp_path).see(taken, EncodingJob()).rows, rows_of(model, taken))
 
 
 def logits_behind(folder, samples, points):
     """Of a text with a sound and a picture: logits, what its tokens are for transformers, and the two."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         heard, seen = engine.album.take(samples), engine.album.take(points)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         prompt = f"Once {heard.mark} was {seen.mark} a fox."
@@ -119,18 +119,18 @@ def test_both_are_counted_and_either_may_be_away(gemma, tmp_path):
     folder, model = gemma
     config = read_config(folder)
     assert "takes images and sounds too" in config.warnings[0]
-    counted = senses_nbytes(str(folder), config)
+    counted = encoder_nbytes(str(folder), config)
     weights = {sense: sum(4 * each.numel() for name, each in model.named_parameters() if part in name)
-               for sense, part in ((SEEN, "vision"), (SOUNDS, "audio"))}
-    assert [*counted] == [SEEN, SOUNDS] and all(counted[sense] > weights[sense] > 0 for sense in counted)
+               for sense, part in ((SEEN, "vision"), (AUDIO_INPUT, "audio"))}
+    assert [*counted] == [SEEN, AUDIO_INPUT] and all(counted[sense] > weights[sense] > 0 for sense in counted)
     for each in folder.iterdir():
         (tmp_path / each.name).write_bytes(each.read_bytes())
     both = json.loads((folder / "processor_config.json").read_text())
     (tmp_path / "processor_config.json").write_text(json.dumps({"image_processor": both["image_processor"]}))
-    album = album_of(tmp_path, config)
-    assert [*album.sights] == [SEEN] and "how sounds are made ready" in album.refused[SOUNDS].message
+    album = open_media(tmp_path, config)
+    assert [*album.sights] == [SEEN] and "how sounds are made ready" in album.refused[AUDIO_INPUT].message
     config_changed(tmp_path, "config.json", audio_config=None)
-    album = album_of(tmp_path, config)
+    album = open_media(tmp_path, config)
     assert [*album.sights] == [SEEN] and not album.refused
     assert "takes images too" in read_config(tmp_path).warnings[0]
 
@@ -141,12 +141,12 @@ def test_weights_without_what_hears_see_and_say_so(gemma, tmp_path):
         (tmp_path / each.name).write_bytes(each.read_bytes())
     kept = {name: each for name, each in load_file(tmp_path / "model.safetensors").items() if "audio" not in name}
     save_file(kept, tmp_path / "model.safetensors", {"format": "pt"})
-    album = album_of(tmp_path, read_config(tmp_path))
-    assert [*album.sights] == [SEEN] and "holds nothing that hears" in album.refused[SOUNDS].message
-    whole = sight_of(gemma[0], read_config(gemma[0]), SEEN)
-    assert np.array_equal(*(each.see(PICTURES["photo"], Work()).rows for each in (album.sights[SEEN], whole)))
+    album = open_media(tmp_path, read_config(tmp_path))
+    assert [*album.sights] == [SEEN] and "holds nothing that hears" in album.refused[AUDIO_INPUT].message
+    whole = encoder_of(gemma[0], read_config(gemma[0]), SEEN)
+    assert np.array_equal(*(each.see(PICTURES["photo"], EncodingJob()).rows for each in (album.sights[SEEN], whole)))
     with pytest.raises(UsageError, match="holds nothing that hears"):
-        demand_sight(tmp_path, read_config(tmp_path), sense=SOUNDS)
+        check_modality(tmp_path, read_config(tmp_path), sense=AUDIO_INPUT)
 
 
 def test_what_no_model_has_is_refused(gemma, tmp_path):

@@ -21,10 +21,10 @@ from transformers import ParakeetFeatureExtractor
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import Work, sight_of, sights_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.senses import RATE, SOUNDS
+from effllm.runtime.images import EncodingJob, encoder_of, encoders_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -61,11 +61,11 @@ def omni(tmp_path_factory):
 
 
 def ears_of(folder):
-    return sight_of(folder, read_config(folder), SOUNDS)
+    return encoder_of(folder, read_config(folder), AUDIO_INPUT)
 
 
 def heard(samples):
-    made = EXTRACTOR([samples], sampling_rate=RATE, return_tensors="pt")
+    made = EXTRACTOR([samples], sampling_rate=SAMPLE_RATE, return_tensors="pt")
     return {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
 
 
@@ -73,14 +73,14 @@ def heard(samples):
 @pytest.mark.parametrize("samples", [400, 480, 1279, 1280, 1281, 2560, 3000, 11_999, 16_000, 40_961, 192_000])
 def test_bands_and_rows_are_those_of_transformers(omni, samples):
     folder, model = omni
-    ears, taken = ears_of(folder), sound(samples / RATE)
+    ears, taken = ears_of(folder), sound(samples / SAMPLE_RATE)
     given = heard(taken)
     frames, count = ears.values(taken)
     assert len(frames) == given["input_features_mask"].sum() == samples // 160
     assert_close(frames, given["input_features"][0, : len(frames)].numpy())
     with torch.inference_mode():
         wanted = model.get_audio_features(**given).pooler_output.numpy()
-    seen = ears.see(taken, Work())
+    seen = ears.see(taken, EncodingJob())
     assert count == len(wanted) == len(seen.tokens) - 2 == ears.places(samples) - 2
     assert_close(seen.rows, wanted)
 
@@ -91,7 +91,7 @@ def test_encoders_of_other_sizes_are_read_as_they_are(own, tmp_path):
     model, taken = written(tmp_path, **own), sound(1.31)
     with torch.inference_mode():
         wanted = model.get_audio_features(**heard(taken)).pooler_output.numpy()
-    assert_close(ears_of(tmp_path).see(taken, Work()).rows, wanted)
+    assert_close(ears_of(tmp_path).see(taken, EncodingJob()).rows, wanted)
 
 
 def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
@@ -100,18 +100,18 @@ def test_biases_that_the_config_denies_are_passed_over(omni, tmp_path):
     raw = json.loads((folder / "config.json").read_text())
     config_changed(folder, "config.json", audio_config={**raw["audio_config"], "convolution_bias": False})
     tensors, taken = load_file(folder / "model.safetensors"), sound(0.9)
-    apart = ears_of(folder).see(taken, Work()).rows
+    apart = ears_of(folder).see(taken, EncodingJob()).rows
     for name in [name for name in tensors if ".conv." in name and name.endswith("conv1.bias") or name.endswith("depthwise_conv.bias")]:
         tensors[name] += 1
     save_file(tensors, folder / "model.safetensors", {"format": "pt"})
-    assert np.array_equal(ears_of(folder).see(taken, Work()).rows, apart)
+    assert np.array_equal(ears_of(folder).see(taken, EncodingJob()).rows, apart)
 
 
 def test_logits_behind_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         samples = sound(1.6)
         ear, eye = engine.album.take(samples), engine.album.take(PICTURES["photo"])
@@ -140,11 +140,11 @@ def test_the_folder_that_was_published_hears_the_same(omni, tmp_path):
     (folder / "processor_config.json").unlink()
     raw = json.loads((folder / "config.json").read_text())
     assert any(name.startswith("sound_encoder.encoder.") for name in load_file(folder / "model.safetensors"))
-    config_changed(folder, "config.json", sound_config={**raw["sound_config"], "model_type": "parakeet", "sampling_rate": RATE})
-    assert set(sights_of(folder, read_config(folder, strict=True))) == {SEEN, SOUNDS}
-    assert np.array_equal(ears_of(folder).see(taken, Work()).rows, ears_of(omni[0]).see(taken, Work()).rows)
+    config_changed(folder, "config.json", sound_config={**raw["sound_config"], "model_type": "parakeet", "sampling_rate": SAMPLE_RATE})
+    assert set(encoders_of(folder, read_config(folder, strict=True))) == {SEEN, AUDIO_INPUT}
+    assert np.array_equal(ears_of(folder).see(taken, EncodingJob()).rows, ears_of(omni[0]).see(taken, EncodingJob()).rows)
     config_changed(folder, "config.json", sound_config=None)
-    assert set(sights_of(folder, read_config(folder))) == {SEEN}
+    assert set(encoders_of(folder, read_config(folder))) == {SEEN}
 
 
 @pytest.mark.parametrize(("changes", "message"), [
@@ -165,7 +165,7 @@ def test_a_plan_has_room_for_weights_and_work_and_a_long_sound_is_refused(omni):
     ears = ears_of(folder)
     assert ears.bytes_needed() > 4 * sum(each.numel() for each in model.audio_tower.parameters()) + 4 * 7500 * 48
     with pytest.raises(UsageError, match="too long for this model, which takes 600 s"):
-        ears.places(600 * RATE + 1)
+        ears.places(600 * SAMPLE_RATE + 1)
 
 
 def test_an_answer_is_about_both_also_of_low_bit_weights(omni, tmp_path):

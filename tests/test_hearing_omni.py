@@ -14,10 +14,10 @@ from sight_models import FIRST, PICTURES
 from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work, sight_of
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.senses import RATE, SOUNDS
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob, encoder_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -35,7 +35,7 @@ def later(model):
 
 def heard(model, samples):
     extractor, filled = (LATER_EXTRACTOR, True) if later(model) else (OMNI_EXTRACTOR, "max_length")
-    made = extractor(samples, sampling_rate=RATE, return_tensors="pt", return_attention_mask=True, padding=filled,
+    made = extractor(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt", return_attention_mask=True, padding=filled,
                      truncation=not later(model))
     return {"input_features": made["input_features"], "feature_attention_mask": made["attention_mask"]}
 
@@ -48,21 +48,21 @@ def looked(points):
 def test_rows_of_a_sound_are_those_of_transformers(omni, samples):
     """About where a frame, a row or a piece ends, and where the sound is all that the model takes."""
     folder, model = omni
-    ears, taken = sight_of(folder, read_config(folder), SOUNDS), sound(samples / RATE)
-    found = ears.see(taken, Work())
+    ears, taken = encoder_of(folder, read_config(folder), AUDIO_INPUT), sound(samples / SAMPLE_RATE)
+    found = ears.see(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(**heard(model, taken)).last_hidden_state.numpy()
-    assert found.tokens == (PLACE,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.places(samples) == len(wanted)
     assert_close(found.rows, wanted)
     most = 2400 if later(model) else 4
     with pytest.raises(UsageError, match=f"too long for this model, which takes {most} s"):
-        ears.places(most * RATE + 1)
+        ears.places(most * SAMPLE_RATE + 1)
 
 
 @pytest.mark.parametrize("name", ["photo", "wide", "tiny"])
 def test_rows_of_a_picture_are_those_of_transformers(omni, name):
     folder, model = omni
-    found = sight_of(folder, read_config(folder), SEEN).see(PICTURES[name], Work())
+    found = encoder_of(folder, read_config(folder), SEEN).see(PICTURES[name], EncodingJob())
     ready = looked(PICTURES[name])
     with torch.inference_mode():
         made = model.model.get_image_features(**ready)
@@ -77,16 +77,16 @@ def test_logits_behind_both_are_those_of_transformers(omni):
     folder, model = omni
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-        for order in ((SOUNDS, SEEN, SOUNDS), (SEEN, SOUNDS), (SOUNDS,)):
-            samples = [sound(0.7, seed) for seed in range(1, order.count(SOUNDS) + 1)]  # of one length, as a batch makes them
+        for order in ((AUDIO_INPUT, SEEN, AUDIO_INPUT), (SEEN, AUDIO_INPUT), (AUDIO_INPUT,)):
+            samples = [sound(0.7, seed) for seed in range(1, order.count(AUDIO_INPUT) + 1)]  # of one length, as a batch makes them
             waiting, marks, kinds = iter(samples), [], []
             for sense in order:
-                given = engine.album.take(next(waiting) if sense is SOUNDS else PICTURES["photo"])
+                given = engine.album.take(next(waiting) if sense is AUDIO_INPUT else PICTURES["photo"])
                 written = engine.album.sights[sense].written
                 marks.append(written.replace(engine.album.sights[sense].placeholder, given.mark))
-                kinds.append((given, AUDIO if sense is SOUNDS else FIRST))
+                kinds.append((given, AUDIO if sense is AUDIO_INPUT else FIRST))
             prompt = f"Once {' and '.join(marks)} was a fox."
             engine.reset()
             list(prompts.see(prompt, engine, lambda: False))

@@ -23,17 +23,17 @@ from transformers.models.qwen3_asr.processing_qwen3_asr import LANGUAGE_CODE_TO_
 
 from effllm import UsageError
 from effllm.cli.server.transcription import TranscriptSerializer
-from effllm.runtime.audio.pieces import Piece
+from effllm.runtime.audio.chunking import AudioChunk
 from effllm.runtime.audio.qwen3_asr import LANGUAGES, Qwen3Asr
 from effllm.runtime.audio.transcript import Transcript
-from effllm.runtime.audio.transcription import Said, conversation
+from effllm.runtime.audio.transcription import AnswerParser, transcription_messages
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import TextDelta
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import RATE
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import SAMPLE_RATE
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -47,7 +47,7 @@ def asr(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
     """As the processor asks its extractor."""
-    made = EXTRACTOR(samples, sampling_rate=RATE, padding=True, return_attention_mask=True, n_window=50)
+    made = EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, padding=True, return_attention_mask=True, n_window=50)
     return {"input_features": made["input_features"], "input_features_mask": made["attention_mask"]}
 
 
@@ -55,14 +55,14 @@ def ready(samples: np.ndarray) -> dict[str, torch.Tensor]:
 def test_bands_and_rows_are_those_of_transformers(asr: tuple[Path, PreTrainedModel], samples: int) -> None:
     """About where a sound is long enough, a frame, a row, a piece and a window end."""
     folder, model = asr
-    ears, taken = opened(folder), sound(samples / RATE)
+    ears, taken = opened(folder), sound(samples / SAMPLE_RATE)
     given, values = ready(taken), ears.values(taken)
     assert values.shape[0] == given["input_features_mask"].sum() == max(samples, 8000) // 160
     assert np.abs(values - given["input_features"][0].numpy().T[: len(values)]).max() < 1e-4
-    found = ears.see(taken, Work())
+    found = ears.see(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.get_audio_features(**given).pooler_output.numpy()
-    assert found.tokens == (PLACE,) * len(wanted) and ears.places(samples) == len(wanted)
+    assert found.tokens == (ROW_PLACEHOLDER,) * len(wanted) and ears.places(samples) == len(wanted)
     assert_close(found.rows, wanted)
 
 
@@ -70,7 +70,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTra
     folder, model = asr
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=True, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         samples = sound(2.41)
         prompt = f"Once {engine.album.take(samples).mark} was a fox in the wood."
@@ -89,7 +89,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(asr: tuple[Path, PreTra
 def test_what_such_a_model_does_not_take_is_told(asr: tuple[Path, PreTrainedModel], tmp_path: Path) -> None:
     ears = opened(asr[0])
     with pytest.raises(UsageError, match="too long for this model, which takes 1200 s"):
-        ears.places(1200 * RATE + 1)
+        ears.places(1200 * SAMPLE_RATE + 1)
     raw = json.loads((asr[0] / "config.json").read_text())
     aligner = {"thinker_config": {**raw.get("thinker_config", {}), "classify_num": 5000}}
     for each, said in (({"architectures": ["Qwen3ASRForTokenClassification"]}, "expected a"), (aligner, "labels the tokens of a text")):
@@ -104,21 +104,21 @@ def test_what_such_a_model_does_not_take_is_told(asr: tuple[Path, PreTrainedMode
 def test_it_is_asked_as_it_was_trained() -> None:
     assert LANGUAGES == LANGUAGE_CODE_TO_NAME
     said = {"role": "user", "content": "M"}
-    assert conversation(Qwen3Asr, {}, "M") == [said]
+    assert transcription_messages(Qwen3Asr, {}, "M") == [said]
     for language in ("de", "German", "DE", "de-AT"):
-        assert conversation(Qwen3Asr, {}, "M", language, "Fox") == [{"role": "system", "content": "Fox"}, said,
+        assert transcription_messages(Qwen3Asr, {}, "M", language, "Fox") == [{"role": "system", "content": "Fox"}, said,
                                                                     {"role": "assistant", "content": "language German<asr_text>"}]
     with pytest.raises(UsageError, match="not trained to write 'tlh' down"):
-        conversation(Qwen3Asr, {}, "M", "tlh")
+        transcription_messages(Qwen3Asr, {}, "M", "tlh")
     with pytest.raises(UsageError, match="does not translate"):
-        conversation(Qwen3Asr, {}, "M", translates=True)
+        transcription_messages(Qwen3Asr, {}, "M", translates=True)
 
 
 @given(st.sampled_from(["language English<asr_text>", "language None<asr_text>", "language zh\nx<asr_text>", "<asr_text>", "language ",
                         ""]),
        st.text(st.sampled_from("ab <>_tr"), max_size=12), st.lists(st.integers(0, 40), max_size=6))
 def test_an_answer_is_taken_apart_wherever_its_pieces_end(begin: str, text: str, cuts: list[int]) -> None:
-    answer, said, told = begin + text, Said("<asr_text>"), ""
+    answer, said, told = begin + text, AnswerParser("<asr_text>"), ""
     ends = [0, *sorted(min(cut, len(answer)) for cut in cuts), len(answer)]
     for first, last in zip(ends, ends[1:], strict=False):
         told += said.add(answer[first:last])
@@ -142,7 +142,7 @@ def test_a_run_has_no_words_beside_the_sound(asr: tuple[Path, PreTrainedModel], 
 def test_a_transcript_is_told_without_what_heads_it() -> None:
     told = [TextDelta(piece, "answer") for piece in ("language Ger", "man<asr_", "text> Guten", " Tag")]
     for events, text, language in ((told, "Guten Tag", "German"), (told[:1], "language Ger", "")):
-        shape = TranscriptSerializer("transcribe", Transcript([Piece(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
+        shape = TranscriptSerializer("transcribe", Transcript([AudioChunk(sound(1.5), 0.1, 1.4)], "<asr_text>"), 1.5, "verbose_json")
         pieces = [each for event in events for each in shape.add(event)]
         assert all(each["type"] == "transcript.text.delta" for each in pieces)
         assert shape.whole(SimpleNamespace(token_ids=(7,))) == {

@@ -13,14 +13,14 @@ from whisper_models import DE, EN, START, TRANSCRIBE, TRANSLATE, UNTIMED, writte
 
 from effllm import EffllmError, UsageError
 from effllm.quant.kv import codec
-from effllm.runtime.audio.transcription import conversation
+from effllm.runtime.audio.transcription import transcription_messages
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Done
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
-from effllm.runtime.images import Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.senses import RATE, SOUNDS
+from effllm.runtime.images import EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import AUDIO_INPUT, SAMPLE_RATE
 from effllm.runtime.kv.picture_keys import picture_keys_nbytes
 from effllm.runtime.planning import fitted
 from effllm.runtime.prepare import EngineOptions, prepare
@@ -50,12 +50,12 @@ def whisper(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, WhisperForC
 
 def engine_of(folder: Path, **more: object) -> Engine:
     engine = list(open_engine(folder, replace(OPTIONS, **more)))[-1]
-    engine.album = album_of(folder, engine.config)
+    engine.album = open_media(folder, engine.config)
     return engine
 
 
 def ready(samples: np.ndarray) -> torch.Tensor:
-    return EXTRACTOR(samples, sampling_rate=RATE, return_tensors="pt").input_features
+    return EXTRACTOR(samples, sampling_rate=SAMPLE_RATE, return_tensors="pt").input_features
 
 
 def test_the_published_config_is_read() -> None:
@@ -70,8 +70,8 @@ def test_the_published_config_is_read() -> None:
 def test_rows_are_those_of_transformers(whisper: tuple[Path, WhisperForConditionalGeneration], samples: int) -> None:
     """The silence behind a shorter sound is heard too."""
     folder, model = whisper
-    taken = sound(samples / RATE)
-    found = opened(folder).see(taken, Work())
+    taken = sound(samples / SAMPLE_RATE)
+    found = opened(folder).see(taken, EncodingJob())
     with torch.inference_mode():
         wanted = model.model.encoder(ready(taken)).last_hidden_state[0].numpy()
     assert found.word == START and len(found.tokens) == opened(folder).places(samples) == 1
@@ -105,8 +105,8 @@ def test_what_it_writes_is_what_transformers_writes(whisper: tuple[Path, Whisper
     try:
         replies = ServedModel(engine, Tokenizer.load(folder, engine.config))
         samples = sound(0.8, seed=3)
-        heard, hearing = engine.album.take(samples), engine.album.sights[SOUNDS]
-        messages = conversation(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
+        heard, hearing = engine.album.take(samples), engine.album.sights[AUDIO_INPUT]
+        messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, language, None, translates)
         *_, done = replies.reply(messages, replace(GREEDY, translates=translates))
         assert isinstance(done, Done)
         ours = [START, *([DE, TRANSLATE if translates else TRANSCRIBE, UNTIMED] if language else []), *done.stats.token_ids]
@@ -137,7 +137,7 @@ def test_a_plan_has_room_for_the_keys_of_two_sounds(whisper: tuple[Path, Whisper
     keys = 2 * 24 * 128 * 2 * 48 * 4  # layers, pages, tokens, sides, numbers of all heads, bytes
     plan = prepare(folder, replace(OPTIONS, sight=str(folder)))
     each = picture_keys_nbytes(plan.config, codec("32bit"), 1)
-    assert keys <= each < 1.2 * keys and plan.senses == {SOUNDS: opened(folder).bytes_needed() + each}
+    assert keys <= each < 1.2 * keys and plan.senses == {AUDIO_INPUT: opened(folder).bytes_needed() + each}
     plan.store.close()
 
 
@@ -146,9 +146,9 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
     engine = engine_of(tmp_path)
     try:
         replies = ServedModel(engine, Tokenizer.load(tmp_path, engine.config))
-        samples, hearing = sound(0.8), engine.album.sights[SOUNDS]
+        samples, hearing = sound(0.8), engine.album.sights[AUDIO_INPUT]
         heard = engine.album.take(samples)
-        messages = conversation(hearing, replies.tokenizer.added, heard.mark, "en")
+        messages = transcription_messages(hearing, replies.tokenizer.added, heard.mark, "en")
         *_, done = replies.reply(messages, GREEDY)
         with torch.inference_mode():
             wanted = model.generate(ready(samples), max_new_tokens=24, do_sample=False, force_unique_generate_call=True)[0].tolist()
@@ -156,6 +156,6 @@ def test_one_that_knows_english_alone(tmp_path: Path) -> None:
         assert ours[: len(wanted)] == wanted[: len(ours)] and len(wanted) > 8
         for asked, said in (({"language": "de"}, "not trained to write 'de' down"), ({"translates": True}, "knows English alone")):
             with pytest.raises(UsageError, match=said):
-                conversation(hearing, replies.tokenizer.added, heard.mark, **asked)
+                transcription_messages(hearing, replies.tokenizer.added, heard.mark, **asked)
     finally:
         engine.close()

@@ -13,8 +13,8 @@ from sight_models import FIRST
 
 from effllm import UsageError
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -32,7 +32,7 @@ def test_logits_behind_a_sound_are_those_of_transformers(hearing):
     family, folder, model = hearing
     engine = list(open_engine(folder, OPTIONS))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         for seconds in {"qwen2_audio": (0.73, 1.0), "granite_speech": (1.31, 2.41), "glmasr": (1.1, 2.41)}.get(family, (0.5, 2.41)):
             samples = sound(seconds)
@@ -58,8 +58,8 @@ def test_rows_are_as_many_as_were_said_beforehand(hearing):
     family, folder, model = hearing
     ours = opened(folder)
     for samples in (400, 481, 799, 800, 801, 1120, 15_999, 16_000, *(() if family == "qwen2_audio" else (16_001, 16_641, 33_000))):
-        seen = ours.see(sound(samples / 16_000), Work())
-        assert len(seen.tokens) == ours.places(samples) == len(seen.rows) and set(seen.tokens) <= {PLACE}
+        seen = ours.see(sound(samples / 16_000), EncodingJob())
+        assert len(seen.tokens) == ours.places(samples) == len(seen.rows) and set(seen.tokens) <= {ROW_PLACEHOLDER}
         assert seen.rows.dtype == np.float32 and np.isfinite(seen.rows).all()
 
 
@@ -96,7 +96,7 @@ def test_a_model_that_was_taught_to_hear_by_an_adapter_wants_it(tmp_path):
     for options in (OPTIONS, replace(OPTIONS, lora=(str(tmp_path),))):
         engine = list(open_engine(tmp_path, options))[-1]
         try:
-            engine.album = album_of(tmp_path, engine.config)
+            engine.album = open_media(tmp_path, engine.config)
             prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
             prompt = f"Once {engine.album.take(samples).mark} was a fox."
             list(prompts.see(prompt, engine, lambda: False))

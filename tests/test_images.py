@@ -11,11 +11,11 @@ from pictured_models import CASE, IMAGE, IMAGE_ID, TorchSight, picture, written_
 from effllm import ContextOverflow, EffllmError, UsageError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, Progress, TextDelta
-from effllm.runtime.images import PLACE, Seen
-from effllm.runtime.images import album as albums
-from effllm.runtime.images.album import PICTURED, Album
-from effllm.runtime.images.marks import PictureGone, mark
-from effllm.runtime.images.senses import PICTURES
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodedMedia
+from effllm.runtime.images import media as albums
+from effllm.runtime.images.media import FIRST_MEDIA_ID, MediaCache
+from effllm.runtime.images.media_markers import MediaGone, media_marker
+from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.session import Session
@@ -46,7 +46,7 @@ def opened(made):
 @pytest.fixture
 def engine(made, opened):
     opened.reset()
-    opened.album = Album({PICTURES: TorchSight(made[1])})
+    opened.album = MediaCache({IMAGE_INPUT: TorchSight(made[1])})
     return opened
 
 
@@ -67,14 +67,14 @@ def said(events) -> str:
 def ids_of(session, text, *points) -> list[int]:
     """The prompt of a question; its pictures are the conversation's."""
     prompts = Prompts(session.tokenizer, album=session.engine.album)
-    content = "\n".join([*(mark(session.picture(each).digest) for each in points), text])
+    content = "\n".join([*(media_marker(session.picture(each).digest) for each in points), text])
     prompt = prompts.rendered([{"role": "user", "content": content}], None)
     list(prompts.see(prompt, session.engine, lambda: False))
     return prompts.encoded(prompt)
 
 
 def told_to_transformers(sight, ids, points) -> dict:
-    return {"input_ids": torch.tensor([[IMAGE_ID if token >= PICTURED else token for token in ids]]),
+    return {"input_ids": torch.tensor([[IMAGE_ID if token >= FIRST_MEDIA_ID else token for token in ids]]),
             "pixel_values": torch.cat([sight.values(each) for each in points])}
 
 
@@ -92,8 +92,8 @@ def test_rows_stand_where_transformers_puts_them(made, session):
     engine, shown = session.engine, [picture(1), picture(2, 40, 40)]
     ids = ids_of(session, ASKED, *shown)
     ids = [*np.random.default_rng(1).integers(10, 4000, 116).tolist(), *ids]
-    assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
-    expected = logits_of(made[1], engine.album.sights[PICTURES], ids, shown)
+    assert FIRST_MEDIA_ID <= min(ids[127:129]), "the first lies across the border of two pages"
+    expected = logits_of(made[1], engine.album.sights[IMAGE_INPUT], ids, shown)
     whole = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
     assert_close(whole, expected)
     assert_close(np.concatenate([logits.copy() for _, logits in engine.score(ids, pages=1)]), expected)
@@ -101,7 +101,7 @@ def test_rows_stand_where_transformers_puts_them(made, session):
 
 
 def test_answers_are_those_of_transformers(made, session):
-    sight, model, points = session.engine.album.sights[PICTURES], made[1], picture(3)
+    sight, model, points = session.engine.album.sights[IMAGE_INPUT], made[1], picture(3)
     events = list(session.ask(ASKED, [session.picture(points)]))
     ids = ids_of(session, ASKED, points)
     with torch.inference_mode():
@@ -116,7 +116,7 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     first = said(session.ask(ASKED, [session.picture(points)]))
     held = len(engine.tokens)
     second = said(session.ask("And what else?"))
-    assert engine.album.sights[PICTURES].seen == 1 and engine.reused >= held - 1
+    assert engine.album.sights[IMAGE_INPUT].seen == 1 and engine.reused >= held - 1
     logits = engine._logits.copy()
     ids = [*engine.tokens]
     engine.reset()
@@ -124,13 +124,13 @@ def test_a_second_question_about_a_picture_reads_and_sees_nothing_again(session)
     assert np.allclose(engine._logits, logits, atol=1e-4 * np.abs(logits).max())
     session.clear()
     assert said(session.ask(ASKED, [session.picture(points)])) == first
-    assert said(session.ask("And what else?")) == second and engine.album.sights[PICTURES].seen == 1
+    assert said(session.ask("And what else?")) == second and engine.album.sights[IMAGE_INPUT].seen == 1
 
 
 def test_of_the_smallest_pictures_not_more_are_kept_than_there_is_room_for(monkeypatch):
     """Each is looked up and let go at the same cost, however many came before."""
     monkeypatch.setattr(albums, "KEPT", 100 * albums.BESIDE)
-    album = Album({})
+    album = MediaCache({})
     points = [np.array([[[number % 256, number // 256, 7]]], np.uint8) for number in range(500)]
     held = album.take(points[0])
     for each in points:
@@ -158,7 +158,7 @@ def test_another_picture_is_not_taken_for_the_one_that_was_read(session):
     list(engine.prefill(one))
     before = engine._logits.copy()
     list(engine.prefill(other))
-    assert engine.reused == next(place for place, token in enumerate(one) if token >= PICTURED)
+    assert engine.reused == next(place for place, token in enumerate(one) if token >= FIRST_MEDIA_ID)
     assert not np.allclose(engine._logits, before)
     texts = [said(session.ask(ASKED, [session.picture(picture(seed))])) for seed in (5, 6) if session.messages.clear() is None]
     assert texts[0] != texts[1], "the same words about another picture"
@@ -167,14 +167,14 @@ def test_another_picture_is_not_taken_for_the_one_that_was_read(session):
 def test_no_id_of_a_picture_is_a_word(session):
     engine, tokenizer = session.engine, session.tokenizer
     ids = ids_of(session, ASKED, picture(7))
-    assert tokenizer.decode(ids) == tokenizer.decode([token for token in ids if token < PICTURED])
+    assert tokenizer.decode(ids) == tokenizer.decode([token for token in ids if token < FIRST_MEDIA_ID])
     tokenizer.stream(ids).push(ids[-1])
     logits = np.zeros(engine.config.vocab_size, np.float32)
     settings = replace(GREEDY, repetition_penalty=1.3, presence_penalty=1.0, dry_multiplier=1.0)
     for sampler in (Sampler(settings, engine.config.vocab_size), Sampler(replace(settings, temperature=1.0), engine.config.vocab_size)):
         assert 0 <= sampler.sample(logits.copy(), ids * 2) < engine.config.vocab_size
     match = SuffixMatch()
-    first = next(place for place, token in enumerate(ids) if token >= PICTURED)
+    first = next(place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID)
     match.follow([*ids, *ids[:first]], 0)
     assert match.match()[0] >= 2 and match.propose(7) is None, "what followed is a picture"
 
@@ -195,24 +195,24 @@ def test_a_saved_conversation_goes_on_without_its_picture_at_hand(made, session,
     list(session.ask(ASKED, [session.picture(picture(9))]))
     sessions = SavedSessions(SessionStore(tmp_path), "llava", 1 << 30)
     list(sessions.save(session, "seen"))
-    assert session.engine.album.sights[PICTURES].seen == 1
+    assert session.engine.album.sights[IMAGE_INPUT].seen == 1
     whole = said(session.ask("And what else?"))
     sight = TorchSight(made[1])
     engine.reset()
-    engine.album = Album({PICTURES: sight})  # as another process has it
+    engine.album = MediaCache({IMAGE_INPUT: sight})  # as another process has it
     later = Session(engine, session.tokenizer, GREEDY, max_tokens=12, ignore_eos=True)
     list(sessions.load(later, "seen"))
     assert said(later.ask("And what else?")) == whole and sight.seen == 0
     assert "[picture " in sessions.store.read("seen").begins
     later.system = "Be brief."  # now all has to be read again
-    with pytest.raises(PictureGone, match="no longer at hand"):
+    with pytest.raises(MediaGone, match="no longer at hand"):
         list(later.ask("And now?"))
     again = later.picture(picture(9))
     assert said(later.ask("And now?", [])) and again.seen is not None, "given once more it is known"
 
 
 def test_a_picture_that_has_no_room_is_not_looked_at(session):
-    sight = session.engine.album.sights[PICTURES]
+    sight = session.engine.album.sights[IMAGE_INPUT]
     with pytest.raises(ContextOverflow, match="512"):
         list(session.ask("word " * 520, [session.picture(picture(10))]))
     assert sight.seen == 0 and not session.messages
@@ -220,7 +220,7 @@ def test_a_picture_that_has_no_room_is_not_looked_at(session):
 
 def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
     sight = TorchSight(made[1])
-    album = Album({PICTURES: sight})
+    album = MediaCache({IMAGE_INPUT: sight})
     monkeypatch.setattr(albums, "KEPT", 1)
     held = album.take(picture(1))
     list(album.see([held]))
@@ -235,10 +235,10 @@ def test_rows_are_kept_while_somebody_holds_their_picture(monkeypatch, made):
 def test_what_a_picture_becomes_must_be_whole(made):
     class Short(TorchSight):
         def see(self, points, work):
-            return Seen(np.zeros((3, 64), np.float32), (PLACE,) * 4)
+            return EncodedMedia(np.zeros((3, 64), np.float32), (ROW_PLACEHOLDER,) * 4)
 
     with pytest.raises(UsageError, match="takes 4 tokens"):
-        list((album := Album({PICTURES: Short(made[1])})).see([album.take(picture(1))]))
+        list((album := MediaCache({IMAGE_INPUT: Short(made[1])})).see([album.take(picture(1))]))
 
 
 def test_a_model_that_takes_none_says_so(engine, tokenizer):
@@ -246,10 +246,10 @@ def test_a_model_that_takes_none_says_so(engine, tokenizer):
     session = Session(engine, tokenizer, GREEDY)
     with pytest.raises(UsageError, match="takes no pictures"):
         session.picture(picture(1))
-    session.take_up([{"role": "user", "content": mark("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
+    session.take_up([{"role": "user", "content": media_marker("0" * 32)}, {"role": "assistant", "content": "A fox."}], None)
     with pytest.raises(EffllmError, match="there are pictures in this conversation"):
         list(session.ask("Which?"))
-    engine.album = Album({PICTURES: UsageError("its pictures are cut in a way that is not known", "none")})
+    engine.album = MediaCache({IMAGE_INPUT: UsageError("its pictures are cut in a way that is not known", "none")})
     with pytest.raises(UsageError, match="not known"):
         session.picture(picture(1))
 

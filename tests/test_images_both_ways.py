@@ -10,9 +10,9 @@ from pictured_models import picture, written_with_words
 from effllm import UsageError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.generation.batching import open_sequences
-from effllm.runtime.images import PLACE, Seen
-from effllm.runtime.images.album import PICTURED, Album
-from effllm.runtime.images.senses import PICTURES
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodedMedia
+from effllm.runtime.images.media import FIRST_MEDIA_ID, MediaCache
+from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -30,9 +30,9 @@ class DrawnSight:
     placeholder = written = "<image>"
     together = bordered = False
 
-    def see(self, points: np.ndarray, work: object) -> Seen:
+    def see(self, points: np.ndarray, work: object) -> EncodedMedia:
         draw = np.random.default_rng(int(points[:4].sum()))
-        return Seen(draw.normal(size=(ROWS, 64)).astype(np.float32), (PLACE,) * ROWS, both_ways=True)
+        return EncodedMedia(draw.normal(size=(ROWS, 64)).astype(np.float32), (ROW_PLACEHOLDER,) * ROWS, both_ways=True)
 
     def places(self, height: int, width: int) -> int:
         return ROWS
@@ -50,7 +50,7 @@ def made(tmp_path_factory):
 def opened(folder, **options):
     chosen = EngineOptions(**{"kv": "32bit", "device": "cpu", "ctx": 512, "exact": True, "chunk": 128, **options})
     engine = list(open_engine(folder, chosen))[-1]
-    engine.album = Album({PICTURES: DrawnSight()})
+    engine.album = MediaCache({IMAGE_INPUT: DrawnSight()})
     return engine
 
 
@@ -81,7 +81,7 @@ def expected(model, engine, ids) -> np.ndarray:
         with torch.inference_mode():
             states = model.get_input_embeddings()(torch.tensor([plain]))
             states[0, shown.places] = torch.from_numpy(shown.rows).double()
-            kinds = torch.tensor([[int(token >= PICTURED) for token in ids]])
+            kinds = torch.tensor([[int(token >= FIRST_MEDIA_ID) for token in ids]])
             return model(inputs_embeds=states, token_type_ids=kinds, use_cache=False).logits[0].numpy()
     finally:
         model.float()
@@ -144,11 +144,11 @@ def test_caches_that_see_no_token_behind_say_so(made):
 
 def test_a_picture_that_no_pass_holds_is_refused(made):
     class Large(DrawnSight):
-        def see(self, points: np.ndarray, work: object) -> Seen:
-            return Seen(np.zeros((200, 64), np.float32), (PLACE,) * 200, both_ways=True)
+        def see(self, points: np.ndarray, work: object) -> EncodedMedia:
+            return EncodedMedia(np.zeros((200, 64), np.float32), (ROW_PLACEHOLDER,) * 200, both_ways=True)
 
     engine = opened(made[0])
-    engine.album = Album({PICTURES: Large()})
+    engine.album = MediaCache({IMAGE_INPUT: Large()})
     try:
         with pytest.raises(UsageError, match="a pass holds 128"):
             list(engine.prefill(prompt_of(engine, 5, picture(6), 3)))

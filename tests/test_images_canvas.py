@@ -16,10 +16,10 @@ from transformers.models.minicpmv4_7.modeling_minicpmv4_7 import MiniCPMV4_7Mode
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.canvas import FollowedOnCanvas, markers_of, spread, stated
+from effllm.runtime.images.canvas import CanvasPositions, canvas_markers, row_tags, spread
+from effllm.runtime.images.media import open_media
 from effllm.runtime.images.minicpmv4_6 import OnCanvas
-from effllm.runtime.images.turning import PICTURED, id_of
+from effllm.runtime.images.mrope import FIRST_MEDIA_ID, media_token_id
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -64,9 +64,9 @@ def test_places_are_those_of_transformers_wherever_a_pass_begins(shown, before, 
         found, parts, said = laid_out(height, width, side, unit, most)
         rows = iter(enumerate(said))
         ids, sizes = ids + found + text, sizes + parts
-        own += [id_of(5 + number % 2, *next(rows)[::-1]) if token == IMAGE else token for token in found] + text
+        own += [media_token_id(5 + number % 2, *next(rows)[::-1]) if token == IMAGE else token for token in found] + text
     at, axes = int(cut * (len(ids) - 1)), np.arange(3)
-    held = FollowedOnCanvas(own[:at], markers=MARKERS)
+    held = CanvasPositions(own[:at], markers=MARKERS)
     expected = wanted(ids, sizes)[at:]
     assert np.array_equal(held.placed(own[at:]), expected)
     found = held.behind(own[at:], axes)
@@ -82,10 +82,10 @@ def test_rows_are_spread_as_torch_does():
 
 
 def test_a_picture_whose_canvas_has_no_room_is_refused():
-    assert len(stated((3, 2), (0, 0), (0, 0))) == 6
+    assert len(row_tags((3, 2), (0, 0), (0, 0))) == 6
     for small, grid, piece in (((64, 1), (9, 1), (256, 1)), ((1, 2), (3, 1), (2, 4)), ((1, 1024), (0, 0), (0, 0))):
         with pytest.raises(UsageError, match="too long for this model"):
-            stated(small, grid, piece)
+            row_tags(small, grid, piece)
 
 
 @pytest.fixture(scope="module")
@@ -100,19 +100,19 @@ def folder(tmp_path_factory):
 
 
 def test_its_tokens_state_the_canvas(folder):
-    album = album_of(folder, read_config(folder))
+    album = open_media(folder, read_config(folder))
     photo = album.take(PICTURES["photo"])
     list(album.see([photo]))
-    rows = [token for token in photo.ids() if token >= PICTURED]
+    rows = [token for token in photo.ids() if token >= FIRST_MEDIA_ID]
     assert [token >> 15 & 2047 for token in rows] == list(photo.seen.stated)
-    assert album.markers == markers_of(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
+    assert album.markers == canvas_markers(json.loads((folder / "config.json").read_text())) == (*range(FIRST + 1, FIRST + 5), 203)
 
 
 def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
     """Words of a canvas have three numbers where no row is in the pass; what is written behind it is turned by its order again."""
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         pictures = [engine.album.take(PICTURES[name]) for name in ("photo", "tall")]
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
         prompt = f"Once {pictures[0].mark}\n{pictures[1].mark} was a fox."
@@ -122,7 +122,7 @@ def test_a_text_is_read_the_same_token_by_token_and_goes_on_in_order(folder):
         assert_close(one, whole)
     finally:
         engine.close()
-    held = FollowedOnCanvas(ids, markers=engine.album.markers)
+    held = CanvasPositions(ids, markers=engine.album.markers)
     assert held.behind([9, 10], np.arange(3)).tolist() == [(last := max(held.placed([9])[0])), last + 1]
 
 
@@ -131,4 +131,4 @@ def test_a_config_without_the_words_around_pictures_is_refused(folder, tmp_path)
         (tmp_path / each.name).write_bytes(each.read_bytes())
     config_changed(tmp_path, "config.json", newline_id=None)
     with pytest.raises(EffllmError, match="newline_id"):
-        raise album_of(tmp_path, read_config(tmp_path)).refused.popitem()[1]
+        raise open_media(tmp_path, read_config(tmp_path)).refused.popitem()[1]

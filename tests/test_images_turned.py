@@ -15,10 +15,10 @@ from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.generation.batching import open_sequences
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
-from effllm.runtime.images import PLACE, Seen
-from effllm.runtime.images.album import Album
-from effllm.runtime.images.senses import PICTURES
-from effllm.runtime.images.turning import PICTURED, Followed, axes_of, id_of, parts_of
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodedMedia
+from effllm.runtime.images.media import MediaCache
+from effllm.runtime.images.modality import IMAGE_INPUT
+from effllm.runtime.images.mrope import FIRST_MEDIA_ID, MropePositions, media_token_id, mrope_axes, split_media_token
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.session import Session
@@ -57,7 +57,7 @@ class GridSight:
         draw = np.random.default_rng(int(points[:4].sum()))
         return torch.from_numpy(draw.normal(size=(rows * columns, depth)).astype(np.float32)), torch.tensor([[1, rows, columns]])
 
-    def see(self, points: np.ndarray, work: object) -> Seen:
+    def see(self, points: np.ndarray, work: object) -> EncodedMedia:
         values, grid = self.values(points)
         with torch.inference_mode():
             found = self.model.model.get_image_features(values, grid)
@@ -65,7 +65,7 @@ class GridSight:
         deep = np.stack([torch.cat(list(each)).numpy() for each in deep]) if deep else None
         rows = torch.cat(list(found.pooler_output)).numpy()
         lines, columns = self.grid(*points.shape[:2])
-        return Seen(rows, (PLACE,) * len(rows), (lines, columns + self.framed), deep=deep, framed=self.framed)
+        return EncodedMedia(rows, (ROW_PLACEHOLDER,) * len(rows), (lines, columns + self.framed), deep=deep, framed=self.framed)
 
     def places(self, height: int, width: int) -> int:
         rows, columns = self.grid(height, width)
@@ -90,14 +90,15 @@ def made(request, tmp_path_factory):
 def session(made):
     folder, model, engine = made
     engine.reset()
-    engine.album = Album({PICTURES: GridSight(model)}, axes_of(folder, engine.config))
+    engine.album = MediaCache({IMAGE_INPUT: GridSight(model)}, mrope_axes(folder, engine.config))
     return Session(engine, Tokenizer.load(folder, engine.config), SamplerSettings(temperature=0), max_tokens=10, ignore_eos=True)
 
 
 def told(sight, ids, points) -> dict:
     values, grids = zip(*(sight.values(each) for each in points), strict=True)
-    kinds = [[int(token >= PICTURED) for token in ids]]
-    return {"input_ids": torch.tensor([[IMAGE_ID if token >= PICTURED else token for token in ids]]), "pixel_values": torch.cat(values),
+    kinds = [[int(token >= FIRST_MEDIA_ID) for token in ids]]
+    return {"input_ids": torch.tensor([[IMAGE_ID if token >= FIRST_MEDIA_ID else token for token in ids]]),
+            "pixel_values": torch.cat(values),
             "image_grid_thw": torch.cat(grids), "mm_token_type_ids": torch.tensor(kinds)}
 
 
@@ -113,8 +114,8 @@ def test_logits_are_those_of_transformers(made, session):
     _, model, engine = made
     points = [picture(1, 81, 61), picture(2, 40, 120), picture(3, 160, 100)]
     ids = [*np.random.default_rng(1).integers(10, 4000, 112).tolist(), *prompt_of(session, "It is so, said the fox.", *points)]
-    assert PICTURED <= min(ids[127:129]), "the first lies across the border of two pages"
-    shown = told(engine.album.sights[PICTURES], ids, points)
+    assert FIRST_MEDIA_ID <= min(ids[127:129]), "the first lies across the border of two pages"
+    shown = told(engine.album.sights[IMAGE_INPUT], ids, points)
     model.double()
     with torch.inference_mode():
         expected = model(**{**shown, "pixel_values": shown["pixel_values"].double()}, use_cache=False).logits[0].numpy()
@@ -131,9 +132,10 @@ def test_answers_go_on_where_the_picture_ends(made, session):
     points = picture(4, 81, 61)
     list(session.ask("What is it?", [session.picture(points)]))
     ids = engine.tokens[: -len(session.stats.token_ids) + 1]
-    assert sum(token >= PICTURED for token in ids) == engine.album.sights[PICTURES].places(81, 61) >= 12
+    assert sum(token >= FIRST_MEDIA_ID for token in ids) == engine.album.sights[IMAGE_INPUT].places(81, 61) >= 12
     with torch.inference_mode():
-        wanted = model.generate(**told(engine.album.sights[PICTURES], ids, [points]), max_new_tokens=10, min_new_tokens=10, do_sample=False)
+        wanted = model.generate(**told(engine.album.sights[IMAGE_INPUT], ids, [points]), max_new_tokens=10, min_new_tokens=10,
+                                do_sample=False)
     assert list(session.stats.token_ids) == wanted[0][len(ids) :].tolist()
     list(session.ask("What is it?"))
     assert engine.reused >= len(ids)
@@ -190,8 +192,9 @@ def _want(engine):
 
 def test_places_follow_from_the_tokens_alone():
     axes = np.array([0, 1, 2, 1, 2])
-    one, other = ([id_of(number, columns, row) for row in range(rows * columns)] for number, rows, columns in ((5, 2, 3), (6, 4, 2)))
-    held = Followed([9, 9])
+    one, other = ([media_token_id(number, columns, row) for row in range(rows * columns)] for number, rows,
+                  columns in ((5, 2, 3), (6, 4, 2)))
+    held = MropePositions([9, 9])
     places = held.behind([*one, 9, *other, 9, 9], axes)
     assert places[:, 0].tolist() == [2] * 6 + [5] + [6] * 8 + [10, 11]
     assert places[:, 1].tolist() == [2, 2, 2, 3, 3, 3, 5, 6, 6, 7, 7, 8, 8, 9, 9, 10, 11]
@@ -200,7 +203,7 @@ def test_places_follow_from_the_tokens_alone():
     held.tokens.extend([*one[:4]])
     assert held.behind([*one[4:], 9], axes)[:, 1].tolist() == [3, 3, 5], "a chunk may begin inside a picture"
     held.tokens.extend([*one[4:], *one])
-    assert held.behind([9], axes).tolist() == [8] and parts_of(one[4]) == (5, 3, 4)
+    assert held.behind([9], axes).tolist() == [8] and split_media_token(one[4]) == (5, 3, 4)
 
 
 def test_sections_that_share_out_other_channels_are_refused(made, tmp_path):
@@ -208,7 +211,7 @@ def test_sections_that_share_out_other_channels_are_refused(made, tmp_path):
     wrong = (folder / "config.json").read_text().replace('"mrope_section": [', '"mrope_section": [1, ', 1)
     (tmp_path / "config.json").write_text(wrong)
     with pytest.raises(UsageError, match="mrope_section"):
-        axes_of(tmp_path, engine.config)
+        mrope_axes(tmp_path, engine.config)
 
 
 def test_sections_are_those_of_the_layers_that_turn(tmp_path):
@@ -221,7 +224,7 @@ def test_sections_are_those_of_the_layers_that_turn(tmp_path):
     def axes(**sections: object) -> list[int]:
         raw = {"model_type": "cohere_compass", "vision_config": {}, "text_config": {**text, "rope_parameters": sections}}
         (tmp_path / "config.json").write_text(json.dumps(raw))
-        return axes_of(tmp_path, read_config(tmp_path)).tolist()
+        return mrope_axes(tmp_path, read_config(tmp_path)).tolist()
 
     found = axes(sliding_attention=window, full_attention=None)
     assert [found.count(axis) for axis in range(3)] == [6, 5, 5]

@@ -17,7 +17,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.convert import convert
 from effllm.runtime.files import written
-from effllm.runtime.images import Work, sights_of
+from effllm.runtime.images import EncodingJob, encoders_of
 from effllm.runtime.images.tower_weights import tower_store
 from effllm.runtime.source import open_weights
 
@@ -62,13 +62,13 @@ def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 def test_pictures_are_seen_as_before(folders: tuple[Path, Path]) -> None:
     theirs, ours = map(opened, folders)
     for picture in PICTURES.values():
-        wanted, seen = theirs.see(picture, Work()), ours.see(picture, Work())
+        wanted, seen = theirs.see(picture, EncodingJob()), ours.see(picture, EncodingJob())
         assert np.array_equal(seen.rows, wanted.rows) and seen.tokens == wanted.tokens
 
 
 def test_what_is_made_of_it_sees_as_before(folders: tuple[Path, Path], tmp_path: Path) -> None:
     *_, result = convert(folders[1], tmp_path / "small", options())
-    seen, wanted = (opened(each).see(PICTURES["photo"], Work()) for each in (tmp_path / "small", folders[0]))
+    seen, wanted = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
     assert np.array_equal(seen.rows, wanted.rows)
     with TensorStore.of_file(tmp_path / "small" / written.TOWER) as kept, tower_store(folders[1]) as store:
         assert kept.tensors and all(np.array_equal(kept.read(info), store.read(store.tensors[name])) for name, info in kept.tensors.items())
@@ -79,7 +79,7 @@ def test_one_whose_tower_was_left_out_says_so(folders: tuple[Path, Path], tmp_pa
         (tmp_path / file.name).write_bytes(file.read_bytes())
     tensors = load_file(folders[1] / "model.safetensors")
     save_file({name: part for name, part in tensors.items() if name.startswith("language_model.")}, tmp_path / "model.safetensors")
-    (error,) = sights_of(tmp_path, read_config(tmp_path)).values()
+    (error,) = encoders_of(tmp_path, read_config(tmp_path)).values()
     assert isinstance(error, EffllmError) and "text part of this model alone" in error.message and "original folder" in error.hint
 
 
@@ -92,7 +92,7 @@ def test_patches_of_another_shape_are_named(folders: tuple[Path, Path], tmp_path
     name = next(name for name in tensors if name.endswith("patch_embedding.weight"))
     save_file(tensors | {name: torch.zeros(shape)}, tmp_path / "model.safetensors")
     with pytest.raises(EffllmError, match="patch_embedding.weight is"):
-        opened(tmp_path).see(PICTURES["tiny"], Work())
+        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.parametrize("folders", ["gemma3"], indirect=True)

@@ -9,7 +9,7 @@ from effllm import UsageError
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Done, Notice, TextDelta
 from effllm.runtime.generation.served_model import GenerationOptions, ServedModel
-from effllm.runtime.images.turning import PICTURED
+from effllm.runtime.images.mrope import FIRST_MEDIA_ID
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import SamplerSettings
 from effllm.runtime.sessions import kept_prompts
@@ -169,7 +169,7 @@ def test_a_prompt_with_a_picture_is_kept_as_any_other(engine, tmp_path):
     """The number of a row of a picture has 63 bits, and the name of what is kept is made of it too."""
     one = replies(engine, tmp_path)
     Talk(FOX).go_on(one)
-    engine.tokens[300] = PICTURED | 1 << 30
+    engine.tokens[300] = FIRST_MEDIA_ID | 1 << 30
     Talk(SEA).go_on(one)
     (saved,) = tmp_path.glob(f"{PREFIX}*")
-    assert one.kept.sessions.store.read(saved.stem).cache.tokens[300] == PICTURED | 1 << 30
+    assert one.kept.sessions.store.read(saved.stem).cache.tokens[300] == FIRST_MEDIA_ID | 1 << 30

@@ -15,7 +15,7 @@ from tool_server import PIXEL, TOOLS, answered
 
 from effllm import UsageError
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.images.marks import BEGIN, END
+from effllm.runtime.images.media_markers import BEGIN, END
 from effllm.runtime.mcp import client as mcp_client
 from effllm.runtime.mcp import stdio
 from effllm.runtime.mcp.client import Client, LetGo, ServerFailed

@@ -27,10 +27,10 @@ from effllm.kernels.cuda.torch_ops import TorchOps
 from effllm.kernels.threads import ThreadPool
 from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.generation.batching import PendingToken, open_sequences
-from effllm.runtime.images import Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import PictureGone
-from effllm.runtime.images.turning import PICTURED, parts_of
+from effllm.runtime.images import EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import MediaGone
+from effllm.runtime.images.mrope import FIRST_MEDIA_ID, split_media_token
 from effllm.runtime.kv import picture_keys
 from effllm.runtime.kv.picture_keys import Watched, picture_keys_nbytes
 from effllm.runtime.planning.demands import LOGIT_ROWS
@@ -53,7 +53,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, object]:
 
 def engine_of(folder: Path, **more: object) -> Engine:
     engine = list(open_engine(folder, EngineOptions(**{**EXACT, **more})))[-1]
-    engine.album = album_of(folder, engine.config)
+    engine.album = open_media(folder, engine.config)
     return engine
 
 
@@ -111,7 +111,7 @@ def test_values_and_rows_are_those_of_transformers(made, name: str) -> None:
     assert ours.shape == int(ready["aspect_ratio_ids"])
     with torch.inference_mode():
         found = model.model.multi_modal_projector(model.model.vision_model(**ready).last_hidden_state)[0, 0, :tiles]
-    expected, seen = found.reshape(-1, found.shape[-1]).numpy(), sight.see(picture, Work())
+    expected, seen = found.reshape(-1, found.shape[-1]).numpy(), sight.see(picture, EncodingJob())
     assert seen.rows.shape == expected.shape and np.abs(seen.rows - expected).max() < 2e-5 * np.abs(expected).max()
     assert len(seen.tokens) == sight.places(*picture.shape[:2]) == 1 and seen.word == FIRST
 
@@ -145,9 +145,9 @@ def test_a_preprocessor_of_another_tower_is_refused(made, tmp_path: Path, change
 @given(st.lists(st.integers(0, 3), max_size=24), st.integers(0, 24))
 def test_a_token_sees_what_the_mask_of_transformers_gives_it(kinds: list[int], known: int) -> None:
     """0 is a word, all else a picture; each of these is another one."""
-    tokens = [7 if not kind else PICTURED | at << 26 for at, kind in enumerate(kinds)]
+    tokens = [7 if not kind else FIRST_MEDIA_ID | at << 26 for at, kind in enumerate(kinds)]
     spans = get_cross_attention_token_mask([FIRST if kind else 7 for kind in kinds], FIRST)
-    numbers = [parts_of(token)[0] for token in tokens if token >= PICTURED]
+    numbers = [split_media_token(token)[0] for token in tokens if token >= FIRST_MEDIA_ID]
     masked = [tuple(number for number, (begin, end) in zip(numbers, spans, strict=True) if begin <= at < (len(tokens) if end < 0 else end))
               for at in range(len(tokens))]
     watched = Watched(tokens[:known]).caught_up()
@@ -196,10 +196,10 @@ def test_a_picture_that_is_gone_is_asked_for_again(engine: Engine) -> None:
     before = read(engine, ids), engine.forward_logits([263])[0].copy()
     read(engine, ids)
     engine.__dict__.pop("held_here")
-    engine.album = album_of(engine.prepared.folder, engine.config)
+    engine.album = open_media(engine.prepared.folder, engine.config)
     assert np.array_equal(engine.forward_logits([263])[0], before[1])
     engine.model.pictures = None
-    with pytest.raises(PictureGone, match="needed again") as caught:
+    with pytest.raises(MediaGone, match="needed again") as caught:
         engine.forward_logits([18])
     assert "--image FILE" in caught.value.hint and engine.cache.n == len(engine.tokens) == 4
     assert np.array_equal(read(engine, ids_of(engine, ("photo", 500, 313))), before[0])
@@ -213,7 +213,7 @@ def test_layers_on_a_gpu_read_text_and_refuse_a_picture(made) -> None:
     engine = Engine(replace(prepared, placement=placement), {"cpu": host, "cuda": TorchOps("cpu")})
     try:
         list(engine.model.load())
-        engine.album = album_of(made[0], engine.config)
+        engine.album = open_media(made[0], engine.config)
         ids = list(range(5, 60))
         assert_close(scored(engine, ids), wanted(made[1], ids, ()))
         with pytest.raises(UsageError, match="layers on a GPU") as caught:
@@ -297,7 +297,7 @@ def test_weights_from_the_disk_give_the_same_bits(made) -> None:
     for text in ("behind words", "none"):
         found = []
         for engine in (engine_of(made[0]), streaming(made[0], **{key: EXACT[key] for key in EXACT if key != "device"})):
-            engine.album = engine.album or album_of(made[0], engine.config)
+            engine.album = engine.album or open_media(made[0], engine.config)
             ids = ids_of(engine, TEXTS[text])
             found.append((read(engine, ids), engine.forward_logits([18])[0].copy(), engine.disk_nbytes))
             engine.close()

@@ -13,8 +13,8 @@ from safetensors.torch import load_file
 from effllm import EffllmError, UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images.album import album_of, demand_sight
-from effllm.runtime.images.senses import PICTURES
+from effllm.runtime.images.media import check_modality, open_media
+from effllm.runtime.images.modality import IMAGE_INPUT
 from effllm.runtime.prepare import EngineOptions
 
 NAMES = (("lm_head", "output"), ("model.embed_tokens", "token_embd"), ("model.norm", "output_norm"), ("model.layers", "blk"),
@@ -74,10 +74,10 @@ def test_a_text_is_read_as_by_transformers(made, tmp_path: Path) -> None:
 def test_its_pictures_are_refused_and_its_texts_are_not(made, tmp_path: Path, beside: str | None) -> None:
     """Whatever lies beside it, as in Ollama's library."""
     path = file_of(made[0], tmp_path / "model.gguf")
-    album = album_of(path, read_config(path), None if beside is None else str(tmp_path / beside))
-    assert not album.sights and "made from its folder" in album.refused[PICTURES].message
+    album = open_media(path, read_config(path), None if beside is None else str(tmp_path / beside))
+    assert not album.sights and "made from its folder" in album.refused[IMAGE_INPUT].message
     with pytest.raises(UsageError, match="read as text alone") as caught:
-        demand_sight(path, read_config(path))
+        check_modality(path, read_config(path))
     assert "the original checkpoint" in caught.value.hint
 
 

@@ -20,7 +20,7 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf.one_file import SEEING
 from effllm.runtime.gguf.projector_names import PROJECTORS
 from effllm.runtime.gguf.store import open_gguf_store, read_header
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images.media import open_media
 
 QUICK = "gemma3"
 
@@ -100,6 +100,6 @@ def test_a_stated_tower_without_numbers_is_refused_for_pictures_alone(tmp_path: 
     seeing(tmp_path / "folder", "gemma3", CASES["gemma3"])
     model = write_one(tmp_path / "folder", tmp_path / "files", **{"vision.patch_size": "x"})
     config = read_config(model)
-    assert read_header(model).sees and not album_of(model, config).sights
+    assert read_header(model).sees and not open_media(model, config).sights
     person = Person(tmp_path, "http://127.0.0.1:9")
     assert json.loads(person.types("show", model, "--json").out)["pictures"] is None

@@ -21,10 +21,10 @@ from effllm.runtime.config import read_config
 from effllm.runtime.gguf import names
 from effllm.runtime.gguf.projector_names import PROJECTORS
 from effllm.runtime.gguf.seeing_config import BUILDERS, MODELS
-from effllm.runtime.images import SIGHTS, Work
-from effllm.runtime.images.album import Album, album_of, demand_sight
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.turning import axes_of
+from effllm.runtime.images import VISION_ENCODERS, EncodingJob
+from effllm.runtime.images.media import MediaCache, check_modality, open_media
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
+from effllm.runtime.images.mrope import mrope_axes
 
 LLAVA = ({"model_type": "llama"}, {**TOWER, "model_type": "clip_vision_model", "hidden_act": "gelu"}, ["<image>"],
          {"image_token_index": FIRST}, LlavaImageProcessorPil(size={"shortest_edge": 32}, crop_size=SQUARE, do_pad=True))
@@ -50,25 +50,25 @@ def gemma(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, Path]:
     return place / "folder", *write_pair(place / "folder", place / "files")
 
 
-def album(model: Path, mmproj: Path | None = None) -> Album:
-    return album_of(model, read_config(model), None if mmproj is None else str(mmproj))
+def album(model: Path, mmproj: Path | None = None) -> MediaCache:
+    return open_media(model, read_config(model), None if mmproj is None else str(mmproj))
 
 
 def test_rows_tokens_and_places_are_those_of_the_folder(pair_of: tuple[Path, Path, Path]) -> None:
     folder, model, mmproj = pair_of
     config = read_config(model, strict=True)
-    found, wanted = album_of(model, config), opened(folder)
+    found, wanted = open_media(model, config), opened(folder)
     assert not found.refused
     for name in SHOWN:
         if name == "tiny" and wanted.source.config["model_type"] == "lighton_ocr":  # which refuses what is less than a square
             continue
-        ours, theirs = found.sights[SEEN].see(PICTURES[name], Work()), wanted.see(PICTURES[name], Work())
+        ours, theirs = found.sights[SEEN].see(PICTURES[name], EncodingJob()), wanted.see(PICTURES[name], EncodingJob())
         assert np.array_equal(ours.rows, theirs.rows) and ours.tokens == theirs.tokens
         assert (ours.grid, ours.both_ways) == (theirs.grid, theirs.both_ways)
         assert (ours.deep is None) == (theirs.deep is None) and (ours.deep is None or np.array_equal(ours.deep, theirs.deep))
         before = ours.numbered(0) if ours.numbered else ()
         assert found.sights[SEEN].places(*PICTURES[name].shape[:2]) == len(before) + len(ours.tokens)
-    turned = axes_of(folder, read_config(folder))
+    turned = mrope_axes(folder, read_config(folder))
     assert (found.axes is None) == (turned is None) and (turned is None or np.array_equal(found.axes, turned))
     assert found.sights[SEEN].placeholder == wanted.placeholder and found.sights[SEEN].bytes_needed() > mmproj.stat().st_size // 2
 
@@ -80,7 +80,7 @@ def test_smaller_types_see_nearly_the_same(tmp_path: Path, kind: str, most: floa
     seeing(folder, "mistral3", SEEN_BY["mistral3"], hidden_size=64, intermediate_size=96, num_attention_heads=2)
     model, mmproj = write_pair(folder, tmp_path / "files", kind)
     assert {each.tensor_type.name for each in gguf.GGUFReader(mmproj).tensors} >= {kind, "F32"}
-    ours, wanted = (each.see(PICTURES["photo"], Work()).rows for each in (album(model).sights[SEEN], opened(folder)))
+    ours, wanted = (each.see(PICTURES["photo"], EncodingJob()).rows for each in (album(model).sights[SEEN], opened(folder)))
     off = np.abs(ours - wanted).max() / np.abs(wanted).max()
     assert 0 < off < most
 
@@ -90,7 +90,7 @@ def test_every_type_has_a_tower_and_what_is_known_of_its_keys() -> None:
     written |= {"gemma3nv", "hunyuanocr", "kimivl"}  # in tests of those families; and what files of hunyuanvl were called first
     assert PROJECTORS["hunyuanocr"] == PROJECTORS["hunyuanvl"] and BUILDERS["hunyuanocr"] is BUILDERS["hunyuanvl"]
     assert PROJECTORS.keys() == BUILDERS.keys() and written == PROJECTORS.keys()
-    assert set(MODELS.values()) <= SIGHTS.keys()
+    assert set(MODELS.values()) <= VISION_ENCODERS.keys()
     assert {text for each in PROJECTORS.values() for text in each.texts} >= MODELS.keys()
 
 
@@ -98,7 +98,7 @@ def test_without_such_a_file_the_missing_one_is_named(gemma: tuple[Path, Path, P
     alone = tmp_path / "alone.gguf"
     alone.symlink_to(gemma[1])
     with pytest.raises(EffllmError, match=r"alone\.gguf is only the text part of a model: there is no mmproj file beside it") as raised:
-        demand_sight(alone, read_config(alone))
+        check_modality(alone, read_config(alone))
     assert "mmproj-*.gguf" in raised.value.hint and "--mmproj FILE" in raised.value.hint
     found = album(alone)
     assert not found.sights and found.refused[SEEN].message == raised.value.message
@@ -166,7 +166,7 @@ def test_a_file_that_is_broken_or_of_another_model_is_refused_in_a_line(gemma: t
     path = tmp_path / "mmproj.gguf"
     write(gemma[0], path)
     with pytest.raises(EffllmError, match=said) as raised:
-        album(gemma[1], path).sights[SEEN].see(PICTURES["square"], Work())
+        album(gemma[1], path).sights[SEEN].see(PICTURES["square"], EncodingJob())
     assert hint in raised.value.hint and "\n" not in raised.value.message and raised.value.hint
 
 
@@ -191,7 +191,7 @@ def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path],
     path = gemma[2].parent.parent / "noise-mmproj-.gguf"
     path.write_bytes(raw)
     try:
-        album(gemma[1], path).sights[SEEN].see(PICTURES["tiny"], Work())
+        album(gemma[1], path).sights[SEEN].see(PICTURES["tiny"], EncodingJob())
     except EffllmError as error:
         assert error.hint
 

@@ -19,10 +19,10 @@ from sight_models import FIRST, PICTURES, opened, seeing
 
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark, rendered
-from effllm.runtime.images.senses import PICTURES as SEEN
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker, render_with_media
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -48,12 +48,12 @@ def hold_a_picture(model: Path, family: str, transformer: torch.nn.Module) -> No
     """Logits behind a picture in a prompt of the files at `model` are the transformer's."""
     engine = list(open_engine(model, OPTIONS))[-1]
     try:
-        engine.album = album_of(model, engine.config)
+        engine.album = open_media(model, engine.config)
         assert engine.album.sights, engine.album.refused
         points = PICTURES["photo"]
         picture = engine.album.take(points)
         prompts = Prompts(Tokenizer.load(model, engine.config), album=engine.album)
-        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
         list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
@@ -123,11 +123,11 @@ def test_a_run_is_shown_a_picture(files: tuple[Path, Path, Path]) -> None:
 def test_a_template_that_knows_no_pictures_has_the_words_around_one() -> None:
     """As Qwen's models ask for them: other towers put theirs there themselves."""
     plain = lambda messages: "".join(f"<|{each['role']}|>{each['content'] + ''}<|end|>" for each in messages)  # noqa: E731
-    picture = mark("0" * 32)
+    picture = media_marker("0" * 32)
     said = [{"role": "user", "content": f"{picture}\nWhat is it?"}]
-    assert rendered(plain, said, {SEEN: ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>")}) \
+    assert render_with_media(plain, said, {SEEN: ("<|image_pad|>", "<|vision_start|><|image_pad|><|vision_end|>")}) \
         == f"<|user|><|vision_start|>{picture}<|vision_end|>\nWhat is it?<|end|>"
-    assert rendered(plain, said, {SEEN: ("<image>",) * 2}) == f"<|user|>{picture}\nWhat is it?<|end|>"
+    assert render_with_media(plain, said, {SEEN: ("<image>",) * 2}) == f"<|user|>{picture}\nWhat is it?<|end|>"
 
 
 # -- llama.cpp ----------------------------------------------------------------------------------------------------------------------
@@ -152,7 +152,7 @@ def test_llamacpp_sees_the_same_in_the_same_file(family: str, tmp_path: Path, mo
         points = np.tile(points, (3, 3, 1))
     if family.startswith("glm") and family != "glm5_next":  # which makes small ones larger
         points = np.tile(PICTURES["square"], (5, 5, 1))
-    seen = opened(tmp_path / "folder").see(points, Work())
+    seen = opened(tmp_path / "folder").see(points, EncodingJob())
     if family in CLASS:
         monkeypatch.setattr("projector_files._tensors", further(sys.modules["projector_files"]))
     if family == "llama4":
@@ -231,7 +231,7 @@ def rows_of_llamacpp(peer: ModuleType, model: Path, mmproj: Path, bitmap_of: Cal
         assert mtmd_cpp.mtmd_encode_chunk(context, chunk) == 0
         made_rows = np.ctypeslib.as_array(mtmd_cpp.mtmd_get_output_embd(context), (count * size,)).reshape(count, size)
         rows.append(made_rows.copy())
-        tokens += [PLACE] * count
+        tokens += [ROW_PLACEHOLDER] * count
     mtmd_cpp.mtmd_free(context)
     peer.llama_model_free(loaded)
     return np.concatenate(rows), tokens

@@ -15,7 +15,7 @@ from test_sight_kept import seeing
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.events import Progress
 from effllm.runtime.files import written
-from effllm.runtime.images import Work
+from effllm.runtime.images import EncodingJob
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
@@ -38,7 +38,7 @@ def held_against(whole: Path, made: Path) -> None:
     with TensorStore.of_file(made / written.TOWER) as own, TensorStore.open(whole) as all_of_it:
         assert own.tensors and all(np.array_equal(own.read(info), all_of_it.read(all_of_it.tensors[name]))
                                    for name, info in own.tensors.items())
-    first, second = (opened(each).see(PICTURES["photo"], Work()) for each in (whole, made))
+    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (whole, made))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 

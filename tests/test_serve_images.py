@@ -17,8 +17,8 @@ from video_files import as_video
 
 from effllm.cli.server import pictures
 from effllm.cli.server.pictures import NOT_FETCHED, Sent, Taking
-from effllm.runtime.images.album import Album, Picture
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images.media import MediaCache, MediaItem
+from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.video_file import decode_video
 
 __all__ = ["folder"]  # a fixture
@@ -195,7 +195,7 @@ def test_addresses_of_data_are_read_however_they_are_written(server, url):
 
 @pytest.mark.parametrize("kind", ["alone", "counted", "beside another"])
 def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kind):
-    asked = [{"role": "user", "content": f"see {mark('1' * 32)} here"}]
+    asked = [{"role": "user", "content": f"see {media_marker('1' * 32)} here"}]
     reply = {"alone": lambda: server.chat(asked, **FIXED), "counted": lambda: server.message(asked, path="/v1/messages/count_tokens"),
              "beside another": lambda: server.chat([*parts(URLS[0]), *asked], **FIXED)}[kind]()
     assert reply.status == 400 and "send it with the request" in reply.json["error"]["message"]
@@ -203,15 +203,15 @@ def test_a_text_cannot_stand_for_a_picture_that_did_not_come_with_it(server, kin
 
 def test_pictures_are_made_one_after_the_other_and_only_so_many_wait(monkeypatch):
     """A few bytes may come to many points."""
-    running, most, album = [], [], Album({})
+    running, most, album = [], [], MediaCache({})
 
     class Seer:
         sees = True
 
-        def demand_sight(self) -> Album:
+        def demand_sight(self) -> MediaCache:
             return album
 
-        def picture(self, data: bytes, where: str) -> Picture:
+        def picture(self, data: bytes, where: str) -> MediaItem:
             running.append(where)
             most.append(len(running))
             time.sleep(0.01)

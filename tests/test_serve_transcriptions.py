@@ -16,12 +16,12 @@ from whisper_models import written_whisper
 
 from effllm.cli.server.form_data import parts_of
 from effllm.cli.server.problems import Problem
-from effllm.runtime.audio.pieces import FRAME, PAUSE, pieces
-from effllm.runtime.audio.tower_hearing import Hearing
-from effllm.runtime.audio.transcript import cues
-from effllm.runtime.audio.transcription import conversation
+from effllm.runtime.audio.audio_tower import AudioTower
+from effllm.runtime.audio.chunking import FRAME, PAUSE, split_at_pauses
+from effllm.runtime.audio.transcript import subtitles
+from effllm.runtime.audio.transcription import transcription_messages
 from effllm.runtime.audio.voxtral import Voxtral
-from effllm.runtime.images.senses import RATE
+from effllm.runtime.images.modality import SAMPLE_RATE
 
 PATH, BOUNDARY = "/v1/audio/transcriptions", "a38b1f6dd4ab4bf5b3c2b4b7b7c1d4a2"
 WAV = as_wav(sound(0.7))
@@ -114,18 +114,19 @@ def test_a_model_that_does_not_hear_says_so() -> None:
 def test_each_family_is_asked_in_its_own_words() -> None:
     plain = SimpleNamespace(asks_to_transcribe="Write.", transcribes="", heads_text="", narrowing=None)
     by_token = SimpleNamespace(transcribes=Voxtral.transcribes, heads_text="", narrowing=None)
-    assert conversation(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
+    assert transcription_messages(plain, {}, "M", "de") == [{"role": "user", "content": "MWrite. It is in de."}]
     added = {"[TRANSCRIBE]": 34}
-    assert conversation(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},
+    assert transcription_messages(by_token, added, "M", "de", "hint") == [{"role": "user", "content": "M"},
                                                                 {"role": "assistant", "content": "lang:de[TRANSCRIBE]"}]
-    assert conversation(by_token, added, "M")[1]["content"] == "[TRANSCRIBE]"
-    assert len(conversation(by_token, added, "M", translates=True)) == 1
-    assert Hearing.asks_to_transcribe and conversation(Hearing, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
+    assert transcription_messages(by_token, added, "M")[1]["content"] == "[TRANSCRIBE]"
+    assert len(transcription_messages(by_token, added, "M", translates=True)) == 1
+    assert AudioTower.asks_to_transcribe
+    assert transcription_messages(AudioTower, added, "M") == [{"role": "user", "content": "MTranscribe the speech."}]
 
 
 def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Served) -> None:
     """Qwen2-Audio's here takes a second: pieces are cut where it is quiet, silence between them is left out, and times are theirs."""
-    parts = [sound(0.6), np.zeros(RATE, np.float32), sound(0.8, seed=2), np.zeros(RATE // 2, np.float32), sound(0.5, seed=3)]
+    parts = [sound(0.6), np.zeros(SAMPLE_RATE, np.float32), sound(0.8, seed=2), np.zeros(SAMPLE_RATE // 2, np.float32), sound(0.5, seed=3)]
     alone = [heard(server, file=as_wav(parts[0])).json["text"], *(heard(server, file=as_wav(each)).json["text"] for each in parts[2::2])]
     assert all(alone)
     wav = as_wav(np.concatenate(parts))
@@ -148,7 +149,7 @@ def test_a_sound_is_written_down_in_pieces_as_long_as_the_model_takes(server: Se
 
 def test_several_sounds_are_written_down_at_once_by_layers_that_attend_to_them(tmp_path: Path) -> None:
     written_whisper(tmp_path)
-    sounds = [as_wav(np.concatenate([sound(0.8, seed), np.zeros(RATE, np.float32), sound(0.6, seed + 4)])) for seed in range(4)]
+    sounds = [as_wav(np.concatenate([sound(0.8, seed), np.zeros(SAMPLE_RATE, np.float32), sound(0.6, seed + 4)])) for seed in range(4)]
     with serving("-np", "3", "-n", "20", model=str(tmp_path)) as server, ThreadPoolExecutor(4) as pool:
         def written(wav: bytes) -> dict:
             return heard(server, file=wav, response_format="verbose_json").json
@@ -172,21 +173,21 @@ def test_a_model_that_writes_down_alone_has_no_system_prompt_and_ends(tmp_path: 
 
 
 def test_a_quiet_sound_has_the_pieces_of_a_loud_one() -> None:
-    samples = np.concatenate([sound(0.6), np.zeros(RATE, np.float32), sound(0.8, seed=2)])
-    times = [[(each.begin_s, each.end_s) for each in pieces(samples * np.float32(scale), 1.0)] for scale in (1.0, 5e-4)]
+    samples = np.concatenate([sound(0.6), np.zeros(SAMPLE_RATE, np.float32), sound(0.8, seed=2)])
+    times = [[(each.begin_s, each.end_s) for each in split_at_pauses(samples * np.float32(scale), 1.0)] for scale in (1.0, 5e-4)]
     assert len(times[0]) >= 2 and times[0] == times[1]
 
 
 def test_a_subtitle_is_a_line() -> None:
-    assert cues([(0, 1, "a\n\nb --> c")], False) == "1\n00:00:00,000 --> 00:00:01,000\na b --> c\n"
+    assert subtitles([(0, 1, "a\n\nb --> c")], False) == "1\n00:00:00,000 --> 00:00:01,000\na b --> c\n"
 
 
-@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * RATE)), min_size=1, max_size=6), st.floats(0.5, 4))
+@given(st.lists(st.tuples(st.booleans(), st.integers(1, 3 * SAMPLE_RATE)), min_size=1, max_size=6), st.floats(0.5, 4))
 def test_pieces_are_all_that_is_heard(parts: list[tuple[bool, int]], most_s: float) -> None:
     samples = np.concatenate([np.full(count, 0.1 if is_heard else 0.0, np.float32) for is_heard, count in parts])
-    found = pieces(samples, most_s)
-    assert found and all(len(each.samples) <= max(most_s * RATE, PAUSE * FRAME) for each in found)
-    assert all(0 <= each.begin_s < each.end_s <= len(samples) / RATE for each in found)
+    found = split_at_pauses(samples, most_s)
+    assert found and all(len(each.samples) <= max(most_s * SAMPLE_RATE, PAUSE * FRAME) for each in found)
+    assert all(0 <= each.begin_s < each.end_s <= len(samples) / SAMPLE_RATE for each in found)
     assert all(before.end_s <= after.begin_s for before, after in zip(found, found[1:]))
     assert sum(np.count_nonzero(each.samples) for each in found) == np.count_nonzero(samples)
 

@@ -8,8 +8,8 @@ from sight_models import PICTURES, config_changed, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
@@ -42,15 +42,15 @@ def test_values_and_rows_are_those_of_transformers(blip, name) -> None:
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0].numpy())
     with torch.inference_mode():
         wanted = model.get_image_features(ready["pixel_values"]).pooler_output[0].numpy()
-    seen = sight.see(picture, Work())
-    assert seen.tokens == (PLACE,) * 6 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    seen = sight.see(picture, EncodingJob())
+    assert seen.tokens == (ROW_PLACEHOLDER,) * 6 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
 def test_a_question_stands_behind_its_picture(blip) -> None:
     """Before the word that begins a text, as its processor has them."""
     folder, _ = blip
     tokenizer, config = Tokenizer.load(folder, read_config(folder)), read_config(folder)
-    prompts = Prompts(tokenizer, album=album_of(folder, config))
+    prompts = Prompts(tokenizer, album=open_media(folder, config))
     photo = prompts.album.take(PICTURES["photo"])
     list(prompts.album.see([photo]))
     ids = prompts.encoded(prompts.rendered([{"role": "user", "content": f"{photo.mark}Is it a fox?"}], None))
@@ -78,4 +78,4 @@ def test_what_is_made_otherwise_is_refused_by_name(blip, tmp_path) -> None:
     config_changed(tmp_path, "preprocessor_config.json", size={"height": 40, "width": 40})
     config_changed(tmp_path, "config.json", num_query_tokens=7)
     with pytest.raises(EffllmError, match=r"query_tokens is \[1, 6, 36\], but config.json says \[7, 36\]"):
-        opened(tmp_path).see(PICTURES["photo"], Work())
+        opened(tmp_path).see(PICTURES["photo"], EncodingJob())

@@ -15,11 +15,11 @@ from transformers.models.unlimited_ocr.processing_unlimited_ocr import Unlimited
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.images.preprocessor import BICUBIC, resized
-from effllm.runtime.images.tower_weights import is_of_tower, own_name
+from effllm.runtime.images.tower_weights import canonical_name, is_of_tower
 from effllm.runtime.source import open_store
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -47,7 +47,7 @@ def test_values_and_tokens(pages, name):
     assert all(np.array_equal(own, theirs) for own, theirs in zip(values[:-1], ready.get("pixel_values_local", ()), strict=True))
     counted = SimpleNamespace(image_processor=processor, patch_size=sight.patch, downsample_ratio=4, image_token="i")
     told = DeepseekOcr2Processor.replace_image_token(counted, ready, 0)
-    assert sight.tokens(*picture.shape[:2]) == (PLACE,) * len(told)
+    assert sight.tokens(*picture.shape[:2]) == (ROW_PLACEHOLDER,) * len(told)
 
 
 @pytest.mark.slow  # the logits in test_sight_whole.py are of such rows
@@ -69,10 +69,10 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
     save_file({name: tensor.numpy() for name, tensor in model.state_dict().items()}, tmp_path / "model.safetensors")
     published = load_file(folder / "model.safetensors")
     assert any("sam_model.blocks." in name for name in published) and not any("sam_model" in name for name in model.state_dict())
-    assert {own_name(name) for name in published if is_of_tower(name, "deepseek_ocr2")} == {
-        own_name(name) for name in model.state_dict() if is_of_tower(name, "deepseek_ocr2")}
+    assert {canonical_name(name) for name in published if is_of_tower(name, "deepseek_ocr2")} == {
+        canonical_name(name) for name in model.state_dict() if is_of_tower(name, "deepseek_ocr2")}
     assert all(is_of_tower(name, "deepseek_ocr2") != name.startswith(TEXT) for name in published)
-    seen, wanted = (opened(each).see(PICTURES["tiny"], Work()).rows for each in (tmp_path, folder))
+    seen, wanted = (opened(each).see(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
     with open_store(tmp_path) as ours, open_store(folder) as theirs:
         text = {name for name in theirs.tensors if name.startswith(TEXT)}
@@ -83,14 +83,14 @@ def test_tensors_as_transformers_calls_them_itself(pages, tmp_path):
 def test_a_prompt_is_the_one_that_it_was_trained_on(pages, count):
     folder, *_ = pages
     config = read_config(folder)
-    album = album_of(folder, config)
+    album = open_media(folder, config)
     words = Tokenizer.load(folder, config)
     prompts, shown = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("tiny", "gray")[:count]]
     list(album.see(shown))
-    asked = "".join(mark(each.digest) for each in shown) + "Free OCR."
+    asked = "".join(media_marker(each.digest) for each in shown) + "Free OCR."
     text = prompts.rendered([{"role": "user", "content": asked}], None)
     begin = words.special_tokens.get("bos_token", "")
-    assert text == begin + "".join(f"{mark(each.digest)}\n" for each in shown) + "Free OCR."
+    assert text == begin + "".join(f"{media_marker(each.digest)}\n" for each in shown) + "Free OCR."
     assert sum(token >= 1 << 40 for token in prompts.encoded(text)) == sum(len(each.seen.rows) for each in shown)
 
 
@@ -115,7 +115,7 @@ def test_pages_of_unlimited_ocr(unlimited, name):
     counted = SimpleNamespace(image_processor=processor, patch_size=sight.patch, downsample_ratio=4, image_token="i")
     told = UnlimitedOcrProcessor.replace_image_token(counted, ready, 0)
     seen = held_against(sight, picture, model, ready)
-    assert seen.tokens == (PLACE,) * len(told)
+    assert seen.tokens == (ROW_PLACEHOLDER,) * len(told)
 
 
 def test_unlimited_ocr_may_squeeze_whole_pages(unlimited, tmp_path):
@@ -131,7 +131,7 @@ def test_unlimited_ocr_may_squeeze_whole_pages(unlimited, tmp_path):
     gray = opened(unlimited[0]).values(PICTURES["wide"])[0][-1]
     assert np.array_equal(padded[0][0], gray) and padded[0][0].shape == squeezed[0][0].shape
     assert np.array_equal(squeezed[0][0], sight.scale(resized(PICTURES["wide"], 64, 64, 3))) and not np.array_equal(squeezed[0][0], gray)
-    assert len(sight.see(PICTURES["wide"], Work()).rows) == 4 * 5 + 1
+    assert len(sight.see(PICTURES["wide"], EncodingJob()).rows) == 4 * 5 + 1
 
 
 def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, tmp_path):
@@ -146,16 +146,16 @@ def test_tensors_of_unlimited_ocr_as_transformers_calls_them_itself(unlimited, t
     for names in (published, model.state_dict()):
         text = (*TEXT, *(name.replace("model.", "model.language_model.", 1) for name in TEXT))
         assert all(is_of_tower(name, "unlimited_ocr") != name.startswith(text) for name in names)
-    seen, wanted = (opened(each).see(PICTURES["tiny"], Work()).rows for each in (tmp_path, folder))
+    seen, wanted = (opened(each).see(PICTURES["tiny"], EncodingJob()).rows for each in (tmp_path, folder))
     assert np.array_equal(seen, wanted)
 
 
 def test_a_prompt_of_unlimited_ocr(unlimited):
     folder, *_ = unlimited
     config = read_config(folder)
-    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    album, words = open_media(folder, config), Tokenizer.load(folder, config)
     shown = [album.take(PICTURES[name]) for name in ("tiny", "gray")]
-    asked = "".join(mark(each.digest) for each in shown) + "Multi page parsing."
+    asked = "".join(media_marker(each.digest) for each in shown) + "Multi page parsing."
     text = Prompts(words, album=album).rendered([{"role": "user", "content": asked}], None)
     assert text == words.special_tokens.get("bos_token", "") + asked
 
@@ -180,10 +180,10 @@ def test_deepseek_ocr_sees_as_unlimited_ocr(unlimited, tmp_path, name):
     ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
     held_against(opened(tmp_path), PICTURES[name], model, ready)
     words = Tokenizer.load(tmp_path, read_config(tmp_path))
-    shown = album_of(tmp_path, read_config(tmp_path)).take(PICTURES["tiny"])
-    text = Prompts(words, album=album_of(tmp_path, read_config(tmp_path))).rendered(
-        [{"role": "user", "content": f"{mark(shown.digest)}Free OCR."}], None)
-    assert text == f"{words.special_tokens.get('bos_token', '')}{mark(shown.digest)}\nFree OCR."
+    shown = open_media(tmp_path, read_config(tmp_path)).take(PICTURES["tiny"])
+    text = Prompts(words, album=open_media(tmp_path, read_config(tmp_path))).rendered(
+        [{"role": "user", "content": f"{media_marker(shown.digest)}Free OCR."}], None)
+    assert text == f"{words.special_tokens.get('bos_token', '')}{media_marker(shown.digest)}\nFree OCR."
 
 
 def test_deepseek_ocr_2_as_it_was_published(pages, tmp_path):
@@ -213,7 +213,7 @@ def test_what_unlimited_ocr_may_not_have_is_refused(unlimited):
     config_changed(folder, "config.json", vision_config={**vision, "encoder_config": {**vision["encoder_config"], "hidden_size": 20}})
     try:
         with pytest.raises(ConfigError, match="hidden_size is 20, expected the 24 of downsample_channels"):
-            opened(folder).see(PICTURES["tiny"], Work())
+            opened(folder).see(PICTURES["tiny"], EncodingJob())
     finally:
         (folder / "config.json").write_text(before)
 
@@ -253,7 +253,7 @@ def test_a_tensor_that_is_missing_is_named(pages, tmp_path):
     tensors = load_file(folder / "model.safetensors")
     save_file({name: tensor for name, tensor in tensors.items() if "view_seperator" not in name}, tmp_path / "model.safetensors")
     with pytest.raises(CheckpointError, match="view_separator"):
-        opened(tmp_path).see(PICTURES["tiny"], Work())
+        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
 
 
 @pytest.mark.slow

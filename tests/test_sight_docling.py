@@ -9,7 +9,7 @@ from transformers.models.granite_docling.image_processing_pil_granite_docling im
 from transformers.models.granite_docling.processing_granite_docling import GraniteDoclingProcessor
 
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import ROW_PLACEHOLDER
 
 WORDS = ["<image>", "<fake_token_around_image>", "<global-img>",
          *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))]
@@ -46,7 +46,7 @@ def test_rows_and_words_are_those_of_transformers(model, ready, name):
     assert np.abs(seen.deep - wanted).max() < 2e-5 * np.abs(wanted).max()
     words = words_of(folder)
     told = words.encode(GraniteDoclingProcessor(ready, words, image_seq_len=1).replace_image_token(given, 0), add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in told] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in told] == list(seen.tokens)
 
 
 def test_finer_rows_of_a_model_that_has_none_are_refused(model):

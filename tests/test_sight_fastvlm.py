@@ -20,9 +20,9 @@ from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.images import Work, fast_vlm
+from effllm.runtime.images import EncodingJob, fast_vlm
 from effllm.runtime.images.fastvit import ByChannel
-from effllm.runtime.images.tower_parts import Crew, gelu
+from effllm.runtime.images.tower_ops import WorkerPool, gelu
 from effllm.runtime.prepare import EngineOptions
 
 SQUARE = {"height": 192, "width": 192}
@@ -55,7 +55,7 @@ def test_a_convolution_by_channel_is_torchs(data):
     rng = np.random.default_rng(draw(st.integers(0, 9)))
     x, weight, bias = (rng.normal(size=shape).astype(np.float32)
                        for shape in ((channels, height, width), (channels * times, side, side), channels * times))
-    with Crew(draw(st.sampled_from([1, 3])), Work()) as crew:
+    with WorkerPool(draw(st.sampled_from([1, 3])), EncodingJob()) as crew:
         ours = ByChannel(weight, bias, stride, gelu)(x, crew)
     theirs = F.gelu(F.conv2d(torch.tensor(x), torch.tensor(weight)[:, None], torch.tensor(bias), stride, side // 2, groups=channels))
     assert ours.shape == theirs.shape and np.abs(ours - theirs.numpy()).max() < 2e-5
@@ -63,9 +63,9 @@ def test_a_convolution_by_channel_is_torchs(data):
 
 def test_maps_larger_than_a_piece_are_those_of_small_ones(fast, monkeypatch):
     sight = opened(fast[0])
-    rows = sight.see(PICTURES["photo"], Work()).rows
+    rows = sight.see(PICTURES["photo"], EncodingJob()).rows
     monkeypatch.setattr("effllm.runtime.images.fastvit.PIECE", 1)
-    assert np.array_equal(opened(fast[0]).see(PICTURES["photo"], Work()).rows, rows)
+    assert np.array_equal(opened(fast[0]).see(PICTURES["photo"], EncodingJob()).rows, rows)
 
 
 def test_a_published_config_is_known_to_the_last_key():
@@ -123,7 +123,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
     values = processor(PICTURES["photo"], input_data_format="channels_last", return_tensors="np")["pixel_values"][0]
     assert np.array_equal(sight.values(PICTURES["photo"])[0].transpose(2, 0, 1), values) and sight.written == "<image>\n"
     config_changed(folder, "preprocessor_config.json", do_pad=True, image_mean=[0.0] * 3, image_std=[1.0] * 3)
-    assert np.array_equal(sight.see(PICTURES["photo"], Work()).rows, opened(folder).see(PICTURES["photo"], Work()).rows)
+    assert np.array_equal(sight.see(PICTURES["photo"], EncodingJob()).rows, opened(folder).see(PICTURES["photo"], EncodingJob()).rows)
     *said, engine = open_engine(first, EngineOptions(device="cpu", ctx=128))
     engine.close()
     assert not [each for each in said if isinstance(each, Notice) and "not used" in each.text]
@@ -136,7 +136,7 @@ def test_a_folder_as_first_published_sees_the_same(fast, tmp_path, monkeypatch):
 
 
 def test_what_is_done_of_a_picture_is_said(fast):
-    work = Work()
+    work = EncodingJob()
     opened(fast[0]).see(PICTURES["odd"], work)
     assert work.done == work.total == sum(ARGS["layers"])
 

@@ -7,7 +7,7 @@ from sight_models import FIRST, PICTURES, SHAPES, UnifiedReady, config_changed, 
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import ROW_PLACEHOLDER
 
 WORDS = ["<|image|>", "<|image>", "<image|>"]
 TOWER = {"hidden_size": 48, "intermediate_size": 72, "num_hidden_layers": 3, "num_attention_heads": 3, "num_key_value_heads": 3,
@@ -46,7 +46,7 @@ def test_rows_are_those_of_transformers(gemma, name):
     assert np.array_equal(values.reshape(rows, 4, columns, 4, 3).swapaxes(1, 2).reshape(rows * columns, -1),
                           ready["pixel_values"][0][: rows * columns])
     seen = held_against(sight, picture, model, ready)
-    assert seen.tokens == (FIRST + 1, *(PLACE,) * count, FIRST + 2)
+    assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * count, FIRST + 2)
     assert seen.in_windows and seen.both_ways == (model.config.text_config.use_bidirectional_attention == "vision")
 
 
@@ -70,7 +70,7 @@ def test_rows_without_a_tower(unified, name):
     seen = held_against(sight, picture, model, made_ready)
     same = Gemma4ImageProcessorPil(patch_size=4, max_soft_tokens=70)(picture, input_data_format="channels_last", return_tensors="np")
     count = int(same["num_soft_tokens_per_image"][0])
-    assert seen.tokens == (FIRST + 1, *(PLACE,) * count, FIRST + 2) and seen.both_ways and seen.in_windows
+    assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * count, FIRST + 2) and seen.both_ways and seen.in_windows
     assert np.isclose(made_ready["pixel_values"].double().sum(), same["pixel_values"].astype(float).sum())
 
 

@@ -8,9 +8,9 @@ from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2Im
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 
 from effllm.runtime.config import read_config
-from effllm.runtime.images import PLACE
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images import ROW_PLACEHOLDER
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
@@ -42,14 +42,15 @@ def test_rows(got, name):
 def test_a_prompt_is_the_one_that_it_was_trained_on(got, pages, asked):
     folder, _, processor = got
     config = read_config(folder)
-    album = album_of(folder, config)
+    album = open_media(folder, config)
     prompts = Prompts(Tokenizer.load(folder, config), album=album)
     points = [PICTURES[name] for name in ("photo", "tall")[:pages]]
     shown = [album.take(each) for each in points]
     list(album.see(shown))
-    ids = prompts.encoded(prompts.rendered([{"role": "user", "content": "".join(mark(each.digest) for each in shown) + asked}], None))
+    ids = prompts.encoded(prompts.rendered([{"role": "user", "content": "".join(media_marker(each.digest) for each in shown) + asked}],
+                                           None))
     _, text, *_ = GotOcr2Processor(processor, words_of(folder)).prepare_inputs_layout(
         images=points[0] if pages == 1 else [points], format="format" in asked, multi_page=pages > 1, images_kwargs={})
-    rows = sum(each.seen.tokens.count(PLACE) for each in shown)
+    rows = sum(each.seen.tokens.count(ROW_PLACEHOLDER) for each in shown)
     told = words_of(folder).encode(text[0].replace("<imgpad>", "<imgpad>" * rows), add_special_tokens=False)
     assert [FIRST if token >= 1 << 40 else token for token in ids] == told

@@ -20,8 +20,8 @@ from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
-from effllm.runtime.images import Work
-from effllm.runtime.images.turning import ORDER, axes_of, followed, id_of
+from effllm.runtime.images import EncodingJob
+from effllm.runtime.images.mrope import ORDER, media_token_id, mrope_axes, track_positions
 from effllm.runtime.prepare import EngineOptions
 
 ROPE = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "xdrope",
@@ -77,7 +77,7 @@ def test_a_folder_by_the_newer_names_is_the_same(hunyuan, tmp_path):
         made[name] = each
     assert not any("vit." in name or "perceive" in name for name in made)
     save_file(made, copied(folder, tmp_path) / "model.safetensors")
-    older, newer = (opened(each).see(PICTURES["odd"], Work()).rows for each in (folder, tmp_path))
+    older, newer = (opened(each).see(PICTURES["odd"], EncodingJob()).rows for each in (folder, tmp_path))
     assert np.array_equal(older, newer)
 
 
@@ -91,11 +91,11 @@ def test_positions_are_known_by_both_names(hunyuan, tmp_path):
         config = read_config(tmp_path, strict=True)
         assert config.family == "hunyuan_v1_dense" and config.tie_word_embeddings
         assert config.ropes[0].kind == "default" and config.ropes[0].theta == pytest.approx(10_000 * 1000 ** (24 / 22))
-        assert (axes_of(tmp_path, config) - ORDER).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
+        assert (mrope_axes(tmp_path, config) - ORDER).tolist() == [0, 0, 1, 1, 1, 1, 2, 2, 2, 2, 3, 3]
     wrong = {**said, "text_config": {**said["text_config"], "rope_parameters": {**ROPE, "xdrope_section": [2, 4, 4, 3]}}}
     (tmp_path / "config.json").write_text(json.dumps(wrong))
     with pytest.raises(EffllmError, match="xdrope_section is .2, 4, 4, 3., which shares out no 12 pairs"):
-        axes_of(tmp_path, config)
+        mrope_axes(tmp_path, config)
 
 
 def test_a_published_config_is_known_to_the_last_key():
@@ -119,14 +119,14 @@ def test_three_numbers_leave_the_order_out(hunyuan, tmp_path):
     raw = json.loads((hunyuan[0] / "config.json").read_text())
     raw["text_config"]["rope_parameters"] |= {"mrope_section": [4, 4, 4]}
     (tmp_path / "config.json").write_text(json.dumps(raw))
-    assert (axes_of(tmp_path, read_config(tmp_path)) - ORDER).tolist() == [1] * 4 + [2] * 4 + [3] * 4
+    assert (mrope_axes(tmp_path, read_config(tmp_path)) - ORDER).tolist() == [1] * 4 + [2] * 4 + [3] * 4
 
 
 def test_places_follow_from_the_tokens_alone():
     axes = np.array([0, 1, 2, 3]) + ORDER
-    one, other = ([id_of(number, columns if 0 < row <= lines * columns else 0, row) for row in range(lines * columns + 2)]
+    one, other = ([media_token_id(number, columns if 0 < row <= lines * columns else 0, row) for row in range(lines * columns + 2)]
                   for number, lines, columns in ((5, 2, 3), (6, 2, 2)))
-    held = followed([9, 9], axes)
+    held = track_positions([9, 9], axes)
     places = held.behind([*one, 9, *other, 9], axes)
     assert places[:, 0].tolist() == list(range(2, 18))
     assert places[:, 1].tolist() == [2, 0, 1, 2, 0, 1, 2, 9, 10, 11, 0, 1, 0, 1, 16, 17]
@@ -146,7 +146,7 @@ def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
     ids, kinds, grids = [9, 9], [0, 0], []
     for lines, columns, words, number in shown:
         rows = lines * (columns + 1)
-        ids += [id_of(number, columns + 1 if 0 < row <= rows else 0, row) for row in range(rows + 2)] + [9] * words
+        ids += [media_token_id(number, columns + 1 if 0 < row <= rows else 0, row) for row in range(rows + 2)] + [9] * words
         kinds += [1] * (rows + 2) + [0] * words
         grids.append([1, 2 * lines, 2 * columns])
     config = SimpleNamespace(text_config=SimpleNamespace(rope_parameters={"mrope_section": [1] * 4}),
@@ -155,7 +155,7 @@ def test_places_are_those_of_transformers_wherever_a_chunk_begins(shown, cut):
     wanted, further = HunYuanVLModel.get_rope_index(asked, torch.zeros(1, len(ids), dtype=torch.int64), torch.tensor([kinds]),
                                                     torch.tensor(grids))
     at, axes = int(cut * (len(ids) - 1)), np.arange(4) + ORDER
-    held = followed(ids[:at], axes)
+    held = track_positions(ids[:at], axes)
     found = held.behind([*ids[at:], *ids[2:6]], axes)[: len(ids) - at]
     assert np.array_equal(found, wanted[:, 0, at:].T) and not further.any()
 

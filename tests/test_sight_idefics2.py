@@ -11,8 +11,8 @@ from transformers.models.idefics2.processing_idefics2 import Idefics2Processor
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.images import Work
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images import EncodingJob
+from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
@@ -42,7 +42,7 @@ def test_values_and_rows_are_those_of_transformers(idefics, name):
 def test_words_around_pictures_are_those_of_its_processor(idefics, said):
     folder, _, processor = idefics
     config = read_config(folder)
-    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    album, words = open_media(folder, config), Tokenizer.load(folder, config)
     prompts, pictures = Prompts(words, album=album), [album.take(PICTURES[name]) for name in ("odd", "tiny")]
     list(album.see(pictures))
     prompt = said.format(*(each.mark for each in pictures))
@@ -68,7 +68,7 @@ def test_what_is_made_otherwise_is_refused_by_name(idefics, tmp_path, where, cha
     else:
         config_changed(tmp_path, where, **changes)
     with pytest.raises(EffllmError, match=said):
-        opened(tmp_path).see(PICTURES["tiny"], Work())
+        opened(tmp_path).see(PICTURES["tiny"], EncodingJob())
 
 
 def test_a_picture_without_quarters_is_refused(idefics):

@@ -8,7 +8,7 @@ from transformers.models.idefics3.processing_idefics3 import Idefics3Processor
 from transformers.models.smolvlm.image_processing_pil_smolvlm import SmolVLMImageProcessorPil
 
 from effllm import UsageError
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import ROW_PLACEHOLDER
 
 WORDS = ["<image>", "<fake_token_around_image>", "<global-img>", "<end_of_utterance>",
          *(f"<row_{row}_col_{column}>" for row in range(1, 7) for column in range(1, 7))]
@@ -38,7 +38,7 @@ def test_rows_and_words_are_those_of_transformers(idefics, name):
     seen = held_against(sight, picture, model, ready)
     places = (processor.max_image_size["longest_edge"] // 16) ** 2
     told = Idefics3Processor(processor, words_of(folder), image_seq_len=places)(images=picture, text="<image>")["input_ids"][0]
-    assert [PLACE if token == 4096 else token for token in told] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == 4096 else token for token in told] == list(seen.tokens)
 
 
 def test_a_picture_that_is_nothing_but_long_is_refused(idefics):

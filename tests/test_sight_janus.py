@@ -10,7 +10,7 @@ from sight_models import PICTURES, SHAPES, config_changed, opened, seeing
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 
 # As transformers' layout of the model with a billion parameters is published.
 PUBLISHED = {
@@ -35,8 +35,8 @@ def test_values_and_rows_are_those_of_transformers(both, name) -> None:
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready[0].numpy())
     with torch.inference_mode():
         wanted = model.model.get_image_features(ready).pooler_output[0].numpy()
-    seen = sight.see(picture, Work())
-    assert seen.tokens == (PLACE,) * 36 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
+    seen = sight.see(picture, EncodingJob())
+    assert seen.tokens == (ROW_PLACEHOLDER,) * 36 and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
 
 
 def test_the_published_config_is_that_of_its_text_part() -> None:

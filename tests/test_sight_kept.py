@@ -15,7 +15,7 @@ from effllm.runtime.conversion.on_load import Request, quantize_on_load
 from effllm.runtime.convert import Converted, convert
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.files import written
-from effllm.runtime.images import Work
+from effllm.runtime.images import EncodingJob
 from effllm.runtime.library.verify import Verified, verify
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
@@ -46,7 +46,7 @@ def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
     assert isinstance(result, Converted)
     assert [each for each in said if isinstance(each, Progress) and each.phase == "keeping what sees"][-1].done > 0
     assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
-    first, second = (opened(each).see(PICTURES["photo"], Work()) for each in (folder, out))
+    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (folder, out))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     with TensorStore.of_file(out / written.TOWER) as kept, TensorStore.open(folder) as whole:
         assert kept.tensors and all(np.array_equal(kept.read(info), whole.read(whole.tensors[name])) for name, info in kept.tensors.items())

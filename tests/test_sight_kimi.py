@@ -18,12 +18,12 @@ from sight_models import FIRST, PICTURES, SHAPES, config_changed, held_against, 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 from effllm.runtime.images.kimi_k25 import KimiK25
 from effllm.runtime.images.kimi_vl import LONGEST, KimiVl
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.tower_parts import patches_of
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
+from effllm.runtime.images.tower_ops import patches_of
 from effllm.runtime.prepare import EngineOptions
 
 
@@ -49,7 +49,7 @@ def test_rows_are_those_of_transformers(kimi, name):
     values = patches_of(sight.values(picture), 8)
     assert np.abs(values - ready["pixel_values"].numpy().reshape(values.shape)).max() < 1e-6
     seen = held_against(sight, picture, model, dict(ready))
-    assert seen.tokens == (PLACE,) * (int(ready["image_grid_thw"].prod()) // 4)
+    assert seen.tokens == (ROW_PLACEHOLDER,) * (int(ready["image_grid_thw"].prod()) // 4)
 
 
 @given(st.integers(1, 5000), st.integers(1, 5000), st.integers(16, 900), st.integers(4, 90))
@@ -72,7 +72,7 @@ def test_a_folder_as_it_was_published_is_the_same(kimi, tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps({"media_proc_cfg": {
         "fixed_output_tokens": None, "image_mean": [0.5] * 3, "image_std": [0.5] * 3, "in_patch_limit": 120, "merge_kernel_size": 2,
         "patch_limit_on_one_side": 20, "patch_size": 8}}))
-    assert np.array_equal(*(opened(each).see(PICTURES["tall"], Work()).rows for each in (kimi[0], tmp_path)))
+    assert np.array_equal(*(opened(each).see(PICTURES["tall"], EncodingJob()).rows for each in (kimi[0], tmp_path)))
     assert opened(tmp_path).written.count(opened(tmp_path).placeholder) == 1
 
 
@@ -104,7 +104,7 @@ def test_kimi_vl_is_the_same_tower_under_other_names(kimi, tmp_path):
     sight = opened(tmp_path)
     assert sight.written.count(sight.placeholder) == 1
     for name in ("photo", "odd", "tiny"):
-        first, second = (each.see(PICTURES[name], Work()) for each in (opened(kimi[0]), sight))
+        first, second = (each.see(PICTURES[name], EncodingJob()) for each in (opened(kimi[0]), sight))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     ids = list(range(3, 40))
     ours = []
@@ -126,9 +126,9 @@ def test_files_of_kimi_vl_see_as_its_folder(kimi, tmp_path):
     model, mmproj = tmp_path / "model.gguf", tmp_path / "mmproj-model-f16.gguf"
     assert typed("export", tmp_path / "folder", "-o", model)[0] == 0
     write_projector(tmp_path / "folder", mmproj, "kimivl", json.loads((tmp_path / "folder" / "config.json").read_text()))
-    found, wanted = album_of(model, read_config(model)).sights[SEEN], opened(tmp_path / "folder")
+    found, wanted = open_media(model, read_config(model)).sights[SEEN], opened(tmp_path / "folder")
     for name in ("photo", "odd", "tiny"):
-        first, second = (each.see(PICTURES[name], Work()) for each in (found, wanted))
+        first, second = (each.see(PICTURES[name], EncodingJob()) for each in (found, wanted))
         assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
     assert found.written == wanted.written and found.longest == wanted.longest
 

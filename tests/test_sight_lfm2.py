@@ -8,7 +8,7 @@ from torch.nn.functional import interpolate
 from transformers.models.lfm2_vl.processing_lfm2_vl import Lfm2VlProcessor
 
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.preprocessor import BILINEAR, resized
 
 WORDS = ["<image>", "<|image_start|>", "<|image_end|>", "<|img_thumbnail|>",
@@ -43,7 +43,8 @@ def test_rows_and_words_are_those_of_transformers(lfm, name):
                                      named._compute_tokens_for_image(list(whole), 8, 2), sight.with_small, True)
     for word in WORDS[1:]:
         told = told.replace(word, f" {word} ")
-    ids = [token for piece in told.split() for token in ([PLACE] * len(piece) if set(piece) == {"#"} else [FIRST + WORDS.index(piece)])]
+    ids = [token for piece in told.split() for token in ([ROW_PLACEHOLDER] * len(piece) if set(piece) == {"#"}
+                                                         else [FIRST + WORDS.index(piece)])]
     assert ids == list(seen.tokens)
 
 

@@ -10,9 +10,9 @@ from sight_models import FIRST, PICTURES, SHAPES, made, opened
 from transformers.models.llama4.processing_llama4 import Llama4Processor
 
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE, Work
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -43,11 +43,11 @@ def test_rows_and_words_are_those_of_transformers(llama, name):
     with torch.inference_mode():
         found = model.get_image_features(pixel_values=tiles_of(sight, picture)).last_hidden_state
         wanted = model.multi_modal_projector(found.reshape(-1, found.shape[-1])).numpy()
-    seen = sight.see(picture, Work())
+    seen = sight.see(picture, EncodingJob())
     assert seen.rows.shape == wanted.shape and np.abs(seen.rows - wanted).max() < 2e-5 * np.abs(wanted).max()
     told = Llama4Processor._prompt_split_image(object.__new__(Llama4Processor), sight.grid(*picture.shape[:2]), 4)
     ids = [FIRST + WORDS.index(f"<|{word}|>") for word in told.removeprefix("<|").removesuffix("|>").split("|><|")]
-    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
 def test_values_are_rounded_to_bfloat16_at_every_step(llama):
@@ -59,10 +59,10 @@ def test_logits_behind_a_picture_are_those_of_transformers(llama):
     folder, model = llama
     engine = list(open_engine(folder, EngineOptions(kv="32bit", device="cpu", ctx=512, strict=False, exact=True)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         picture = engine.album.take(PICTURES["photo"])
         prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-        prompt = f"Once {mark(picture.digest)} was a fox in the wood."
+        prompt = f"Once {media_marker(picture.digest)} was a fox in the wood."
         list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])

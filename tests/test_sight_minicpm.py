@@ -11,8 +11,8 @@ from transformers.models.minicpmv4_6.processing_minicpmv4_6 import MiniCPMV4_6Pr
 
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE
-from effllm.runtime.images.album import album_of
+from effllm.runtime.images import ROW_PLACEHOLDER
+from effllm.runtime.images.media import open_media
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
 
@@ -40,14 +40,14 @@ def test_rows_and_words(sliced, name):
                             slice_start_token="<slice>", slice_end_token="</slice>")
     told = MiniCPMV4_6Processor.replace_image_token(marks, ready, 0, image_token_divisor=16 if sight.merges else 4)
     ids = words_of(folder).encode(told, add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
     assert sight.with_numbers == (seen.numbered is not None)
 
 
 def test_pictures_are_numbered_through_a_conversation(sliced):
     folder, _, processor = sliced
     config = read_config(folder)
-    album, words = album_of(folder, config), Tokenizer.load(folder, config)
+    album, words = open_media(folder, config), Tokenizer.load(folder, config)
     prompts = Prompts(words, album=album)
     photo, tall = (album.take(PICTURES[name]) for name in ("photo", "tall"))
     begin = f"One {photo.mark} and {tall.mark} two"

@@ -16,10 +16,10 @@ from sight_models import PICTURES, SHAPES, NemotronReady, config_changed, held_a
 from effllm import EffllmError
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.convert import convert
-from effllm.runtime.images import Work
-from effllm.runtime.images.senses import PICTURES as SEEN
-from effllm.runtime.images.senses import SOUNDS
-from effllm.runtime.images.tower_parts import patches_of
+from effllm.runtime.images import EncodingJob
+from effllm.runtime.images.modality import AUDIO_INPUT
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
+from effllm.runtime.images.tower_ops import patches_of
 
 FAMILY = "nemotron_h_omni"
 PUBLISHED = {"text_config": "llm_config", "audio_config": "sound_config", "vision_hidden_size": "vit_hidden_size",
@@ -84,14 +84,14 @@ def test_the_config_that_was_published_is_the_same_model(omni, tmp_path):
     same = read_config(omni[0], strict=True)
     assert (config.family, config.mixture, config.state_layers) == (same.family, same.mixture, same.state_layers)
     sight = opened(folder)
-    assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.see(PICTURES["tall"], Work()).rows) == sight.places(150, 37) - 2
+    assert sight.scale.mean == (0.4, 0.5, 0.6) and len(sight.see(PICTURES["tall"], EncodingJob()).rows) == sight.places(150, 37) - 2
     assert np.abs(sight.values(PICTURES["odd"]) - opened(omni[0]).values(PICTURES["odd"])).max() > 0.01
 
 
 def test_a_model_without_ears_sees_alone(omni):
-    from effllm.runtime.images import sights_of
+    from effllm.runtime.images import encoders_of
 
-    assert set(sights_of(omni[0], read_config(omni[0]))) == {SEEN} and SOUNDS is not SEEN
+    assert set(encoders_of(omni[0], read_config(omni[0]))) == {SEEN} and AUDIO_INPUT is not SEEN
 
 
 @pytest.mark.parametrize(("file", "changes", "message"), [
@@ -108,7 +108,7 @@ def test_what_is_not_read_is_refused_by_name(omni, tmp_path, file, changes, mess
 
 def test_a_quantized_folder_sees_the_same(omni, tmp_path):
     list(convert(omni[0], tmp_path / "small", options("8bit")))
-    first, second = (opened(each).see(PICTURES["photo"], Work()) for each in (omni[0], tmp_path / "small"))
+    first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (omni[0], tmp_path / "small"))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
 
 
@@ -121,10 +121,10 @@ def test_layers_that_predict_ahead_are_left_out():
 
 def test_places_are_the_corner_of_a_square():
     """Of a long picture as well, whose square is never made."""
-    from effllm.runtime.images.paddleocr_vl import within
+    from effllm.runtime.images.paddleocr_vl import bilinear
 
     table = torch.randn(1, 5, 9, 9)
     at = np.stack(np.divmod(np.arange(3 * 14), 14), axis=1)
     whole = torch.nn.functional.interpolate(table, size=(14, 14), mode="bilinear", align_corners=False)[0, :, :3].permute(1, 2, 0)
-    ours = within(np.ascontiguousarray(table[0].permute(1, 2, 0).numpy()), at, 14)
+    ours = bilinear(np.ascontiguousarray(table[0].permute(1, 2, 0).numpy()), at, 14)
     assert np.abs(ours - whole.reshape(42, 5).numpy()).max() < 1e-5

@@ -16,8 +16,8 @@ from transformers.models.siglip.image_processing_pil_siglip import SiglipImagePr
 from effllm import UsageError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
 from effllm.runtime.kv.both_ways import as_one_pass
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
@@ -43,7 +43,7 @@ def seen(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
 def engine(seen):
     folder = seen[0]
     engine = list(open_engine(folder, OPTIONS))[-1]
-    engine.album = album_of(folder, engine.config)
+    engine.album = open_media(folder, engine.config)
     yield engine
     engine.close()
 
@@ -59,7 +59,7 @@ def test_rows(seen, name):
 
 def asked(engine, folder: Path, question: str, *names: str) -> list[int]:
     prompts = Prompts(Tokenizer.load(folder, engine.config), album=engine.album)
-    marks = "".join(mark(engine.album.take(PICTURES[name]).digest) for name in names)
+    marks = "".join(media_marker(engine.album.take(PICTURES[name]).digest) for name in names)
     prompt = prompts.rendered([{"role": "user", "content": marks + question}], None)
     list(prompts.see(prompt, engine, lambda: False))
     return prompts.encoded(prompt)
@@ -115,7 +115,7 @@ def test_what_such_a_prompt_cannot_do_is_named(seen, tmp_path, options, said):
     config_changed(folder, "tokenizer_config.json", chat_template=None)
     engine = list(open_engine(folder, replace(options, strict=False)))[-1]
     try:
-        engine.album = album_of(folder, engine.config)
+        engine.album = open_media(folder, engine.config)
         ids = asked(engine, folder, "fox " * 120, "photo")
         with pytest.raises(UsageError, match=said):
             list(engine.prefill(ids))

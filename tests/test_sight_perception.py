@@ -10,7 +10,7 @@ from sight_models import PICTURES, SHAPES, PerceptionReady, config_changed, held
 
 from effllm import EffllmError
 from effllm.runtime.config import parse_config
-from effllm.runtime.images import Work
+from effllm.runtime.images import EncodingJob
 
 TEXT, TOWER, WORDS, MORE, _ = CASES["perception_lm"]
 TOWERS = {"a row in front": {}, "none, a norm behind, places of another size": {
@@ -56,7 +56,8 @@ def test_a_picture_alone_where_the_preprocessor_says_so(perception):
     config_changed(folder, "preprocessor_config.json", vision_input_type="vanilla")
     try:
         sight = opened(folder)
-        assert len(sight.values(PICTURES["wide"])) == 1 and len(sight.see(PICTURES["wide"], Work()).rows) == sight.places(30, 171) == 4
+        rows = sight.see(PICTURES["wide"], EncodingJob()).rows
+        assert len(sight.values(PICTURES["wide"])) == 1 and len(rows) == sight.places(30, 171) == 4
     finally:
         ready.save_pretrained(folder)
 

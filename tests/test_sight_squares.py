@@ -9,7 +9,7 @@ from transformers.models.pixtral.image_processing_pil_pixtral import PixtralImag
 
 from effllm import UsageError
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.images import PLACE, Work
+from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob
 
 SQUARE = {"height": 32, "width": 32}
 IMAGE_WORDS = ["[IMG]", "[IMG_BREAK]", "[IMG_END]"]
@@ -51,7 +51,7 @@ def test_gemma(gemma, name):
     words.boi_token, words.boi_token_id, words.eoi_token = "<start_of_image>", FIRST + 1, "<end_of_image>"
     words.image_token, words.image_token_id = "<image_soft_token>", FIRST
     told = Gemma3Processor(processor, words, image_seq_length=4)(images=[picture], text="<start_of_image>")["input_ids"][0]
-    assert [PLACE if token == FIRST else token for token in told] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in told] == list(seen.tokens)
     assert seen.both_ways
 
 
@@ -66,13 +66,13 @@ def test_pixtral(pixtral, name):
     rows, columns = (side // unit for side in ready["image_sizes"][0])
     text = "[IMG_BREAK]".join(["[IMG]" * columns] * rows) + "[IMG_END]"  # as PixtralProcessor writes, which asks for torchvision
     told = words_of(folder).encode(text, add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in told] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in told] == list(seen.tokens)
 
 
 def test_pixtral_takes_the_smallest_picture(pixtral):
     sight = opened(pixtral[0])
-    seen = sight.see(PICTURES["tiny"], Work())
-    assert seen.tokens == (PLACE, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
+    seen = sight.see(PICTURES["tiny"], EncodingJob())
+    assert seen.tokens == (ROW_PLACEHOLDER, FIRST + 2) == sight.tokens(1, 1) and np.isfinite(seen.rows).all() and seen.rows.any()
 
 
 @pytest.fixture(scope="module", params=[8, 16])
@@ -99,7 +99,7 @@ def test_lighton(lighton, name):
         return
     assert np.array_equal(sight.values(picture).transpose(2, 0, 1), ready["pixel_values"][0])
     held_against(sight, picture, model, ready)
-    assert sight.tokens(*picture.shape[:2]) == (PLACE,) * (high * wide)
+    assert sight.tokens(*picture.shape[:2]) == (ROW_PLACEHOLDER,) * (high * wide)
 
 
 def test_a_vocabulary_without_the_words_beside_pictures(gemma, tmp_path):

@@ -38,7 +38,7 @@ from transformers.models.llava_onevision.processing_llava_onevision import Llava
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE
+from effllm.runtime.images import ROW_PLACEHOLDER
 from effllm.runtime.images.preprocessor import IMAGENET_MEAN, IMAGENET_STD
 from effllm.runtime.prepare import EngineOptions
 
@@ -116,7 +116,7 @@ def test_internvl(internvl, name):
     seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     marks = SimpleNamespace(start_image_token="<img>", end_image_token="</img>", image_token="<IMG_CONTEXT>", image_seq_length=4)
     ids = words_of(folder).encode(InternVLProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
 def assert_same_logits(model, folder):
@@ -158,7 +158,7 @@ def test_internvl_as_its_makers_publish_it(template, tmp_path):
     for name in ("photo", "tall", "tiny"):
         ready = processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
         seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
-        assert seen.tokens == (FIRST + 1, *(PLACE,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
+        assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
     assert_same_logits(model, folder)
     seen_when_quantized(tmp_path)
     for name, value in (("ps_version", "v1"), ("use_thumbnail", False)):
@@ -189,7 +189,7 @@ def test_qianfan(tower, tmp_path):
     for name in ("photo", "tall", "tiny"):
         sight, ready = opened(tmp_path), processor(PICTURES[name], input_data_format="channels_last", return_tensors="np")
         seen = held_against(sight, PICTURES[name], model, {"pixel_values": ready["pixel_values"]})
-        assert seen.tokens == (FIRST + 1, *(PLACE,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
+        assert seen.tokens == (FIRST + 1, *(ROW_PLACEHOLDER,) * (4 * int(ready["num_patches"][0])), FIRST + 2)
     (tmp_path / "processor_config.json").write_text('{"image_placeholder_token": "<page>"}')
     assert (sight.placeholder, opened(tmp_path).placeholder) == ("<image>", "<page>")
     config_changed(tmp_path, "config.json", vision_config={**json.loads((tmp_path / "config.json").read_text())["vision_config"],
@@ -220,7 +220,7 @@ def test_aya(aya, name):
     seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     told = AyaVisionProcessor(processor, words_of(folder), patch_size=8, img_size=32, downsample_factor=2)
     ids = words_of(folder).encode(told.replace_image_token(ready, 0), add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
 COHERE = ["<|IMG_PATCH|>", "<|START_OF_IMG|>", "<|END_OF_IMG|>", "<|IMG_LINE_BREAK|>"]
@@ -245,7 +245,7 @@ def test_cohere(cohere, name):
     seen = held_against(sight, picture, model, {"pixel_values": ready["pixel_values"]})
     marks = SimpleNamespace(patch_size=2, image_token=COHERE[0], boi_token=COHERE[1], eoi_token=COHERE[2], img_line_break_token=COHERE[3])
     ids = words_of(folder).encode(Cohere2VisionProcessor.replace_image_token(marks, ready, 0), add_special_tokens=False)
-    assert [PLACE if token == FIRST else token for token in ids] == list(seen.tokens)
+    assert [ROW_PLACEHOLDER if token == FIRST else token for token in ids] == list(seen.tokens)
 
 
 def test_resolutions_that_are_no_tiles(following, tmp_path):

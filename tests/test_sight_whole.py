@@ -11,10 +11,10 @@ from sight_cases import CASES
 from sight_models import FIRST, PICTURES, made
 
 from effllm.runtime.engine import open_engine
-from effllm.runtime.images import PLACE
-from effllm.runtime.images.album import album_of
-from effllm.runtime.images.marks import mark
-from effllm.runtime.images.senses import PICTURES as SEEN
+from effllm.runtime.images import ROW_PLACEHOLDER
+from effllm.runtime.images.media import open_media
+from effllm.runtime.images.media_markers import media_marker
+from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.templates.prompting import Prompts
 from effllm.runtime.text import Tokenizer
@@ -37,11 +37,11 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     points = [PICTURES[name] for name in shown]
     engine = list(open_engine(tmp_path, replace(OPTIONS, ctx=text.get("max_position_embeddings", OPTIONS.ctx))))[-1]
     try:
-        engine.album = album_of(tmp_path, engine.config)
+        engine.album = open_media(tmp_path, engine.config)
         pictures = [engine.album.take(each) for each in points]
         prompts = Prompts(Tokenizer.load(tmp_path, engine.config), album=engine.album)
         around = ("<|IMAGE_START|>", "<|IMAGE_END|>") if family == "ernie4_5_vl_moe" else ("", "")  # which visit experts of pictures too
-        prompt = "Once " + "and ".join(f"{mark(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
+        prompt = "Once " + "and ".join(f"{media_marker(each.digest).join(around)} was a fox in the wood " for each in pictures) + "."
         list(prompts.see(prompt, engine, lambda: False))
         ids = prompts.encoded(prompt)
         ours = np.concatenate([logits.copy() for _, logits in engine.score(ids)])
@@ -56,7 +56,7 @@ def test_logits_behind_pictures_are_those_of_transformers(family, shown, tmp_pat
     if family == "ovis2":  # of whose rows some are words for what is between tiles
         sight = engine.album.sights[SEEN]
         told[told == FIRST] = torch.tensor([word for size in points for part in sight.parts(*size.shape[:2]) for word in
-                                            (sight.lines**2 * [FIRST] if part == PLACE else [FIRST + 2 + part])])
+                                            (sight.lines**2 * [FIRST] if part == ROW_PLACEHOLDER else [FIRST + 2 + part])])
     if family == "molmo2":  # of which every word is a row
         seen = [engine.album.sights[SEEN].values(each) for each in points]
         told[told == FIRST] = torch.tensor([FIRST + words.index(each) for _, _, tokens in seen for each in tokens])

@@ -7,26 +7,27 @@ import pytest
 
 from effllm import UsageError
 from effllm.runtime import audio, images
-from effllm.runtime.audio import DESCRIBED, HEARING
+from effllm.runtime.audio import AUDIO_ENCODERS, OPTIONAL_AUDIO
 from effllm.runtime.families import COMPOSITE, FAMILIES
-from effllm.runtime.images import SIGHTS, sights_of
+from effllm.runtime.images import VISION_ENCODERS, encoders_of
 
 
 def test_every_family_that_sees_is_one_whose_text_part_runs():
-    assert set(SIGHTS) | set(HEARING) <= {*COMPOSITE, *FAMILIES} and set(DESCRIBED) <= set(SIGHTS) & set(HEARING)
-    for package, names in ((images, SIGHTS), (audio, HEARING)):
+    assert set(VISION_ENCODERS) | set(AUDIO_ENCODERS) <= {*COMPOSITE,
+                                                          *FAMILIES} and set(OPTIONAL_AUDIO) <= set(VISION_ENCODERS) & set(AUDIO_ENCODERS)
+    for package, names in ((images, VISION_ENCODERS), (audio, AUDIO_ENCODERS)):
         for name in names.values():
             assert callable(import_module(f".{name}", package.__name__).sight)
 
 
-@pytest.mark.parametrize("kind", sorted(set(COMPOSITE) - set(SIGHTS) - set(HEARING)))
+@pytest.mark.parametrize("kind", sorted(set(COMPOSITE) - set(VISION_ENCODERS) - set(AUDIO_ENCODERS)))
 def test_pictures_of_other_models_are_refused_in_a_line(kind, tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
     with pytest.raises(UsageError, match=f"pictures of {kind} models are not read") as raised:
-        sights_of(tmp_path, None)
+        encoders_of(tmp_path, None)
     assert "text alone works" in raised.value.hint
 
 
 def test_a_model_of_text_takes_none(tmp_path):
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    assert sights_of(tmp_path, None) == {}
+    assert encoders_of(tmp_path, None) == {}

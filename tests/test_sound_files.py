@@ -13,15 +13,16 @@ from transformers import WhisperFeatureExtractor
 from video_files import as_sound, as_video
 
 from effllm import UsageError
-from effllm.runtime.audio import resampling, sound_file
+from effllm.runtime.audio import audio_file, resampling
+from effllm.runtime.audio.audio_file import LEAST_SAMPLES, decode_audio, read_audio
 from effllm.runtime.audio.log_mel import WHISPER, LogMel, log_mel_of, read_extractor
-from effllm.runtime.audio.resampling import resampled
-from effllm.runtime.audio.sound_file import LEAST_SAMPLES, decode_sound, read_sound
+from effllm.runtime.audio.resampling import resample
 from effllm.runtime.audio.wav import PIECE, read_wav
-from effllm.runtime.images.senses import RATE
+from effllm.runtime.images.modality import SAMPLE_RATE
 
 
-def wav(body: bytes, kind: int, bits: int, channels: int = 1, rate: int = RATE, before: bytes = b"", extended: bool = False) -> bytes:
+def wav(body: bytes, kind: int, bits: int, channels: int = 1, rate: int = SAMPLE_RATE, before: bytes = b"",
+        extended: bool = False) -> bytes:
     form = struct.pack("<HHIIHH", 0xFFFE if extended else kind, channels, rate, rate * channels * bits // 8, channels * bits // 8, bits)
     if extended:
         form += struct.pack("<HHIH", 22, bits, 0, kind) + bytes(14)
@@ -43,16 +44,16 @@ KINDS = {"8": (wav(((SAMPLES * 127).round() + 128).astype(np.uint8).tobytes(), 1
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_wav_file_is_read(kind):
     data, within = KINDS[kind]
-    assert np.abs(decode_sound(data, "it") - SAMPLES).max() <= within
+    assert np.abs(decode_audio(data, "it") - SAMPLES).max() <= within
 
 
 def test_channels_are_joined_and_what_a_pipe_left_open_ends_with_the_file():
     both = np.stack([SAMPLES, -SAMPLES / 2], axis=1)
     data = wav(both.tobytes(), 3, 32, channels=2)
-    assert np.abs(decode_sound(data, "it") - SAMPLES / 4).max() < 1e-6
+    assert np.abs(decode_audio(data, "it") - SAMPLES / 4).max() < 1e-6
     at = data.index(b"data") + 4
     for cut in (data[:at] + b"\xff\xff\xff\xff" + data[at + 4 :], data[:at] + b"\xff\xff\xff\xff" + data[at + 4 : -3]):
-        assert np.abs(decode_sound(cut, "it")[:7000] - SAMPLES[:7000] / 4).max() < 1e-6
+        assert np.abs(decode_audio(cut, "it")[:7000] - SAMPLES[:7000] / 4).max() < 1e-6
 
 
 @settings(max_examples=200)
@@ -61,7 +62,7 @@ def test_a_broken_file_is_told_in_a_line(noise, at, overwrites):
     data = KINDS["16"][0]
     data = data[:at] + noise + data[at + overwrites * len(noise) :]
     try:
-        made = decode_sound(data, "it")
+        made = decode_audio(data, "it")
     except UsageError as error:
         assert error.message.startswith("it ") and error.hint and "\n" not in error.message
     else:
@@ -75,14 +76,14 @@ def test_what_is_no_sound_is_told(tmp_path, monkeypatch):
                        (wav(bytes(8000), 1, 16, channels=0), "claims 0 channels"), (as_wav(SAMPLES)[:20], "without a format"),
                        (as_wav(SAMPLES)[:36], "without data"), (wav(bytes(3601 * 100), 1, 8, rate=100), "longer than 60 minutes")):
         with pytest.raises(UsageError, match=said) as raised:
-            decode_sound(data, "it")
+            decode_audio(data, "it")
         assert raised.value.hint
     with pytest.raises(UsageError, match="No such file"):
-        read_sound(tmp_path / "absent.wav")
+        read_audio(tmp_path / "absent.wav")
     monkeypatch.setitem(sys.modules, "soundfile", None)
     for begin in (b"fLaC", b"OggS", b"ID3\x04", b"\xff\xfb"):
         with pytest.raises(UsageError, match="not installed") as raised:
-            decode_sound(begin + bytes(100), "it")
+            decode_audio(begin + bytes(100), "it")
         assert 'pip install "effllm[sound]"' in raised.value.hint
 
 
@@ -92,9 +93,9 @@ TONE = (0.5 * np.sin(2 * np.pi * 440 * np.arange(2 * 48_000) / 48_000)).astype(n
 @pytest.mark.parametrize(("container", "codec", "layout"), [("ipod", "alac", "mono"), ("mp4", "aac", "stereo"),
                                                             ("webm", "libopus", "stereo"), ("matroska", "pcm_s16le", "mono")])
 def test_what_a_phone_or_a_film_holds_is_heard(container, codec, layout):
-    made = decode_sound(as_sound(TONE, container, codec, 48_000, layout), "it")
-    assert abs(len(made) / RATE - 2) < 0.05
-    heard = made[RATE // 2 : RATE // 2 + RATE]
+    made = decode_audio(as_sound(TONE, container, codec, 48_000, layout), "it")
+    assert abs(len(made) / SAMPLE_RATE - 2) < 0.05
+    heard = made[SAMPLE_RATE // 2 : SAMPLE_RATE // 2 + SAMPLE_RATE]
     assert np.abs(np.fft.rfft(heard)).argmax() == 440 and abs(np.abs(heard).max() - 0.5) < 0.03
 
 
@@ -104,14 +105,14 @@ def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
                        (whole[4:8] * 20, "not a sound that can be read"),
                        (as_sound(TONE[:400], "matroska", "pcm_s16le", 48_000), "too short")):
         with pytest.raises(UsageError, match=said) as raised:
-            decode_sound(data, "it")
+            decode_audio(data, "it")
         assert raised.value.hint
-    monkeypatch.setattr(sound_file, "MOST_SECONDS", 1)
+    monkeypatch.setattr(audio_file, "MOST_SECONDS", 1)
     with pytest.raises(UsageError, match="longer than 1 seconds"):
-        decode_sound(whole, "it")
+        decode_audio(whole, "it")
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UsageError, match="not installed") as raised:
-        decode_sound(whole, "it")
+        decode_audio(whole, "it")
     assert 'pip install "effllm[video]"' in raised.value.hint
 
 
@@ -120,7 +121,7 @@ def test_what_is_no_sound_of_a_film_is_told(monkeypatch):
 def test_broken_films_are_heard_as_far_as_they_go_or_refused_in_a_line(at, noise):
     data = FILM[:at] + noise + FILM[at + len(noise) :]
     try:
-        made = decode_sound(data, "it")
+        made = decode_audio(data, "it")
     except UsageError as error:
         assert error.message.startswith("it ") and error.hint and "\n" not in error.message
     else:
@@ -154,40 +155,40 @@ def test_other_formats_are_read_by_the_library_which_is_held_to_what_it_claims(m
             return piece
 
     monkeypatch.setitem(sys.modules, "soundfile", types.SimpleNamespace(SoundFile=File))
-    assert len(decode_sound(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
+    assert len(decode_audio(b"fLaC" + bytes(10), "it")) == 2 * len(SAMPLES)
     with pytest.raises(UsageError, match="not a sound that can be read"):
-        decode_sound(b"fLaCx" + bytes(10), "it")
-    monkeypatch.setattr(sound_file, "MOST_SECONDS", 120)
+        decode_audio(b"fLaCx" + bytes(10), "it")
+    monkeypatch.setattr(audio_file, "MOST_SECONDS", 120)
     with pytest.raises(UsageError, match="longer than 2 minutes"):
-        decode_sound(b"fLaCe" + bytes(10), "it")
+        decode_audio(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 655_350)
-    monkeypatch.setattr(sound_file, "MOST_SAMPLES", 655_350)
+    monkeypatch.setattr(audio_file, "MOST_SAMPLES", 655_350)
     with pytest.raises(UsageError, match="longer than 1 seconds"):  # whatever the rate: two minutes of it would be gigabytes
-        decode_sound(b"fLaCe" + bytes(10), "it")
+        decode_audio(b"fLaCe" + bytes(10), "it")
     monkeypatch.setattr(File, "samplerate", 8000)
     monkeypatch.setattr(File, "channels", 0)
     with pytest.raises(UsageError, match="claims 0 channels"):
-        decode_sound(b"fLaC" + bytes(10), "it")
+        decode_audio(b"fLaC" + bytes(10), "it")
 
 
 @pytest.mark.parametrize("rate", [8000, 11_025, 22_050, 44_100, 48_000, 96_000, pytest.param(44_099, marks=pytest.mark.slow)])
 def test_tones_are_the_same_at_another_rate(rate):
     """What both rates can hold is known at every moment, so it is the oracle; what the lower one cannot hold is gone."""
-    edge = min(rate, RATE) / 2
+    edge = min(rate, SAMPLE_RATE) / 2
     tones = [(0.03, 0.3), (0.4, 1.1), (0.85, 2.0)]
 
     def at(times):
         return sum(np.sin(2 * np.pi * share * edge * times + phase) for share, phase in tones)
 
     for count in (rate // 2, rate // 3 + 7)[rate == 44_099 :]:
-        made = resampled(at(np.arange(count) / rate).astype(np.float32), rate, RATE)
-        assert len(made) == -(-count * RATE // rate)
+        made = resample(at(np.arange(count) / rate).astype(np.float32), rate, SAMPLE_RATE)
+        assert len(made) == -(-count * SAMPLE_RATE // rate)
         inner = slice(len(made) // 5, -len(made) // 5)
-        assert np.abs(made - at(np.arange(len(made)) / RATE))[inner].max() < 2e-3
-    if rate > RATE:
-        lost = resampled(np.sin(2 * np.pi * 0.55 * RATE * np.arange(rate // 2) / rate).astype(np.float32), rate, RATE)
+        assert np.abs(made - at(np.arange(len(made)) / SAMPLE_RATE))[inner].max() < 2e-3
+    if rate > SAMPLE_RATE:
+        lost = resample(np.sin(2 * np.pi * 0.55 * SAMPLE_RATE * np.arange(rate // 2) / rate).astype(np.float32), rate, SAMPLE_RATE)
         assert np.abs(lost[len(lost) // 5 : -len(lost) // 5]).max() < 1e-3
-    constant = resampled(np.full(rate // 4, 0.5, np.float32), rate, RATE)
+    constant = resample(np.full(rate // 4, 0.5, np.float32), rate, SAMPLE_RATE)
     assert np.abs(constant[len(constant) // 3 : len(constant) // 2] - 0.5).max() < 1e-6
 
 
@@ -195,19 +196,19 @@ def test_a_filter_that_is_looked_up_is_the_one_that_is_computed(monkeypatch):
     """Of rates that have thousands of phases, each of which would be computed for a few samples."""
     samples = sound(0.1)
     for rate in (22_222, 7_778):  # 8,000 phases each
-        looked_up = resampled(samples, rate, RATE)
+        looked_up = resample(samples, rate, SAMPLE_RATE)
         with monkeypatch.context() as patched:
             patched.setattr(resampling, "MANY_PHASES", 8000)
-            assert np.abs(looked_up - resampled(samples, rate, RATE)).max() < 3e-6
+            assert np.abs(looked_up - resample(samples, rate, SAMPLE_RATE)).max() < 3e-6
     with pytest.raises(UsageError, match="claims 1 channels at 99 samples"):
-        decode_sound(wav(bytes(4000), 1, 8, rate=99), "it")
+        decode_audio(wav(bytes(4000), 1, 8, rate=99), "it")
 
 
 @settings(max_examples=25)
 @given(st.integers(400, 20_000), st.sampled_from([16, 80, 128]), st.floats(0, 1), st.integers(0, 9))
 def test_a_spectrogram_is_that_of_whispers_extractor(count, bands, loud, seed):
-    samples = np.float32(loud) * sound(count / RATE, seed)
-    wanted = WhisperFeatureExtractor(feature_size=bands)(samples, sampling_rate=RATE, padding="longest", return_tensors="np")
+    samples = np.float32(loud) * sound(count / SAMPLE_RATE, seed)
+    wanted = WhisperFeatureExtractor(feature_size=bands)(samples, sampling_rate=SAMPLE_RATE, padding="longest", return_tensors="np")
     made = LogMel(bands, 400, 160, 480_000)(samples)
     assert made.shape == (count // 160, bands)
     assert np.abs(made.T - wanted["input_features"][0][:, : len(made)]).max() < 1e-4

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from effllm.kernels import blas
-from effllm.runtime.images import Work, tower_parts
-from effllm.runtime.images.tower_parts import CURVES, Crew, Matrix, Norm, attend, patches_of, product, widened
+from effllm.runtime.images import EncodingJob, tower_ops
+from effllm.runtime.images.tower_ops import ACTIVATIONS, Matrix, Norm, WorkerPool, attend, matmul, patches_of, to_float32
 
 RNG = np.random.default_rng(5)
 
@@ -20,17 +20,17 @@ def normal(*shape):
 
 @pytest.fixture
 def crew():
-    with Crew(2, Work()) as crew:
+    with WorkerPool(2, EncodingJob()) as crew:
         yield crew
 
 
-@pytest.mark.parametrize("name", sorted(CURVES))
+@pytest.mark.parametrize("name", sorted(ACTIVATIONS))
 def test_curves(name):
     x = np.concatenate([np.linspace(-12, 12, 4001), [0.0, -0.0, 1e-30, -1e4, 1e4]]).astype(np.float32)
     wide = torch.from_numpy(x.astype(np.float64))
     wanted = {"gelu": torch.nn.functional.gelu, "quick_gelu": lambda each: each * torch.sigmoid(1.702 * each), "relu": torch.relu,
               "silu": torch.nn.functional.silu}.get(name, lambda each: torch.nn.functional.gelu(each, approximate="tanh"))(wide).numpy()
-    found = CURVES[name](x.copy())
+    found = ACTIVATIONS[name](x.copy())
     assert found.dtype == np.float32 and np.abs(found - wanted).max() / 1e4 < 1e-7
     small = np.abs(x) < 12
     assert np.abs(found - wanted)[small].max() < 2e-6
@@ -46,7 +46,7 @@ def test_norms(centered):
 
 @pytest.mark.parametrize("spans", [[(0, 300)], [(0, 7), (7, 290), (290, 300)], [(begin, begin + 10) for begin in range(0, 300, 10)]])
 def test_attention_both_ways_within_spans(spans, crew, monkeypatch):
-    monkeypatch.setattr(tower_parts, "QUERIES", 64)
+    monkeypatch.setattr(tower_ops, "QUERIES", 64)
     queries, keys, values = (normal(3, 300, 8) for _ in range(3))
     out = np.empty((300, 24), np.float32)
     attend(queries, keys, values, out, spans, crew)
@@ -61,20 +61,20 @@ def test_no_matrix_of_all_by_all_is_made(crew, monkeypatch):
     """Of 4,096 patches one head's would be 64 MiB."""
     largest = []
     exp = np.exp
-    monkeypatch.setattr(tower_parts.np, "exp", lambda x, **more: largest.append(x.nbytes) or exp(x, **more))
+    monkeypatch.setattr(tower_ops.np, "exp", lambda x, **more: largest.append(x.nbytes) or exp(x, **more))
     queries, keys, values = (normal(2, 4096, 4) for _ in range(3))
     attend(queries, keys, values, np.empty((4096, 8), np.float32), [(0, 4096)], crew)
-    assert len(largest) == 2 * 4096 // tower_parts.QUERIES and max(largest) <= 4 * 4096 * tower_parts.QUERIES
+    assert len(largest) == 2 * 4096 // tower_ops.QUERIES and max(largest) <= 4 * 4096 * tower_ops.QUERIES
 
 
 @pytest.mark.parametrize("stored", ["float32", "float16", "bfloat16"])
 def test_weights_are_kept_as_stored(stored, crew):
     wide = torch.from_numpy(normal(9, 20)).to(getattr(torch, stored))
     kept = wide.view(torch.uint16).numpy() if stored == "bfloat16" else wide.numpy()
-    assert np.array_equal(widened(kept), wide.float().numpy())
+    assert np.array_equal(to_float32(kept), wide.float().numpy())
     x, bias = normal(1000, 20), normal(9)
     wanted = x.astype(np.float64) @ wide.double().numpy().T + bias
-    assert np.abs(product(x, Matrix(kept, bias), crew) - wanted).max() < 1e-5
+    assert np.abs(matmul(x, Matrix(kept, bias), crew) - wanted).max() < 1e-5
 
 
 def test_rows_are_shared_out_evenly_and_a_failure_is_raised(crew):
@@ -90,7 +90,7 @@ def test_rows_are_shared_out_evenly_and_a_failure_is_raised(crew):
         borders = sorted(seen)
         assert borders[0][0] == 0 and borders[-1][1] == count
         assert all(one[1] == other[0] for one, other in zip(borders, borders[1:], strict=False))
-        assert max(end - begin for begin, end in seen) <= max(1, 1.6 * tower_parts.ROWS)
+        assert max(end - begin for begin, end in seen) <= max(1, 1.6 * tower_ops.ROWS)
     assert len(seen) % 2 == 0
     with pytest.raises(ZeroDivisionError):
         crew.each(lambda rows: 1 // 0, 10)
@@ -102,7 +102,7 @@ def test_two_at_once_leave_blas_as_it_was():
     saved, entered, inside, never = get(), [], threading.Event(), threading.Event()
 
     def look(seconds):
-        with Crew(2, Work()):
+        with WorkerPool(2, EncodingJob()):
             entered.append(get())
             inside.set()
             never.wait(seconds)

@@ -17,8 +17,8 @@ from video_files import as_sound, as_video, gray
 
 from effllm import UsageError
 from effllm.cli.server.pictures import in_chat
-from effllm.runtime.images import album as albums
-from effllm.runtime.images import picture_file, video_file
+from effllm.runtime.images import image_file, video_file
+from effllm.runtime.images import media as albums
 from effllm.runtime.images.video_file import MOST_POINTS, decode_video, read_video
 
 __all__ = ["folder"]  # a fixture
@@ -85,7 +85,7 @@ def test_what_is_no_video_is_told(tmp_path, monkeypatch):
         patched.setattr(video_file, "MOST_BYTES", 100)
         read_video(whole)
     with monkeypatch.context() as patched, pytest.raises(UsageError, match="64 × 48 points"):
-        patched.setattr(picture_file, "MOST_POINTS", 1000)
+        patched.setattr(image_file, "MOST_POINTS", 1000)
         read_video(whole)
     monkeypatch.setitem(sys.modules, "av", None)
     with pytest.raises(UsageError, match="not installed") as raised:
@@ -109,7 +109,7 @@ def test_broken_files_are_seen_as_far_as_they_go_or_refused_in_a_line(at, noise,
 
 @pytest.fixture
 def clip(tmp_path, monkeypatch) -> Path:
-    monkeypatch.setattr(albums, "sights_of", patch_sights_of)
+    monkeypatch.setattr(albums, "encoders_of", patch_sights_of)
     made = tmp_path / "clip.mp4"
     made.write_bytes(as_video(4))
     return made

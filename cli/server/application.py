@@ -67,7 +67,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...runtime.events import Event
-    from ...runtime.images.album import Picture
+    from ...runtime.images.media import MediaItem
     from ...runtime.sessions.slot_files import SlotFiles
     from ...runtime.tool_calls.calling import Tools
 
@@ -84,7 +84,7 @@ class PreparedRequest:
     wish: GenerationOptions
     tools: Tools | None
     variables: dict[str, Any]
-    pictures: tuple[Picture, ...] = ()
+    pictures: tuple[MediaItem, ...] = ()
 
 
 @dataclass
@@ -273,7 +273,7 @@ class GenerationService(SingleModelService):
         around = await asyncio.to_thread(self.replies.around, Gap(prompt, suffix), wish.max_tokens, False)
         return partial(self.replies.complete, around.ids, wish, lasting=around.lasting)
 
-    async def pictures(self, sent: Iterable[Sent], files: Iterable[papers.Sent] = ()) -> tuple[Picture, ...]:
+    async def pictures(self, sent: Iterable[Sent], files: Iterable[papers.Sent] = ()) -> tuple[MediaItem, ...]:
         """The pictures of a request, in whose places marks are then; in those of its files are their texts. Raises Problem."""
         await self._reading.all(files)
         return await self._taking.all(sent)
@@ -283,7 +283,7 @@ class GenerationService(SingleModelService):
         return await self._taking.samples(data, where)
 
     async def wanted(self, payload: ChatRequest, messages: list[dict[str, Any]], called: Mapping[str, str] | None = None,
-                     pictures: tuple[Picture, ...] = ()) -> PreparedRequest:
+                     pictures: tuple[MediaItem, ...] = ()) -> PreparedRequest:
         """What a request comes to. Raises Problem that names the field, as it is `called` where the request comes from."""
         if self.defaults.system and not any(message["role"] in SYSTEM for message in messages):
             messages = [{"role": "system", "content": self.defaults.system}, *messages]

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ...runtime.generation.served_model import GenerationOptions
-from ...runtime.images.marks import unmarked
+from ...runtime.images.media_markers import describe_markers
 from ...runtime.tokens.token_bytes import bytes_of
 from .bodies import read
 from .llama_requests import InfillRequest, LlamaCompletionRequest, completion_prompts, completion_wish
@@ -105,7 +105,7 @@ class LlamaPaths(TokenPaths):
         pictures = await self._service.pictures(in_chat(payload))
         wanted = await self._service.wanted(payload, messages_of(payload), pictures=pictures)
         said = partial(self._service.replies.rendered, wanted.messages, wanted.wish.think, wanted.tools, wanted.variables)
-        return json_response({"prompt": unmarked(await asyncio.to_thread(said))})
+        return json_response({"prompt": describe_markers(await asyncio.to_thread(said))})
 
     async def props(self, request: Request) -> Response:
         service = self._service

@@ -159,8 +159,8 @@ def of_folder(folder: Path, context: int | None) -> Files:
     from ...runtime.encoders import is_encoder
     from ...runtime.encoders.encoder import tokenizer_of
     from ...runtime.encoders.shape import read_encoder_config
-    from ...runtime.images.album import album_of
-    from ...runtime.images.senses import PICTURES, SOUNDS
+    from ...runtime.images.media import open_media
+    from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT
     from ...runtime.stores.container import read_container
     from ...runtime.text import Tokenizer
 
@@ -169,10 +169,10 @@ def of_folder(folder: Path, context: int | None) -> Files:
         return Files(folder, config, tokenizer_of(folder, config), context or config.context_length)
     config, container = read_config(folder), None if folder.is_file() else read_container(folder)
     noted = container and container.licence
-    album = album_of(folder, config)
+    album = open_media(folder, config)
     taken = album.sights if album is not None else {}
-    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, PICTURES in taken,
-                 SOUNDS in taken)
+    return Files(folder, config, Tokenizer.load(folder, config), context or config.context_length, noted, IMAGE_INPUT in taken,
+                 AUDIO_INPUT in taken)
 
 
 def shown(model: Listed, files: Files, defaults: Defaults | None = None) -> dict[str, object]:

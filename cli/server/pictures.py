@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote
 
 from ... import EffllmError
-from ...runtime.audio.sound_file import MOST_SECONDS
-from ...runtime.images.picture_file import MOST_POINTS
-from ...runtime.images.senses import PICTURES, RATE, SOUNDS, Sense
+from ...runtime.audio.audio_file import MOST_SECONDS
+from ...runtime.images.image_file import MOST_POINTS
+from ...runtime.images.modality import AUDIO_INPUT, IMAGE_INPUT, SAMPLE_RATE, Modality
 from .gemini_requests import attached_files
 from .parts import of_chat, of_messages, of_responses
 from .problems import AGAIN, BUSY, Problem, problem_of
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     import numpy as np
 
     from ...runtime.generation.served_model import ServedModel
-    from ...runtime.images.album import Picture
+    from ...runtime.images.media import MediaItem
     from .gemini_requests import GenerateContentRequest
     from .messages_requests import CountTokensRequest
     from .ollama_requests import OllamaChatRequest, OllamaGenerateRequest
@@ -38,9 +38,9 @@ BLANKS = str.maketrans("", "", " \r\n\t")
 MOST_WAITING = 1 << 30  # bytes of points that wait to be looked at: some thousand bytes of a request may come to 192 million
 SOUNDS_NOT_FETCHED = "sounds are not fetched from addresses: send it in the request, in base64 as data of input_audio"
 VIDEO = "video_url"  # as vLLM has it, of chat completions
-KINDS = {"image_url": PICTURES, "input_image": PICTURES, "image": PICTURES, VIDEO: PICTURES, "input_audio": SOUNDS,
-         "audio_url": SOUNDS}  # of parts
-TYPES = {"image": PICTURES, "video": PICTURES, "audio": SOUNDS}  # of media, by what their names begin with
+KINDS = {"image_url": IMAGE_INPUT, "input_image": IMAGE_INPUT, "image": IMAGE_INPUT, VIDEO: IMAGE_INPUT, "input_audio": AUDIO_INPUT,
+         "audio_url": AUDIO_INPUT}  # of parts
+TYPES = {"image": IMAGE_INPUT, "video": IMAGE_INPUT, "audio": AUDIO_INPUT}  # of media, by what their names begin with
 LEFT_OUT, LEFT_NOTE = "[a {} is left out: {}]", "a {} that a tool gave back is left out, which the model is told: {}"
 NOT_FETCHED = "pictures are not fetched from addresses: send it in the request, as data:image/png;base64,..."
 VIDEOS_NOT_FETCHED = "videos are not fetched from addresses: send it in the request, as data:video/mp4;base64,..."
@@ -55,7 +55,7 @@ class Sent:
     text: Callable[[], object]
     where: str
     put: Callable[[str], None]
-    sense: Sense = PICTURES
+    sense: Modality = IMAGE_INPUT
     by_tool: bool = False
     moves: bool = False
 
@@ -123,7 +123,7 @@ class Taking:
         """`note` is told what is left out of what tools gave back."""
         self._replies, self._note, self._turn = replies, note, asyncio.Lock()
 
-    async def all(self, sent: Iterable[Sent]) -> tuple[Picture, ...]:
+    async def all(self, sent: Iterable[Sent]) -> tuple[MediaItem, ...]:
         """Those of a request, which whoever answers it holds meanwhile; marks stand in their places."""
         rest = iter(sent)
         if (first := next(rest, None)) is None:
@@ -137,7 +137,7 @@ class Taking:
             return await asyncio.to_thread(_named, where, lambda: self._replies.samples(data, where))
 
 
-def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], None]) -> tuple[Picture, ...]:
+def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], None]) -> tuple[MediaItem, ...]:
     pictures, points, samples = [], 0, 0
     if replies.sees and replies.demand_sight().waiting_nbytes() > MOST_WAITING:
         raise Problem(503, "too many large pictures wait to be looked at", BUSY, code="queue_full", headers={"retry-after": "1"},
@@ -153,8 +153,8 @@ def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], Non
             note(LEFT_NOTE.format(*why))
             continue
         size = sum(prod(picture.size) for _, picture in found)
-        points, samples = (points + size, samples) if each.sense is PICTURES else (points, samples + size)
-        if samples > MOST_SECONDS * RATE:
+        points, samples = (points + size, samples) if each.sense is IMAGE_INPUT else (points, samples + size)
+        if samples > MOST_SECONDS * SAMPLE_RATE:
             raise Problem(400, f"{each.where}: the sounds of this request are longer than {MOST_SECONDS // 60} minutes: cut them",
                           param=each.where)
         if points > MOST_POINTS:
@@ -165,10 +165,10 @@ def _taken(sent: Iterable[Sent], replies: ServedModel, note: Callable[[str], Non
     return tuple(pictures)
 
 
-def _one(sent: Sent, replies: ServedModel) -> list[tuple[str, Picture]]:
+def _one(sent: Sent, replies: ServedModel) -> list[tuple[str, MediaItem]]:
     """What is made of it, each behind the words that stand before it. Raises Problem that begins with where it is."""
-    def taken() -> list[tuple[str, Picture]]:
-        if sent.sense is SOUNDS:
+    def taken() -> list[tuple[str, MediaItem]]:
+        if sent.sense is AUDIO_INPUT:
             replies.demand_hearing()
             return [("", replies.sound(_bytes_of(sent), sent.where))]
         replies.demand_sight()
@@ -222,7 +222,7 @@ def _bytes_of(sent: Sent) -> bytes:
     text, where = sent.text(), sent.where
     scheme = text[:16].strip().lower() if isinstance(text, str) else ""
     if scheme.startswith(("http:", "https:", "file:", "ftp:")):
-        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.sense is PICTURES else SOUNDS_NOT_FETCHED
+        unfetched = VIDEOS_NOT_FETCHED if sent.moves else NOT_FETCHED if sent.sense is IMAGE_INPUT else SOUNDS_NOT_FETCHED
         raise Problem(400, f"{where}: {unfetched}", param=where)
     if scheme.startswith("data:"):
         head, comma, text = text.partition(",")
@@ -233,7 +233,7 @@ def _bytes_of(sent: Sent) -> bytes:
         data = b""
     if not data:
         shown = f"data:{'video/mp4' if sent.moves else 'image/png'};base64,..."
-        form = shown if sent.sense is PICTURES else 'they are in {"data": ...} of input_audio'
+        form = shown if sent.sense is IMAGE_INPUT else 'they are in {"data": ...} of input_audio'
         raise Problem(400, f"{where} is not a {sent.noun} in base64: send its bytes as {form}", param=where)
     return data
 

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from ... import ContextOverflow, EffllmError, UsageError
-from ...runtime.images.marks import PictureGone
+from ...runtime.images.media_markers import MediaGone
 from ...runtime.templates.template import TemplateError
 
 INVALID, REFUSED, FAILED, BUSY = "invalid_request_error", "authentication_error", "server_error", "overloaded_error"
@@ -101,7 +101,7 @@ def problem_of(error: BaseException, param: str | None = None) -> Problem:
         return error
     if isinstance(error, ContextOverflow):
         return Problem(400, said(error), param=param, code=TOO_LONG)
-    if isinstance(error, PictureGone):  # a text has what stands for a picture, which the request did not bring
+    if isinstance(error, MediaGone):  # a text has what stands for a picture, which the request did not bring
         return Problem(400, error.message, param=param, hint="send it with the request")
     if isinstance(error, UsageError | TemplateError):
         return Problem(400, said(error), param=param)

@@ -14,9 +14,9 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import Route
 
 from ... import UsageError
-from ...runtime.audio.transcript import Transcript, Writing, cues
+from ...runtime.audio.transcript import Transcriber, Transcript, subtitles
 from ...runtime.events import Call, PromptRead, Stats, TextDelta
-from ...runtime.images.senses import RATE
+from ...runtime.images.modality import SAMPLE_RATE
 from .form_data import form_of
 from .multiple_answers import AnswerEnded, in_sequence, total_stats
 from .openai_requests import ChatRequest, GenerationRequest
@@ -76,7 +76,7 @@ class TranscriptSerializer(AnswerSerializer):
     @property
     def plain(self) -> str:
         """The answer as it is where it is no JSON."""
-        return f"{self._written.text}\n" if self._format == TEXT else cues(self._written.segments, self._format == VTT)
+        return f"{self._written.text}\n" if self._format == TEXT else subtitles(self._written.segments, self._format == VTT)
 
 
 def _piece(text: str) -> list[dict[str, object]]:
@@ -110,9 +110,9 @@ class TranscriptionPaths:
                           hint=AGAIN)
         samples = await self._service.samples(form.pop(FILE), FILE)
         self._held.append(ref(samples))
-        seconds = len(samples) / RATE
+        seconds = len(samples) / SAMPLE_RATE
         try:
-            writing = Writing(self._service.replies, payload.language, payload.prompt, translates)
+            writing = Transcriber(self._service.replies, payload.language, payload.prompt, translates)
         except UsageError as error:
             raise problem_of(error, "model" if translates else "language") from error
         wanted = await self._service.wanted(chat_of(payload), [])

@@ -1,8 +1,8 @@
 """Models that hear: files of sounds as samples, samples as a log-mel spectrogram, and what encoders make of that.
 
-Rows of a sound go through prompt and cache as a picture's do (`images/album.py`): a sound is a `Picture` whose values are float32 [samples]
-at 16 kHz, and a family that hears has a `Sight` whose `sense` is SOUNDS. To add one: a file here whose `sight(source, config)` returns it,
-and its `model_type` in HEARING.
+Rows of a sound go through prompt and cache as a picture's do (`images/media.py`): a sound is a `MediaItem` whose values are float32
+[samples] at 16 kHz, and a family that hears has a `MediaEncoder` whose `sense` is SOUNDS. To add one: a file here whose `sight(source,
+config)` returns it, and its `model_type` in HEARING.
 """
 
 from __future__ import annotations
@@ -12,16 +12,17 @@ from collections.abc import Mapping
 from ..families import NEMOTRON_OMNI
 
 # Model type of a model that takes sounds -> the module here that hears for it: its `sight(source, config)` returns a Sight.
-HEARING: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4", "gemma4_unified": "gemma4_unified",
+AUDIO_ENCODERS: dict[str, str] = {"audioflamingo3": "audioflamingo3", "gemma3n": "gemma3n", "gemma4": "gemma4",
+                                  "gemma4_unified": "gemma4_unified",
                            "glmasr": "glmasr",
                            "granite_speech": "granite_speech", "qwen2_5_omni": "qwen2_5_omni", "qwen2_audio": "qwen2_audio",
                            "qwen3_asr": "qwen3_asr", "qwen3_omni_moe": "qwen3_omni_moe", "voxtral": "voxtral", "whisper": "whisper",
                            **dict.fromkeys(NEMOTRON_OMNI, "nemotron_h_omni")}
 # Of those, model types of which some models are deaf, which describe no tower in any of these sections.
-DESCRIBED, SECTIONS = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI), ("audio_config", "sound_config")
+OPTIONAL_AUDIO, SECTIONS = ("gemma4", "gemma4_unified", *NEMOTRON_OMNI), ("audio_config", "sound_config")
 
 
-def hears(raw: Mapping[str, object]) -> bool:
+def takes_audio(raw: Mapping[str, object]) -> bool:
     """Whether the model of a config.json takes sounds."""
     kind = raw.get("model_type")
-    return kind in HEARING and (kind not in DESCRIBED or any(isinstance(raw.get(key), dict) for key in SECTIONS))
+    return kind in AUDIO_ENCODERS and (kind not in OPTIONAL_AUDIO or any(isinstance(raw.get(key), dict) for key in SECTIONS))

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_parts import CURVES, Crew, Curve, Matrix, Norm, product
+from ..images.tower_ops import ACTIVATIONS, Activation, Matrix, Norm, WorkerPool, matmul
 from ..images.tower_weights import Weights
 from .whisper_encoder import MOST_LAYERS, MOST_WIDTH
 
@@ -48,7 +48,7 @@ class CausalSizes:
     cap: float
     bound: float
     eps: float
-    curve: Curve
+    curve: Activation
     clipped: bool
     made: int
     edges: bool = False
@@ -66,7 +66,7 @@ class CausalSizes:
             keys.integer("conv_kernel_size", high=256), keys.number("residual_weight"), keys.integer("attention_chunk_size", high=4096),
             keys.integer("attention_context_left", low=2, high=4096) - 1, keys.integer("attention_context_right", low=0, high=4096),
             keys.number("attention_logit_cap"), min(keys.number("gradient_clipping"), float(np.finfo(np.float32).max)),
-            keys.number("rms_norm_eps"), keys.choice("hidden_act", CURVES, "silu"),
+            keys.number("rms_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "silu"),
             keys.flag("use_clipped_linears"), keys.integer("output_proj_dims", high=MOST_WIDTH), edges)
 
     @property
@@ -83,21 +83,21 @@ class CausalSizes:
         return np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
 
 
-def halved(frames: int) -> int:
+def subsampled(frames: int) -> int:
     """Rows that both convolutions make of so many frames, or bands."""
     return (frames + 3) // 4
 
 
 @dataclass(frozen=True)
-class Halving:
+class SubsamplingConv:
     """A convolution over frames and bands that halves both, and what is made of that. `kernel` [C, C_in * KERNEL²]; `before`: frames
     that are read before the first."""
 
     kernel: Matrix
-    finish: Curve
+    finish: Activation
     before: int = 1
 
-    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """float32 [T, F, C_in] -> [T / 2, F / 2, C]; beyond the borders there is nothing."""
         wide, around = self.kernel.wide(), np.pad(x, ((self.before, KERNEL - 1 - self.before), (1, 1), (0, 0)))
         reads = np.lib.stride_tricks.sliding_window_view(around, (KERNEL, KERNEL), axis=(0, 1))[::2, ::2]  # [T / 2, F / 2, C_in, 3, 3]
@@ -111,7 +111,7 @@ class Halving:
         return self.finish(out)
 
 
-def rectified(norm: Curve) -> Curve:
+def rectified(norm: Activation) -> Activation:
     """Nothing where a norm is less."""
     return lambda x: np.maximum(norm(x), 0)
 
@@ -121,11 +121,11 @@ class Ffn:
     norms: tuple[Norm, Norm]
     up: Matrix
     down: Matrix
-    curve: Curve
+    curve: Activation
     share: np.float32
     bound: np.float32
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         up, down, (before, after) = self.up.wide(), self.down.wide(), self.norms
 
@@ -137,7 +137,7 @@ class Ffn:
 
 
 @dataclass(frozen=True)
-class BackAttention:
+class CausalAttention:
     """`by_channel` float32 [d] scales queries, `key_scale` keys; `near` float32 [H, distances, d] tells queries of distances."""
 
     norms: tuple[Norm, Norm]
@@ -150,7 +150,7 @@ class BackAttention:
     near: np.ndarray
     sizes: CausalSizes
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         sizes, (before, after), bound = self.sizes, self.norms, np.float32(self.sizes.bound)
         block, context, heads = sizes.block, sizes.context, sizes.heads
@@ -160,7 +160,7 @@ class BackAttention:
             normed[rows] = before(_bounded(x[rows], bound))
 
         crew.each(norm, len(x))
-        q, k, v = (product(normed, each, crew).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
+        q, k, v = (matmul(normed, each, crew).reshape(len(x), heads, -1) for each in (self.queries, self.keys, self.values))
         blocks = -(-len(x) // block)
         q = np.pad(q * self.by_channel, ((0, blocks * block - len(x)), (0, 0), (0, 0))).reshape(blocks, block, heads, -1)
         around = ((sizes.back, blocks * block - len(x) + sizes.ahead), (0, 0), (0, 0))
@@ -187,7 +187,7 @@ class BackAttention:
             mixed[:, :, head] = scores @ v[:, head].swapaxes(1, 2)
 
         crew.all([lambda head=head: look(head) for head in range(heads)])
-        made = product(mixed.reshape(blocks * block, -1)[: len(x)], self.out, crew)
+        made = matmul(mixed.reshape(blocks * block, -1)[: len(x)], self.out, crew)
 
         def add(rows: slice) -> None:
             x[rows] += after(_bounded(made[rows], bound))
@@ -212,10 +212,10 @@ class BackConvolution:
     up: Matrix
     taps: np.ndarray
     down: Matrix
-    curve: Curve
+    curve: Activation
     bound: np.float32
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         width, before = x.shape[1], len(self.taps) - 1
         gated = np.zeros((len(x) + before, width), np.float32)
@@ -244,28 +244,28 @@ def _bounded(x: np.ndarray, bound: np.float32) -> np.ndarray:
 class CausalConformer:
     """Of the rows each `every`th is kept."""
 
-    halvings: tuple[Halving, Halving]
+    halvings: tuple[SubsamplingConv, SubsamplingConv]
     enter: Matrix
-    blocks: Sequence[tuple[Ffn, BackAttention, BackConvolution, Ffn]]
+    blocks: Sequence[tuple[Ffn, CausalAttention, BackConvolution, Ffn]]
     after: Sequence[Norm]
     bound: np.float32
     last: Matrix | None
     every: int = 1
 
-    def rows(self, frames: np.ndarray, crew: Crew) -> np.ndarray:
+    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of a spectrogram float32 [frames, bands] -> [halved / every, made]."""
         crew.work.total += len(self.blocks)
         x = frames[..., None]
         for halving in self.halvings:
             x = halving(x, crew)
-        x = product(x.reshape(len(x), -1), self.enter, crew)
+        x = matmul(x.reshape(len(x), -1), self.enter, crew)
         for block, norm in zip(self.blocks, self.after, strict=True):
             for part in block:
                 part.run(x, crew)
             x = norm(_bounded(x, self.bound))
             crew.work.done += 1
         kept = x[:: self.every]
-        return kept if self.last is None else product(kept, self.last, crew)
+        return kept if self.last is None else matmul(kept, self.last, crew)
 
 
 @dataclass(frozen=True)
@@ -292,7 +292,7 @@ BEFORE = Called("conv_{}.", "conformer.", ("ffw_layer_start", "ffw_layer_end"), 
                 "attention.attn.per_dim_scale", "attention.attn.relative_position_embedding.pos_proj", "norm", "")
 
 
-def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, called: Called, finish: Callable[[np.ndarray], Curve],
+def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, called: Called, finish: Callable[[np.ndarray], Activation],
                           every: int = 1) -> CausalConformer:
     """The tower whose tensors begin with `name`, of whose rows each `every`th is kept. `finish`: what norms the first convolutions, by
     their weights. The later version scales keys, begins a frame before the first, and ends in a matrix."""
@@ -306,19 +306,19 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, calle
         stored = weights.stored(f"{own}{called.inside}.weight", rows, across)
         return Matrix(stored, None, tuple(weights.numbers(f"{own}.{each}").item() for each in LIMITS) if sizes.clipped else None)
 
-    def halving(number: int) -> Halving:
+    def halving(number: int) -> SubsamplingConv:
         own, (inside, channels) = first + called.halving.format(number), ((1, *sizes.channels)[number], sizes.channels[number])
-        return Halving(weights.matrix(f"{own}conv", channels, inside * KERNEL**2, bias=False),
+        return SubsamplingConv(weights.matrix(f"{own}conv", channels, inside * KERNEL**2, bias=False),
                        rectified(finish(weights.numbers(f"{own}norm.weight", channels))), int(is_now))
 
     def ffn(own: str) -> Ffn:
         return Ffn((norm(f"{own}.pre_layer_norm"), norm(f"{own}.post_layer_norm")), matrix(f"{own}.ffw_layer_1", 4 * width),
                    matrix(f"{own}.ffw_layer_2", width, 4 * width), curve, np.float32(sizes.share), bound)
 
-    def attention(own: str) -> BackAttention:
+    def attention(own: str) -> CausalAttention:
         steep = np.logaddexp(0, weights.numbers(own + called.steep, depth)).astype(np.float32)
         told = weights.matrix(own + called.near, width, width, bias=False).wide()(sizes.distances)
-        return BackAttention(
+        return CausalAttention(
             tuple(norm(own + each) for each in called.around), *(matrix(own + each) for each in called.looked),
             by_channel=steep * np.float32(depth**-0.5 / math.log(2)),
             key_scale=np.float32(math.log(1 + math.e) / math.log(2) if is_now else 1),
@@ -333,7 +333,7 @@ def load_causal_conformer(weights: Weights, sizes: CausalSizes, name: str, calle
     before, behind = called.ffns
     return CausalConformer(
         (halving(0), halving(1)),
-        weights.matrix(f"{first}input_proj_linear", width, halved(sizes.bands) * sizes.channels[1], bias=False),
+        weights.matrix(f"{first}input_proj_linear", width, subsampled(sizes.bands) * sizes.channels[1], bias=False),
         [(ffn(own + before), attention(own), convolution(f"{own}lconv1d"), ffn(own + behind)) for own in owns],
         [norm(own + called.after) for own in owns], bound,
         weights.matrix(f"{name}output_proj", sizes.made, width, bias=True) if is_now else None, every)

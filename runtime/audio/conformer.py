@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_parts import Crew, Matrix, Norm, product, silu
+from ..images.tower_ops import Matrix, Norm, WorkerPool, matmul, silu
 from ..images.tower_weights import Weights
 from .whisper_encoder import EPS, MOST_LAYERS, MOST_WIDTH
 
@@ -58,7 +58,7 @@ class HalfFfn:
     up: Matrix
     down: Matrix
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         up, down = self.up.wide(), self.down.wide()
 
@@ -69,7 +69,7 @@ class HalfFfn:
 
 
 @dataclass(frozen=True)
-class NearAttention:
+class BlockAttention:
     """Within blocks. `distances` float32 [2 * reach + 1, d]: the middle is no distance, below it lie keys that come later."""
 
     norm: Norm
@@ -80,7 +80,7 @@ class NearAttention:
     heads: int
     block: int
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         queries, both, out = self.queries.wide(), self.both.wide(), self.out.wide()
         depth, middle = self.distances.shape[1], len(self.distances) // 2
@@ -115,7 +115,7 @@ class Convolution:
     shift: np.ndarray
     down: Matrix
 
-    def run(self, x: np.ndarray, crew: Crew, heard: int | None = None) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool, heard: int | None = None) -> None:
         """In place on x float32 [T, D], of which others read the first so many alone, or all."""
         before, channels = len(self.taps) // 2, self.taps.shape[1]
         gated = np.zeros((len(x) + len(self.taps) - 1, channels), np.float32)
@@ -138,10 +138,10 @@ class Convolution:
 
 @dataclass(frozen=True)
 class ConformerBlock:
-    parts: tuple[HalfFfn, NearAttention, Convolution, HalfFfn]
+    parts: tuple[HalfFfn, BlockAttention, Convolution, HalfFfn]
     after: Norm
 
-    def run(self, x: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D]."""
         for part in self.parts:
             part.run(x, crew)
@@ -158,18 +158,18 @@ class Conformer:
     guess: Matrix
     told: Matrix
 
-    def rows(self, frames: np.ndarray, crew: Crew) -> np.ndarray:
+    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of frames float32 [T, inputs] -> [T, D]."""
         crew.work.total += len(self.blocks)
-        x = product(frames, self.enter, crew)
+        x = matmul(frames, self.enter, crew)
         for number, block in enumerate(self.blocks, 1):
             block.run(x, crew)
             if number == len(self.blocks) // 2:
-                letters = product(x, self.guess, crew)
+                letters = matmul(x, self.guess, crew)
                 letters -= letters.max(-1, keepdims=True)
                 np.exp(letters, out=letters)
                 letters /= letters.sum(-1, keepdims=True)
-                x += product(letters, self.told, crew)
+                x += matmul(letters, self.told, crew)
         return x
 
 
@@ -181,8 +181,8 @@ def load_conformer(weights: Weights, sizes: ConformerSizes, name: str) -> Confor
         return HalfFfn(weights.layer_norm(f"{own}.pre_norm", width, EPS), weights.matrix(f"{own}.up_proj", sizes.inner, width),
                        weights.matrix(f"{own}.down_proj", width, sizes.inner))
 
-    def attention(own: str) -> NearAttention:
-        return NearAttention(
+    def attention(own: str) -> BlockAttention:
+        return BlockAttention(
             weights.layer_norm(f"{own}.pre_norm", width, EPS), weights.matrix(f"{own}.to_q", heads, width),
             weights.matrix(f"{own}.to_kv", 2 * heads, width), weights.matrix(f"{own}.to_out", width, heads),
             weights.numbers(f"{own}.rel_pos_emb.weight", 2 * sizes.reach + 1, sizes.depth), sizes.heads, sizes.block)

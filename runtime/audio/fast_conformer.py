@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_parts import QUERIES, Crew, Matrix, Norm, product
+from ..images.tower_ops import QUERIES, Matrix, Norm, WorkerPool, matmul
 from ..images.tower_weights import Weights
 from .conformer import Convolution, HalfFfn
 from .whisper_encoder import EPS, MOST_LAYERS, MOST_WIDTH
@@ -73,14 +73,14 @@ class FastSizes:
 
 
 @dataclass(frozen=True)
-class Halvings:
+class Subsampling:
     """The convolutions over frames and bands: the first makes channels; each other one reads every channel by itself, by `taps`
     float32 [9, C] and `shifts` [C], and mixes them then."""
 
     first: Matrix
     others: Sequence[tuple[np.ndarray, np.ndarray, Matrix]]
 
-    def rows(self, frames: np.ndarray, crew: Crew) -> np.ndarray:
+    def rows(self, frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of frames float32 [T, bands] -> [T / 2^n, C * bands / 2^n]. A row is made of the frames about it, those of some rows at once."""
         count, lengths = len(self.others) + 1, [len(frames)]
         for _ in range(count):
@@ -126,7 +126,7 @@ def _by_channel(x: np.ndarray, taps: np.ndarray, shifts: np.ndarray) -> np.ndarr
 
 
 @dataclass(frozen=True)
-class FarAttention:
+class RelativeAttention:
     """`to_words` and `to_places` float32 [H, 1, d] are added to queries of what keys are, and of where they are; `near`: what keys of a
     distance are made by, of its waves."""
 
@@ -139,7 +139,7 @@ class FarAttention:
     to_words: np.ndarray
     to_places: np.ndarray
 
-    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [T, D], of which the first are `heard`; `waves` [2 * heard - 1, D] tell distances, the largest first."""
         normed, heads, scale = np.empty_like(x), len(self.to_words), np.float32(self.to_words.shape[-1] ** -0.5)
 
@@ -147,7 +147,7 @@ class FarAttention:
             normed[rows] = self.norm(x[rows])
 
         crew.each(norm, len(x))
-        q, k, v, apart = (np.ascontiguousarray(product(given, each, crew).reshape(len(given), heads, -1).swapaxes(0, 1)) for given, each in
+        q, k, v, apart = (np.ascontiguousarray(matmul(given, each, crew).reshape(len(given), heads, -1).swapaxes(0, 1)) for given, each in
                           ((normed, self.queries), (normed, self.keys), (normed, self.values), (waves, self.near)))
         mixed = np.empty((len(x), heads, q.shape[-1]), np.float32)
 
@@ -164,18 +164,18 @@ class FarAttention:
 
         crew.all([lambda head=head, begin=begin: look(head, begin) for head in range(heads) for begin in range(0, heard, QUERIES)])
         mixed[heard:] = v.mean(1)
-        x += product(mixed.reshape(len(x), -1), self.out, crew)
+        x += matmul(mixed.reshape(len(x), -1), self.out, crew)
 
 
 @dataclass(frozen=True)
 class FastBlock:
     before: HalfFfn
-    attention: FarAttention
+    attention: RelativeAttention
     convolution: Convolution
     behind: HalfFfn
     after: Norm
 
-    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, heard: int, waves: np.ndarray, crew: WorkerPool) -> None:
         """As of `FarAttention`."""
         self.before.run(x, crew)
         self.attention.run(x, heard, waves, crew)
@@ -187,17 +187,17 @@ class FastBlock:
 
 @dataclass(frozen=True)
 class FastConformer:
-    halvings: Halvings
+    halvings: Subsampling
     enter: Matrix
     blocks: Sequence[FastBlock]
     scale: np.float32
 
-    def rows(self, frames: np.ndarray, count: int, crew: Crew) -> np.ndarray:
+    def rows(self, frames: np.ndarray, count: int, crew: WorkerPool) -> np.ndarray:
         """So many rows of frames float32 [T, bands], those that they become or one more -> [count, D]."""
         crew.work.total += len(self.blocks)
         made = self.halvings.rows(frames, crew)
         heard = len(made)
-        x = product(np.pad(made, ((0, count - heard), (0, 0))), self.enter, crew) * self.scale
+        x = matmul(np.pad(made, ((0, count - heard), (0, 0))), self.enter, crew) * self.scale
         waves = _waves(heard, x.shape[1])
         for block in self.blocks:
             block.run(x, heard, waves, crew)
@@ -229,9 +229,9 @@ def load_fast_conformer(weights: Weights, sizes: FastSizes, name: str) -> FastCo
                        weights.matrix(f"{own}feed_forward{number}.linear1", sizes.inner, width, bias=sizes.biased),
                        weights.matrix(f"{own}feed_forward{number}.linear2", width, sizes.inner, bias=sizes.biased))
 
-    def attention(own: str) -> FarAttention:
+    def attention(own: str) -> RelativeAttention:
         inside = f"{own}self_attn."
-        return FarAttention(
+        return RelativeAttention(
             norm(f"{own}norm_self_att"), *(weights.matrix(f"{inside}{each}_proj", width, width, bias=sizes.biased) for each in "qkvo"),
             weights.matrix(f"{inside}relative_k_proj", width, width, bias=False),
             *(weights.numbers(f"{inside}bias_{each}", sizes.heads, depth)[:, None] for each in "uv"))
@@ -250,6 +250,6 @@ def load_fast_conformer(weights: Weights, sizes: FastSizes, name: str) -> FastCo
         return FastBlock(ffn(own, 1), attention(own), convolution(own), ffn(own, 2), norm(f"{own}norm_out"))
 
     return FastConformer(
-        Halvings(weights.matrix(f"{first}0", channels, KERNEL**2, bias=True), [halving(number) for number in range(1, sizes.halvings)]),
+        Subsampling(weights.matrix(f"{first}0", channels, KERNEL**2, bias=True), [halving(number) for number in range(1, sizes.halvings)]),
         weights.matrix(f"{name}subsampling.linear", width, channels * (sizes.bands >> sizes.halvings), bias=True),
         [block(f"{name}layers.{number}.") for number in range(sizes.layers)], np.float32(sizes.scale))

@@ -10,14 +10,14 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
-from ..images import PLACE
-from ..images.senses import RATE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_parts import Crew, Norm, product
+from ..images.tower_ops import Norm, WorkerPool, matmul
 from ..images.tower_weights import Weights
 from .causal_conformer import BEFORE, CausalConformer, CausalSizes, load_causal_conformer
 from .gemma4 import Gemma4
-from .log_magnitudes import GEMMA_3N
+from .gemma_mel import GEMMA_3N
 
 BEGIN, SOUND, END = "<start_of_audio>", "<audio_soft_token>", "<end_of_audio>"
 USUAL = {"input_feat_size": 128, "hidden_size": 1536, "rms_norm_eps": 1e-6, "gradient_clipping": 1e10, "conf_attention_chunk_size": 12,
@@ -80,14 +80,14 @@ class Gemma3n(Gemma4):
         end = self.word(END)
         before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
         self.word(BEGIN)
-        return before, [PLACE if token == end >= self.first else token for token in behind]
+        return before, [ROW_PLACEHOLDER if token == end >= self.first else token for token in behind]
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
         if not self.bands.frames(samples):
-            raise UsageError(f"a sound of {samples / RATE:.3f} s is too short for this model", "give a longer sound")
+            raise UsageError(f"a sound of {samples / SAMPLE_RATE:.3f} s is too short for this model", "give a longer sound")
         before, behind = self._around
-        return (*before, *(PLACE,) * self.count, *behind)
+        return (*before, *(ROW_PLACEHOLDER,) * self.count, *behind)
 
     def load(self, weights: Weights) -> Rows:
         sizes, width, hidden = self.sizes, self.sizes.width, self.config.hidden_size
@@ -99,9 +99,9 @@ class Gemma3n(Gemma4):
         end = self.word(END) - self.first
         known = words[[self.filler, *((end,) if end >= 0 else ())]]
 
-        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
             heard = tower.rows(frames, crew)[: self.count]
-            made, (filler, *behind) = plain(product(soft(heard), project, crew)), plain(product(hard(known), project, crew))
+            made, (filler, *behind) = plain(matmul(soft(heard), project, crew)), plain(matmul(hard(known), project, crew))
             return np.stack([*made, *(filler,) * (self.count - len(made)), *behind])
 
         return rows

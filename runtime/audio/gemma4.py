@@ -5,20 +5,20 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
 from ..images.gemma4 import demand_padding
-from ..images.senses import RATE
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_parts import ROWS, Norm, product
+from ..images.tower_ops import ROWS, Norm, matmul
 from ..images.tower_weights import Weights
-from .causal_conformer import HELD, KERNEL, NOW, USUAL, CausalConformer, CausalSizes, halved, load_causal_conformer
-from .log_magnitudes import GEMMA_4, LogMagnitudes
-from .tower_hearing import Hearing
+from .audio_tower import AudioTower
+from .causal_conformer import HELD, KERNEL, NOW, USUAL, CausalConformer, CausalSizes, load_causal_conformer, subsampled
+from .gemma_mel import GEMMA_4, GemmaLogMel
 
 BEGIN, SOUND, END = "<|audio>", "<|audio|>", "<audio|>"
 
 
-class Gemma4(Hearing):
+class Gemma4(AudioTower):
     """What its extractors are `SAYING` by saying nothing."""
 
     KINDS = {"gemma4_audio": USUAL}
@@ -27,7 +27,7 @@ class Gemma4(Hearing):
     most_seconds = 30.0
 
     def settle(self, keys: Keys) -> None:
-        self.bands = LogMagnitudes.read(keys, self.SAYING)
+        self.bands = GemmaLogMel.read(keys, self.SAYING)
         self.sizes = self.sized(self.said, self.bands.bands)
         demand_padding(self.outer, self.config)
 
@@ -36,7 +36,7 @@ class Gemma4(Hearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(PLACE,) * halved(self.bands.frames(samples)), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * subsampled(self.bands.frames(samples)), self.word(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         return self.bands(taken)
@@ -45,16 +45,16 @@ class Gemma4(Hearing):
         tower, made = self.tower_of(weights), self.sizes.made
         plain = Norm(np.ones(made, np.float32), None, self.sizes.eps, centered=False)
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, made, bias=False)
-        return lambda frames, crew: product(plain(tower.rows(frames, crew)), project, crew)
+        return lambda frames, crew: matmul(plain(tower.rows(frames, crew)), project, crew)
 
     def tower_of(self, weights: Weights) -> CausalConformer:
         return load_causal_conformer(weights, self.sizes, "audio_tower.", NOW, lambda weight: Norm(weight, None, self.sizes.eps))
 
     def numbers_needed(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the first convolutions read."""
-        sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * RATE))
+        sizes, frames = self.sizes, self.bands.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 8 * sizes.width**2
-        layer = halved(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
+        layer = subsampled(frames) * (8 + 2 * sizes.context // sizes.block) * sizes.width
         pieces = 5 * ROWS * sizes.width + HELD * sizes.bands * sizes.channels[0] * KERNEL**2 // 4
         first = frames * sizes.bands * (1 + sizes.channels[0]) // 2
         return matrices + layer + pieces * self.workers + first

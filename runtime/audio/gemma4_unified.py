@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
-from ..images.senses import RATE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_parts import Norm, product
+from ..images.tower_ops import Norm, matmul
 from ..images.tower_weights import Weights
+from .audio_tower import AudioTower
 from .gemma4 import BEGIN, END, SOUND
-from .tower_hearing import Hearing
 
 
-class Gemma4Unified(Hearing):
+class Gemma4Unified(AudioTower):
     KINDS = {"gemma4_unified_audio": {"audio_embed_dim": 640, "rms_norm_eps": 1e-6}}
     EXTRACTORS = ("Gemma4UnifiedAudioFeatureExtractor",)
     placeholder = SOUND
@@ -27,7 +27,7 @@ class Gemma4Unified(Hearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(PLACE,) * -(-samples // self.each), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * -(-samples // self.each), self.word(END))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         """float32 [rows, samples of each]; behind the sound there is nothing."""
@@ -36,11 +36,11 @@ class Gemma4Unified(Hearing):
     def load(self, weights: Weights) -> Rows:
         plain = Norm(np.ones(self.each, np.float32), None, self.said.number("rms_norm_eps"), centered=False)
         project = weights.matrix("embed_audio.embedding_projection", self.config.hidden_size, self.each, bias=False)
-        return lambda values, crew: product(plain(values), project, crew)
+        return lambda values, crew: matmul(plain(values), project, crew)
 
     def numbers_needed(self) -> int:
         """Weights as float32, and what goes in and comes out."""
-        return self.each * self.config.hidden_size + 3 * int(self.most_seconds * RATE)
+        return self.each * self.config.hidden_size + 3 * int(self.most_seconds * SAMPLE_RATE)
 
 
 sight = Gemma4Unified

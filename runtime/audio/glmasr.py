@@ -6,19 +6,20 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
 from ..images.tower import Rows
-from ..images.tower_layers import Stored, apart
-from ..images.tower_parts import Crew, Rope, turns
+from ..images.tower_layers import LayerNames, qkv_names
+from ..images.tower_ops import Rope, WorkerPool, inverse_frequencies
 from ..images.tower_weights import Weights
-from .tower_hearing import TowerHearing, Windows
-from .whisper_encoder import LARGE, halved, load_encoder
+from .audio_tower import WhisperTower, Windows
+from .whisper_encoder import LARGE, encoder_rows, load_encoder
 
-LAYER = Stored(("input_layernorm", "post_attention_layernorm"), apart("self_attn.{}_proj"), "self_attn.o_proj", ("mlp.fc1", "mlp.fc2"))
+LAYER = LayerNames(("input_layernorm", "post_attention_layernorm"), qkv_names("self_attn.{}_proj"), "self_attn.o_proj",
+                   ("mlp.fc1", "mlp.fc2"))
 BESIDE = 4  # rows
 
 
-class GlmAsr(TowerHearing):
+class GlmAsr(WhisperTower):
     KINDS = {"glmasr_encoder": {**LARGE, "max_position_embeddings": 1500, "hidden_act": "gelu"}}
     placeholder, written = "<|pad|>", "<|begin_of_audio|><|pad|><|end_of_audio|>"
     asks_to_transcribe = "Please transcribe this audio into text"
@@ -42,18 +43,18 @@ class GlmAsr(TowerHearing):
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
         whole, rest = divmod(samples, self.log_mel.samples)
-        return (PLACE,) * (whole * (self.sizes.places // BESIDE) + halved(self.frames_of(rest)) // BESIDE)
+        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // BESIDE) + encoder_rows(self.frames_of(rest)) // BESIDE)
 
     def load(self, weights: Weights) -> Rows:
         sizes, inner = self.sizes, self.sizes.inner
-        angles = np.arange(sizes.places, dtype=np.float32)[:, None] * turns(self.theta, self.pairs)
+        angles = np.arange(sizes.places, dtype=np.float32)[:, None] * inverse_frequencies(self.theta, self.pairs)
         encoder = load_encoder(weights, sizes, "audio_tower.", "norm", np.zeros((sizes.places, sizes.width), np.float32), LAYER,
                                Rope.of(angles))
         project = self.to_text(weights, inner, 2 * self.config.hidden_size)
 
-        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
             made = encoder.rows([(window, self.log_mel.frames) for window, _ in windows], crew)
-            heard = [each[: halved(frames) // BESIDE * BESIDE] for each, (_, frames) in zip(made, windows, strict=True)]
+            heard = [each[: encoder_rows(frames) // BESIDE * BESIDE] for each, (_, frames) in zip(made, windows, strict=True)]
             return project(encoder.after(np.concatenate(heard)).reshape(-1, inner), crew)
 
         return rows

@@ -9,15 +9,15 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images import PLACE
-from ..images.senses import RATE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_parts import ROWS, Crew, product
+from ..images.tower_ops import ROWS, WorkerPool, matmul
 from ..images.tower_weights import Weights
+from .audio_tower import AudioTower
 from .conformer import ConformerSizes, load_conformer
-from .log_mel import HIGHEST_HZ, hann, log_powers, triangles
+from .log_mel import HIGHEST_HZ, hann, log_powers, triangular_filters
 from .q_former import QFormerSizes, load_q_former
-from .tower_hearing import Hearing
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class PairedMel:
     def filters(self) -> np.ndarray:
         """float32 [1 + window // 2, bands]."""
         mels = np.linspace(0, 2595 * np.log10(1 + HIGHEST_HZ / 700), self.bands + 2)
-        return triangles(700 * (10 ** (mels / 2595) - 1), self.window).astype(np.float32)
+        return triangular_filters(700 * (10 ** (mels / 2595) - 1), self.window).astype(np.float32)
 
     def frames(self, samples: int) -> int:
         """Pairs of them."""
@@ -56,7 +56,7 @@ class PairedMel:
         return made[: len(made) // 2 * 2].reshape(-1, 2 * self.bands)
 
 
-class GraniteSpeech(Hearing):
+class GraniteSpeech(AudioTower):
     KINDS = {"granite_speech_encoder": {}}
     EXTRACTORS = ("GraniteSpeechFeatureExtractor",)
     SECTION = "encoder_config"
@@ -78,7 +78,7 @@ class GraniteSpeech(Hearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (PLACE,) * (-(-self.mel.frames(samples) // self.window) * self.made)
+        return (ROW_PLACEHOLDER,) * (-(-self.mel.frames(samples) // self.window) * self.made)
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         return self.mel(taken)
@@ -88,16 +88,16 @@ class GraniteSpeech(Hearing):
         former = load_q_former(weights, self.asks, "projector.", self.made)
         last = weights.matrix("projector.linear", self.config.hidden_size, self.asks.width)
 
-        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
             heard = encoder.rows(frames, crew)
             windows = np.pad(heard, ((0, -len(heard) % self.window), (0, 0))).reshape(-1, self.window, self.sizes.width)
-            return product(former(windows, crew).reshape(-1, self.asks.width), last, crew)
+            return matmul(former(windows, crew).reshape(-1, self.asks.width), last, crew)
 
         return rows
 
     def numbers_needed(self) -> int:
         """The largest matrices, what goes through a layer, and pieces of it."""
-        sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * RATE))
+        sizes, frames = self.sizes, self.mel.frames(int(self.most_seconds * SAMPLE_RATE))
         matrices = 3 * sizes.width * max(sizes.inner, sizes.channels)
         layer = frames * (2 * sizes.inputs + 3 * sizes.width + sizes.channels)
         pieces = (3 * ROWS * max(sizes.inner, 2 * sizes.channels) + 4 * sizes.heads * sizes.block**2) * self.workers

@@ -14,7 +14,7 @@ import numpy as np
 
 from ... import ModelNotFound, UsageError
 from ..config_reader import ConfigError, Keys, read_json, show
-from ..images.senses import RATE
+from ..images.modality import SAMPLE_RATE
 
 WHISPER = ("WhisperFeatureExtractor",)
 FILE, OUTER = "preprocessor_config.json", "processor_config.json"
@@ -41,7 +41,7 @@ class LogMel:
     def filters(self) -> np.ndarray:
         """float32 [1 + window // 2, bands]."""
         edges = _hertz(np.linspace(0, _mels(HIGHEST_HZ), self.bands + 2))
-        return (triangles(edges, self.window) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
+        return (triangular_filters(edges, self.window) * (2 / (edges[2:] - edges[:-2]))).astype(np.float32)
 
     def __call__(self, samples: np.ndarray) -> np.ndarray:
         """float32 [n], at least a window of them -> float32 [n // hop, bands]."""
@@ -53,9 +53,9 @@ def hann(window: int) -> np.ndarray:
     return np.hanning(window + 1)[:-1].astype(np.float32)
 
 
-def triangles(edges: np.ndarray, window: int) -> np.ndarray:
+def triangular_filters(edges: np.ndarray, window: int) -> np.ndarray:
     """Bands that rise and fall between `edges` in hertz [bands + 2], over the frequencies of a window [1 + window // 2, bands]."""
-    slopes = edges[None] - np.linspace(0, RATE // 2, 1 + window // 2)[:, None]
+    slopes = edges[None] - np.linspace(0, SAMPLE_RATE // 2, 1 + window // 2)[:, None]
     widths = np.diff(edges)
     return np.maximum(0, np.minimum(-slopes[:, :-2] / widths[:-1], slopes[:, 2:] / widths[1:]))
 
@@ -85,7 +85,7 @@ def _hertz(mels: np.ndarray) -> np.ndarray:
 def log_mel_of(keys: Keys) -> LogMel:
     """As an extractor of Whisper's kind says that sounds are made ready."""
     found = LogMel(keys.integer("feature_size", 80, high=512), keys.integer("n_fft", 400, low=16, high=4096),
-                   keys.integer("hop_length", 160, high=4096), RATE * keys.integer("chunk_length", 30, high=600))
+                   keys.integer("hop_length", 160, high=4096), SAMPLE_RATE * keys.integer("chunk_length", 30, high=600))
     if found.samples % found.hop:
         raise keys.fail("hop_length", "a divisor of what an encoder takes")
     return found
@@ -108,8 +108,8 @@ def read_extractor(folder: Path, known: Sequence[str], usual: Mapping[str, objec
     if kind not in known:
         raise UsageError(f"{where}: sounds are made ready by {show(kind)}, which is not known for this model",
                          f"known: {', '.join(known)}; text alone works")
-    if keys.integer("sampling_rate", RATE) != RATE:
-        raise keys.fail("sampling_rate", f"{RATE}")
+    if keys.integer("sampling_rate", SAMPLE_RATE) != SAMPLE_RATE:
+        raise keys.fail("sampling_rate", f"{SAMPLE_RATE}")
     normalized = None if "image_processor_type" in inside else keys.raw.get("do_normalize")  # which says it of pictures where both are said
     if keys.raw.get("dither") not in (None, 0) or normalized not in (None, False):
         raise ConfigError(f"{where}: dither or do_normalize is set, which models here do without", "leave them out")

@@ -5,22 +5,22 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.nemotron_h_omni import PROJECTOR_EPS, relu_squared
-from ..images.senses import RATE
 from ..images.tower import Rows
-from ..images.tower_parts import QUERIES, ROWS
+from ..images.tower_ops import QUERIES, ROWS
 from ..images.tower_weights import Weights
 from . import SECTIONS
+from .audio_tower import AudioTower
 from .fast_conformer import HELD, USUAL, FastSizes, load_fast_conformer
-from .normed_mel import NormedMel
-from .tower_hearing import Hearing
+from .normalized_mel import NormalizedMel
 from .whisper_encoder import MOST_WIDTH
 
 BEGIN, SOUND, END = "<so_start>", "<so_embedding>", "<so_end>"
 
 
-class NemotronHOmni(Hearing):
+class NemotronHOmni(AudioTower):
     KINDS = dict.fromkeys(("parakeet_encoder", "parakeet"), {**USUAL, "attention_bias": False, "scale_input": False})
     placeholder = SOUND
     most_seconds = 600.0
@@ -33,10 +33,10 @@ class NemotronHOmni(Hearing):
         """Published folders say of a spectrogram how many bands it has, in the config; all else of it is as the encoder's family has it."""
         self.sizes = FastSizes.read(self.said)
         return self.source.extractor(("ParakeetFeatureExtractor",), {
-            "feature_size": self.sizes.bands, "sampling_rate": self.said.integer("sampling_rate", RATE)})
+            "feature_size": self.sizes.bands, "sampling_rate": self.said.integer("sampling_rate", SAMPLE_RATE)})
 
     def settle(self, keys: Keys) -> None:
-        self.mel = NormedMel.read(keys)
+        self.mel = NormalizedMel.read(keys)
         if self.mel.bands != self.sizes.bands:
             raise self.unlike(f"frames of {self.mel.bands} bands", f"{self.sizes.bands}")
 
@@ -46,7 +46,7 @@ class NemotronHOmni(Hearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (self.word(BEGIN), *(PLACE,) * self.count(samples), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * self.count(samples), self.word(END))
 
     def values(self, taken: np.ndarray) -> tuple[np.ndarray, int]:
         return self.mel(taken), self.count(len(taken))
@@ -60,7 +60,7 @@ class NemotronHOmni(Hearing):
 
     def numbers_needed(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
-        sizes, samples = self.sizes, int(self.most_seconds * RATE)
+        sizes, samples = self.sizes, int(self.most_seconds * SAMPLE_RATE)
         rows, width, share = self.count(samples), sizes.width, 1 << sizes.halvings
         matrices = 3 * width * max(sizes.inner, sizes.channels * sizes.bands // share)
         layer = rows * (10 * width + sizes.channels * sizes.bands // share)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_parts import CURVES, Crew, Curve, Matrix, Norm, product, two_layers
+from ..images.tower_ops import ACTIVATIONS, Activation, Matrix, Norm, WorkerPool, matmul, mlp
 from ..images.tower_weights import Weights
 from .whisper_encoder import MOST_LAYERS, MOST_WIDTH
 
@@ -28,7 +28,7 @@ class QFormerSizes:
     often: int
     seen: int
     eps: float
-    curve: Curve
+    curve: Activation
 
     @staticmethod
     def read(keys: Keys) -> QFormerSizes:
@@ -39,7 +39,7 @@ class QFormerSizes:
         return QFormerSizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads,
                             keys.integer("intermediate_size", high=1 << 20), keys.integer("cross_attention_frequency", high=MOST_LAYERS),
                             keys.integer("encoder_hidden_size", high=MOST_WIDTH), keys.number("layer_norm_eps"),
-                            keys.choice("hidden_act", CURVES, "gelu"))
+                            keys.choice("hidden_act", ACTIVATIONS, "gelu"))
 
 
 @dataclass(frozen=True)
@@ -51,10 +51,10 @@ class Look:
     after: Norm
     heads: int
 
-    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of x [windows, n, D], which look at `seen` [windows, m, K] of their window -> what they are then."""
         def parts(rows: np.ndarray, matrix: Matrix) -> np.ndarray:
-            made = product(rows.reshape(-1, rows.shape[-1]), matrix, crew)
+            made = matmul(rows.reshape(-1, rows.shape[-1]), matrix, crew)
             return made.reshape(*rows.shape[:2], self.heads, -1).swapaxes(1, 2)
 
         q, k, v = parts(x, self.queries), parts(seen, self.keys), parts(seen, self.values)
@@ -63,7 +63,7 @@ class Look:
         np.exp(scores, out=scores)
         scores /= scores.sum(-1, keepdims=True)
         mixed = (scores @ v).swapaxes(1, 2).reshape(-1, x.shape[-1])
-        return self.after(x + product(mixed, self.out, crew).reshape(x.shape))
+        return self.after(x + matmul(mixed, self.out, crew).reshape(x.shape))
 
 
 @dataclass(frozen=True)
@@ -73,13 +73,13 @@ class QFormerLayer:
     up: Matrix
     down: Matrix
     after: Norm
-    curve: Curve
+    curve: Activation
 
-    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
         x = self.own(x, x, crew)
         if self.across is not None:
             x = self.across(x, seen, crew)
-        return self.after(x + two_layers(x, self.up, self.down, self.curve, crew))
+        return self.after(x + mlp(x, self.up, self.down, self.curve, crew))
 
 
 @dataclass(frozen=True)
@@ -90,15 +90,15 @@ class QFormer:
     before: Norm
     layers: Sequence[QFormerLayer]
 
-    def __call__(self, seen: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of windows float32 [windows, m, K] -> [windows, n, D]."""
         return self._through(np.repeat(self.before(self.learned)[None], len(seen), axis=0), seen, crew)
 
-    def asked(self, queries: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
+    def asked(self, queries: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """By rows float32 [windows, n, D] in place of the learned ones."""
         return self._through(self.before(queries), seen, crew)
 
-    def _through(self, x: np.ndarray, seen: np.ndarray, crew: Crew) -> np.ndarray:
+    def _through(self, x: np.ndarray, seen: np.ndarray, crew: WorkerPool) -> np.ndarray:
         for layer in self.layers:
             x = layer(x, seen, crew)
         return x

@@ -8,24 +8,24 @@ import math
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
-from ..images.senses import RATE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_parts import ROWS, Crew, product
+from ..images.tower_ops import ROWS, WorkerPool, matmul
 from ..images.tower_weights import Weights
+from .audio_tower import AudioTower, Windows
 from .log_mel import log_mel_of
-from .tower_hearing import Hearing, Windows
-from .whisper_encoder import KERNEL, LARGE, Sizes, halved, load_encoder
+from .whisper_encoder import KERNEL, LARGE, WhisperSizes, encoder_rows, load_encoder
 
 LONGEST = 1e4  # of the waves that places are told by
 
 
-class Qwen25Omni(Hearing):
+class Qwen25Omni(AudioTower):
     KINDS = {"qwen2_5_omni_audio_encoder": {**LARGE, "n_window": 100}}
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
     def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
+        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         if self.log_mel.bands != self.sizes.bands or self.piece > 2 * self.sizes.places or self.sizes.width % 2:
             raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands",
@@ -33,14 +33,14 @@ class Qwen25Omni(Hearing):
 
     @property
     def most_seconds(self) -> float:
-        return self.log_mel.samples / RATE
+        return self.log_mel.samples / SAMPLE_RATE
 
     def frames(self, samples: int) -> int:
         return -(-samples // self.log_mel.hop)
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (PLACE,) * (halved(self.frames(samples)) // 2)
+        return (ROW_PLACEHOLDER,) * (encoder_rows(self.frames(samples)) // 2)
 
     def values(self, taken: np.ndarray) -> Windows:
         """What is loudest is so in the whole sound; silence behind it reaches into its last frame."""
@@ -50,25 +50,25 @@ class Qwen25Omni(Hearing):
 
     def load(self, weights: Weights) -> Rows:
         sizes = self.sizes
-        encoder = load_encoder(weights, sizes, "audio_tower.", "ln_post", waves(sizes.places, sizes.width))
+        encoder = load_encoder(weights, sizes, "audio_tower.", "ln_post", sinusoids(sizes.places, sizes.width))
         project = weights.matrix("audio_tower.proj", self.config.hidden_size, sizes.width)
 
-        def rows(pieces: Windows, crew: Crew) -> np.ndarray:
+        def rows(pieces: Windows, crew: WorkerPool) -> np.ndarray:
             made = encoder.rows_apart(pieces, crew)
-            return product(encoder.after(made[: len(made) // 2 * 2].reshape(-1, 2, sizes.width).mean(1)), project, crew)
+            return matmul(encoder.after(made[: len(made) // 2 * 2].reshape(-1, 2, sizes.width).mean(1)), project, crew)
 
         return rows
 
     def numbers_needed(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
         width, frames = self.sizes.width, self.log_mel.frames
-        matrices, layer = 12 * width**2, 6 * halved(frames) * width
+        matrices, layer = 12 * width**2, 6 * encoder_rows(frames) * width
         pieces = 16 * width * ROWS * self.workers
         read = frames * (2 * self.sizes.bands + width) + KERNEL * self.piece * (width + self.sizes.bands)
         return matrices + layer + pieces + read
 
 
-def waves(places: int, width: int) -> np.ndarray:
+def sinusoids(places: int, width: int) -> np.ndarray:
     """Sines and cosines that tell places, float32 [places, D]."""
     half = width // 2
     lengths = np.exp(np.float32(-math.log(LONGEST) / max(half - 1, 1)) * np.arange(half, dtype=np.float32))

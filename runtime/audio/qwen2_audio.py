@@ -5,15 +5,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
 from ..images.tower import Rows
-from ..images.tower_parts import Crew, product
+from ..images.tower_ops import WorkerPool, matmul
 from ..images.tower_weights import Weights
-from .tower_hearing import TowerHearing, Windows
-from .whisper_encoder import LARGE, halved, load_encoder
+from .audio_tower import WhisperTower, Windows
+from .whisper_encoder import LARGE, encoder_rows, load_encoder
 
 
-class Qwen2Audio(TowerHearing):
+class Qwen2Audio(WhisperTower):
     KINDS = {"qwen2_audio_encoder": LARGE}
     placeholder, written = "<|AUDIO|>", "<|audio_bos|><|AUDIO|><|audio_eos|>"
 
@@ -24,12 +24,12 @@ class Qwen2Audio(TowerHearing):
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
         whole, rest = divmod(samples, self.log_mel.samples)
-        return (PLACE,) * (whole * (self.sizes.places // 2) + halved(self.frames_of(rest)) // 2)
+        return (ROW_PLACEHOLDER,) * (whole * (self.sizes.places // 2) + encoder_rows(self.frames_of(rest)) // 2)
 
     def load(self, weights: Weights) -> Rows:
         encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.projector(weights)
 
-        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
             made = [each[: len(each) // 2 * 2].reshape(-1, 2, self.sizes.width).mean(1) for each in encoder.rows(windows, crew)]
             return project(encoder.after(np.concatenate(made)), crew)
 
@@ -37,7 +37,7 @@ class Qwen2Audio(TowerHearing):
 
     def projector(self, weights: Weights) -> Rows:
         matrix = weights.matrix("multi_modal_projector.linear", self.config.hidden_size, self.sizes.width)
-        return lambda x, crew: product(x, matrix, crew)
+        return lambda x, crew: matmul(x, matrix, crew)
 
 
 sight = Qwen2Audio

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images.senses import RATE
+from ..images.modality import SAMPLE_RATE
 from ..images.tower_weights import Weights
 from .qwen3_omni_moe import Qwen3Omni
 from .whisper_encoder import LARGE
 
 USUAL = {**LARGE, "hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "intermediate_size": 4096, "n_window": 50,
          "n_window_infer": 800, "downsample_hidden_size": 480}
-SHORTEST = RATE // 2  # samples
+SHORTEST = SAMPLE_RATE // 2  # samples
 # Codes of the languages that it was trained with, by the names by which it is told of one.
 LANGUAGES = {
     "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English", "es": "Spanish", "fa": "Persian",
@@ -33,7 +33,7 @@ class Qwen3Asr(Qwen3Omni):
 
     def settle(self, keys: Keys) -> None:
         super().settle(keys)
-        self.shortest = keys.integer("min_length", SHORTEST, low=0, high=RATE * int(self.most_seconds))
+        self.shortest = keys.integer("min_length", SHORTEST, low=0, high=SAMPLE_RATE * int(self.most_seconds))
         if 2 * keys.integer("n_window", self.piece // 2, high=1 << 12) != self.piece:
             raise keys.fail("n_window", f"{self.piece // 2}, as config.json says of what hears")
 

@@ -6,23 +6,23 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from ..images import PLACE
-from ..images.senses import RATE
+from ..images import ROW_PLACEHOLDER
+from ..images.modality import SAMPLE_RATE
 from ..images.tower import Rows
-from ..images.tower_layers import through
-from ..images.tower_parts import ROWS, Crew, Matrix, gelu, product
+from ..images.tower_layers import run_blocks
+from ..images.tower_ops import ROWS, Matrix, WorkerPool, gelu, matmul
 from ..images.tower_weights import Weights
-from .causal_conformer import HELD, KERNEL, Halving
+from .audio_tower import AudioTower
+from .causal_conformer import HELD, KERNEL, SubsamplingConv
 from .log_mel import WHISPER, log_mel_of
-from .qwen2_5_omni import waves
-from .tower_hearing import Hearing
-from .whisper_encoder import EPS, LARGE, Sizes, load_layers
+from .qwen2_5_omni import sinusoids
+from .whisper_encoder import EPS, LARGE, WhisperSizes, load_layers
 
 SHARE = 8  # frames, or bands, of which the convolutions make one
 AT_ONCE = 32  # windows that go through the layers together
 
 
-class Qwen3Omni(Hearing):
+class Qwen3Omni(AudioTower):
     """`piece`: frames of one; `in_sight`: pieces whose rows see each other. `EXTRACTORS`: kinds that the family has; `FILLED`: a piece that
     is not whole is filled up even where it is the only one."""
 
@@ -32,18 +32,19 @@ class Qwen3Omni(Hearing):
     most_seconds = 2400.0
 
     def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
+        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
         self.piece = 2 * self.said.integer("n_window", high=1 << 12)
         self.in_sight = self.said.integer("n_window_infer", high=1 << 16) // self.piece
         self.channels = self.said.integer("downsample_hidden_size", high=1 << 14)
-        if self.log_mel.bands != self.sizes.bands or shared(self.piece) > self.sizes.places or self.sizes.width % 2 or not self.in_sight:
+        if self.log_mel.bands != self.sizes.bands or subsampled(self.piece) > self.sizes.places or self.sizes.width % 2 \
+                or not self.in_sight:
             raise self.unlike(f"pieces of {self.piece} frames of {self.log_mel.bands} bands, {self.in_sight} together",
                               f"{SHARE * self.sizes.places} of {self.sizes.bands} at most, one at least")
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
         whole, rest = divmod(samples // self.log_mel.hop, self.piece)
-        return (PLACE,) * (whole * shared(self.piece) + shared(rest))
+        return (ROW_PLACEHOLDER,) * (whole * subsampled(self.piece) + subsampled(rest))
 
     def values(self, taken: np.ndarray) -> np.ndarray:
         """float32 [frames, bands]; what is loudest is so in the whole sound."""
@@ -52,26 +53,26 @@ class Qwen3Omni(Hearing):
     def load(self, weights: Weights) -> Rows:
         sizes, width, channels, name = self.sizes, self.sizes.width, self.channels, "audio_tower."
 
-        def halving(number: int) -> Halving:
+        def halving(number: int) -> SubsamplingConv:
             inside = 1 if number == 1 else channels
             stored = weights.stored(f"{name}conv2d{number}.weight", channels, inside * KERNEL**2)  # bands before frames
             turned = stored.reshape(channels, inside, KERNEL, KERNEL).swapaxes(2, 3).reshape(channels, -1)
-            return Halving(Matrix(np.ascontiguousarray(turned), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
+            return SubsamplingConv(Matrix(np.ascontiguousarray(turned), weights.numbers(f"{name}conv2d{number}.bias", channels)), gelu)
 
         halvings, blocks = [halving(number) for number in (1, 2, 3)], load_layers(weights, sizes, name)
-        enter = weights.matrix(f"{name}conv_out", width, channels * shared(sizes.bands), bias=False)
-        places, after = waves(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
+        enter = weights.matrix(f"{name}conv_out", width, channels * subsampled(sizes.bands), bias=False)
+        places, after = sinusoids(sizes.places, width), weights.layer_norm(f"{name}ln_post", width, EPS)
         project = weights.two_layers("", (width, width, self.config.hidden_size), sizes.curve, parts=self.projector(weights))
 
-        def entered(frames: np.ndarray, fills: bool, crew: Crew) -> np.ndarray:
+        def entered(frames: np.ndarray, fills: bool, crew: WorkerPool) -> np.ndarray:
             """Of a piece; one that is not whole is filled with nothing where there are others, as if all were in one batch."""
             x = np.pad(frames, ((0, self.piece - len(frames) if fills else 0), (0, 0)))[..., None]
             for halving in halvings:
                 x = halving(x, crew)
-            x = product(x.swapaxes(1, 2).reshape(len(x), -1)[: shared(len(frames))], enter, crew)
+            x = matmul(x.swapaxes(1, 2).reshape(len(x), -1)[: subsampled(len(frames))], enter, crew)
             return x + places[: len(x)]
 
-        def rows(frames: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(frames: np.ndarray, crew: WorkerPool) -> np.ndarray:
             begins = range(0, len(frames), self.piece)
             crew.work.total += len(blocks) * -(-len(begins) // (self.in_sight * AT_ONCE))
             made = []
@@ -80,7 +81,7 @@ class Qwen3Omni(Hearing):
                           for begin in begins[group : group + self.in_sight * AT_ONCE]]
                 ends = [*np.cumsum([0, *map(len, pieces)])[:: self.in_sight].tolist(), sum(map(len, pieces))]
                 x, spans = np.concatenate(pieces), [span for span in zip(ends, ends[1:], strict=False) if span[0] < span[1]]
-                made.append(project(after(through(blocks, x, crew, spans=spans)), crew))
+                made.append(project(after(run_blocks(blocks, x, crew, spans=spans)), crew))
             return np.concatenate(made)
 
         return rows
@@ -91,15 +92,15 @@ class Qwen3Omni(Hearing):
 
     def numbers_needed(self) -> int:
         """The largest matrices, what goes through a layer, pieces of it, and what the convolutions read."""
-        width, frames = self.sizes.width, int(self.most_seconds * RATE) // self.log_mel.hop
-        matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * shared(self.piece) * width
+        width, frames = self.sizes.width, int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop
+        matrices, layer = 12 * width**2, 8 * AT_ONCE * self.in_sight * subsampled(self.piece) * width
         pieces = 16 * width * ROWS * self.workers
         read = self.sizes.bands * self.channels * (self.piece // 2 + self.workers * HELD * KERNEL**2 // 4)
-        whole = frames * self.sizes.bands + shared(frames) * (width + self.config.hidden_size)
+        whole = frames * self.sizes.bands + subsampled(frames) * (width + self.config.hidden_size)
         return matrices + layer + pieces + read + whole
 
 
-def shared(count: int) -> int:
+def subsampled(count: int) -> int:
     """Rows, or bands, that the convolutions make of so many frames, or bands."""
     return -(-count // SHARE)
 

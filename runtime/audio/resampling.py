@@ -17,7 +17,7 @@ FINE = 2048
 EDGE = 0.95  # of the lower of the two rates' halves: what lies above is cut off
 
 
-def resampled(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
+def resample(samples: np.ndarray, rate: int, to: int) -> np.ndarray:
     """float32 [n] at `rate` -> float32 [ceil(n * to / rate)] at `to`."""
     if rate == to or not len(samples):
         return samples.astype(np.float32, copy=False)

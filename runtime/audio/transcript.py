@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 from unicodedata import east_asian_width
 
 from ..events import Event, Progress
-from ..images.senses import RATE, SOUNDS
-from .pieces import TIMED_S, Piece, pieces
-from .tower_hearing import Hearing
-from .transcription import Said, conversation
+from ..images.modality import AUDIO_INPUT, SAMPLE_RATE
+from .audio_tower import AudioTower
+from .chunking import TIMED_S, AudioChunk, split_at_pauses
+from .transcription import AnswerParser, transcription_messages
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ SHORTEST_S, WIDE = 10.0, ("F", "W")
 
 
 @dataclass(frozen=True)
-class Writing:
+class Transcriber:
     """How a model is asked to write down what it hears: in a `language`, None for the one that it hears; `hint`: words that may be in it;
     or a translation into English. Raises UsageError for what the model cannot."""
 
@@ -35,26 +35,27 @@ class Writing:
         self.messages("")
 
     @property
-    def hearing(self) -> Hearing:
-        return self.replies.demand_hearing().sights[SOUNDS]
+    def hearing(self) -> AudioTower:
+        return self.replies.demand_hearing().sights[AUDIO_INPUT]
 
     def messages(self, mark: str) -> list[dict[str, str]]:
         """A chat about the sound of a mark."""
-        return conversation(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translates)
+        return transcription_messages(self.hearing, self.replies.tokenizer.added, mark, self.language, self.hint, self.translates)
 
     @property
     def takes_words(self) -> bool:
         """Whether other messages may stand before the sound: a model that does nothing else takes none, or takes them for its hint."""
         return not self.hearing.heads_text and self.hearing.narrowing is None
 
-    def pieces(self, samples: np.ndarray, timed: bool) -> list[Piece]:
+    def pieces(self, samples: np.ndarray, timed: bool) -> list[AudioChunk]:
         """Of a sound float32 [n], each to be written down at once: as long as the model takes, or shorter where times are to be told."""
         most, context = self.hearing.most_seconds, self.replies.engine.n_ctx
-        while most > SHORTEST_S and self.hearing.places(int(most * RATE)) > context // 2:
+        while most > SHORTEST_S and self.hearing.places(int(most * SAMPLE_RATE)) > context // 2:
             most /= 2
-        return pieces(samples, min(most, TIMED_S) if timed else most)
+        return split_at_pauses(samples, min(most, TIMED_S) if timed else most)
 
-    def answer(self, piece: Piece, wish: GenerationOptions, before: Sequence[dict[str, Any]] = (), variables: dict[str, Any] | None = None,
+    def answer(self, piece: AudioChunk, wish: GenerationOptions, before: Sequence[dict[str, Any]] = (),
+               variables: dict[str, Any] | None = None,
                cancelled: Callable[[], bool] = lambda: False) -> Iterator[Event]:
         """The answer about a piece, whose rows are not held longer, behind messages that stand `before` it."""
         sound = (album := self.replies.demand_hearing()).take(piece.samples)
@@ -64,7 +65,7 @@ class Writing:
                        shifts=False)
         yield from self.replies.reply([*before, *self.messages(sound.mark)], wish, None, variables, cancelled)
 
-    def transcript(self, pieces: Sequence[Piece]) -> Transcript:
+    def transcript(self, pieces: Sequence[AudioChunk]) -> Transcript:
         """For the answers about these."""
         heads = "" if self.language else self.hearing.heads_text  # an answer whose beginning was given goes on behind it
         return Transcript(pieces, heads, self.language or "", self.hearing.language_of)
@@ -74,7 +75,7 @@ class Transcript:
     """Of the `pieces` of a sound, for each of which comes an answer; `heads` as of `Said`. `language_of` says in which language an answer
     is, by its tokens, where its text does not."""
 
-    def __init__(self, pieces: Sequence[Piece], heads: str = "", language: str = "",
+    def __init__(self, pieces: Sequence[AudioChunk], heads: str = "", language: str = "",
                  language_of: Callable[[Sequence[int]], str] = lambda tokens: "") -> None:
         self.text, self.language, self._pieces = "", language, pieces
         self._heads, self._language_of = heads, language_of
@@ -82,7 +83,7 @@ class Transcript:
         self._begin()
 
     def _begin(self) -> None:
-        self._said, self._blanks = Said(self._heads), ""  # blanks that may be the last of a piece
+        self._said, self._blanks = AnswerParser(self._heads), ""  # blanks that may be the last of a piece
         self._texts.append("")
 
     def add(self, text: str) -> str:
@@ -102,7 +103,7 @@ class Transcript:
         self._blanks = text[len(written) :]
         if not written:
             return ""
-        told = written if self._texts[-1] else gap(self.text) + written
+        told = written if self._texts[-1] else separator(self.text) + written
         self._texts[-1] += written
         self.text += told
         return told
@@ -119,12 +120,12 @@ class Transcript:
         return {"language": self.language, "duration": seconds, "text": self.text, "segments": segments}
 
 
-def gap(text: str) -> str:
+def separator(text: str) -> str:
     """What stands between what was said in pieces of a sound: a blank, but at the beginning and behind what is written without blanks."""
     return " " if text and east_asian_width(text[-1]) not in WIDE else ""
 
 
-def cues(segments: Iterable[tuple[float, float, str]], as_vtt: bool) -> str:
+def subtitles(segments: Iterable[tuple[float, float, str]], as_vtt: bool) -> str:
     """Subtitles of what is said from one second to another: as SubRip's files, or as WebVTT. A text is a line: blank
     ones end it."""
     found = [f"{number}\n{_clock(begin, as_vtt)} --> {_clock(end, as_vtt)}\n{' '.join(text.split())}\n" for number, (begin, end, text) in

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ... import UsageError
-from .tower_hearing import Hearing
+from .audio_tower import AudioTower
 
 if TYPE_CHECKING:
     from collections.abc import Container
@@ -16,14 +16,14 @@ IN_LANGUAGE, HINTED = " It is in {}.", " Words that may be in it, or what came b
 NAMED, NOBODY = "language ", "None"  # before what is said, by models that name its language; of a sound in which nothing is
 
 
-def conversation(hearing: Hearing, words: Container[str], mark: str, language: str | None = None, hint: str | None = None,
+def transcription_messages(hearing: AudioTower, words: Container[str], mark: str, language: str | None = None, hint: str | None = None,
                  translates: bool = False) -> list[dict[str, str]]:
     """The messages for a sound that is in the album by its `mark`, to a model whose vocabulary has the added `words`. `language` is a code
     or a name; `hint` is told where there is a place for it. Raises UsageError for what a model cannot, which does nothing else."""
     if hearing.heads_text:
         return _to_one_that_does_nothing_else(hearing, mark, language, hint, translates)
     if hearing.narrowing is not None:
-        said = hearing.begun(translates, language and code_of(hearing, language))
+        said = hearing.begun(translates, language and language_code(hearing, language))
         return [{"role": "user", "content": mark}, *([{"role": "assistant", "content": said}] if said else [])]
     if hearing.transcribes in words and not translates:
         code = f"lang:{language}" if language else ""
@@ -33,7 +33,7 @@ def conversation(hearing: Hearing, words: Container[str], mark: str, language: s
     return [{"role": "user", "content": mark + asks + (HINTED.format(hint) if hint else "")}]
 
 
-def _to_one_that_does_nothing_else(hearing: Hearing, mark: str, language: str | None, hint: str | None,
+def _to_one_that_does_nothing_else(hearing: AudioTower, mark: str, language: str | None, hint: str | None,
                                    translates: bool) -> list[dict[str, str]]:
     """It is not asked: the hint is its system prompt, and a language the beginning of its answer."""
     if translates:
@@ -41,16 +41,16 @@ def _to_one_that_does_nothing_else(hearing: Hearing, mark: str, language: str | 
     messages = [{"role": "system", "content": hint}] if hint else []
     messages.append({"role": "user", "content": mark})
     if language:
-        messages.append({"role": "assistant", "content": f"{NAMED}{name_of(hearing, language)}{hearing.heads_text}"})
+        messages.append({"role": "assistant", "content": f"{NAMED}{language_name(hearing, language)}{hearing.heads_text}"})
     return messages
 
 
-def name_of(hearing: Hearing, language: str) -> str:
+def language_name(hearing: AudioTower, language: str) -> str:
     """The name of a language, as of `code_of`."""
-    return hearing.languages[code_of(hearing, language)]
+    return hearing.languages[language_code(hearing, language)]
 
 
-def code_of(hearing: Hearing, language: str) -> str:
+def language_code(hearing: AudioTower, language: str) -> str:
     """The code of a language that is given by its name or by that, which may name a region too. Raises UsageError."""
     wanted = language.strip().lower()
     for code, name in hearing.languages.items():
@@ -60,7 +60,7 @@ def code_of(hearing: Hearing, language: str) -> str:
                      f"known: {', '.join(hearing.languages)}; or leave it out")
 
 
-class Said:
+class AnswerParser:
     """An answer while it comes, of which `heads` (a word, or nothing) ends what is before the words that were said. `language`: as the
     model names it there."""
 

@@ -6,15 +6,15 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
 from ..images.tower import Rows
-from ..images.tower_parts import Crew
+from ..images.tower_ops import WorkerPool
 from ..images.tower_weights import Weights
-from .tower_hearing import TowerHearing, Windows
+from .audio_tower import WhisperTower, Windows
 from .whisper_encoder import LARGE, load_encoder
 
 
-class Voxtral(TowerHearing):
+class Voxtral(WhisperTower):
     KINDS = {"voxtral_encoder": LARGE}
     placeholder, written = "[AUDIO]", "[BEGIN_AUDIO][AUDIO]"
     transcribes = "[TRANSCRIBE]"
@@ -28,7 +28,7 @@ class Voxtral(TowerHearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (PLACE,) * (-(-samples // self.log_mel.samples) * self.sizes.places // self.beside)
+        return (ROW_PLACEHOLDER,) * (-(-samples // self.log_mel.samples) * self.sizes.places // self.beside)
 
     def values(self, taken: np.ndarray) -> Windows:
         length, frames = self.log_mel.samples, self.log_mel.frames
@@ -38,7 +38,7 @@ class Voxtral(TowerHearing):
     def load(self, weights: Weights) -> Rows:
         encoder, project = load_encoder(weights, self.sizes, "audio_tower."), self.to_text(weights, self.sizes.inner)
 
-        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
             made = encoder.after(np.concatenate(encoder.rows(windows, crew)))
             return project(made.reshape(-1, self.sizes.inner), crew)
 

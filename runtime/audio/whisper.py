@@ -12,13 +12,13 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import read_json
-from ..images import PLACE
+from ..images import ROW_PLACEHOLDER
+from ..images.mrope import FIRST_MEDIA_ID
 from ..images.tower import Rows
-from ..images.tower_parts import Crew
+from ..images.tower_ops import WorkerPool
 from ..images.tower_weights import Weights
-from ..images.turning import PICTURED
+from .audio_tower import WhisperTower, Windows
 from .qwen3_asr import LANGUAGES
-from .tower_hearing import TowerHearing, Windows
 from .whisper_encoder import load_encoder
 
 USUAL = {"d_model": 384, "encoder_layers": 4, "encoder_attention_heads": 6, "encoder_ffn_dim": 1536, "num_mel_bins": 80,
@@ -28,7 +28,7 @@ OF_SEVERAL = 51_865  # words of a vocabulary: models that know English alone hav
 GENERATION = "generation_config.json"
 
 
-class Whisper(TowerHearing):
+class Whisper(WhisperTower):
     KINDS = {"whisper": USUAL}
     SECTION = ""
     placeholder = BEGIN
@@ -39,7 +39,7 @@ class Whisper(TowerHearing):
 
     def tokens(self, samples: int) -> tuple[int, ...]:
         self.demand_length(samples)
-        return (PLACE,)
+        return (ROW_PLACEHOLDER,)
 
     def frames_of(self, samples: int) -> int:
         return self.log_mel.frames
@@ -54,7 +54,7 @@ class Whisper(TowerHearing):
     def load(self, weights: Weights) -> Rows:
         encoder = load_encoder(weights, self.sizes, "encoder.")
 
-        def rows(windows: Windows, crew: Crew) -> np.ndarray:
+        def rows(windows: Windows, crew: WorkerPool) -> np.ndarray:
             return encoder.after(encoder.rows(windows, crew)[0])
 
         return rows
@@ -105,7 +105,7 @@ class Whisper(TowerHearing):
         return never, first
 
     def narrowing(self, ids: Sequence[int], translates: bool, logits: np.ndarray) -> None:
-        place = len(ids) - 1 - max((at for at, token in enumerate(ids) if token >= PICTURED), default=len(ids))
+        place = len(ids) - 1 - max((at for at, token in enumerate(ids) if token >= FIRST_MEDIA_ID), default=len(ids))
         if place < 0:
             return
         begins = self.begins(translates)

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from ..images.tower_layers import APART, Shape, Stored, load_blocks, through
-from ..images.tower_parts import CURVES, Block, Crew, Curve, Matrix, Norm, Rope, gelu, product
+from ..images.tower_layers import SEPARATE_QKV, LayerNames, LayerShape, load_blocks, run_blocks
+from ..images.tower_ops import ACTIVATIONS, Activation, Block, Matrix, Norm, Rope, WorkerPool, gelu, matmul
 from ..images.tower_weights import Weights
 
 # Two spellings of configs -> the one that is read here.
@@ -19,13 +19,13 @@ SPELLED = {"d_model": "hidden_size", "encoder_layers": "num_hidden_layers", "enc
 LARGE: Mapping[str, object] = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 20, "intermediate_size": 5120,
                                "num_mel_bins": 128, "max_source_positions": 1500, "activation_function": "gelu"}
 EPS = 1e-5
-LAYER = Stored(("self_attn_layer_norm", "final_layer_norm"), APART.looked, APART.out, ("fc1", "fc2"))
+LAYER = LayerNames(("self_attn_layer_norm", "final_layer_norm"), SEPARATE_QKV.looked, SEPARATE_QKV.out, ("fc1", "fc2"))
 KERNEL = 3  # frames that a convolution reads
 MOST_LAYERS, MOST_WIDTH, MOST_PLACES = 512, 1 << 16, 1 << 14
 
 
 @dataclass(frozen=True)
-class Sizes:
+class WhisperSizes:
     """What a config says of an encoder."""
 
     width: int
@@ -34,20 +34,21 @@ class Sizes:
     inner: int
     bands: int
     places: int
-    curve: Curve
+    curve: Activation
 
     @staticmethod
-    def read(keys: Keys) -> Sizes:
+    def read(keys: Keys) -> WhisperSizes:
         keys = Keys({**keys.raw, **{own: keys.raw[key] for key, own in SPELLED.items() if key in keys.raw}}, keys.where)
         width, heads = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("num_attention_heads", high=1024)
         if width % heads:
             raise ConfigError(f"{keys.where}: hidden_size {width} is not a multiple of {heads} heads")
-        return Sizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads, keys.integer("intermediate_size", high=1 << 20),
+        return WhisperSizes(width, keys.integer("num_hidden_layers", high=MOST_LAYERS), heads,
+                            keys.integer("intermediate_size", high=1 << 20),
                      keys.integer("num_mel_bins", high=512), keys.integer("max_source_positions", high=MOST_PLACES),
-                     keys.choice("activation_function", CURVES, "gelu"))
+                     keys.choice("activation_function", ACTIVATIONS, "gelu"))
 
 
-def halved(frames: int) -> int:
+def encoder_rows(frames: int) -> int:
     """Rows that the convolutions make of so many frames."""
     return (frames - 1) // 2 + 1
 
@@ -63,27 +64,27 @@ class WhisperEncoder:
     after: Norm
     rope: Rope | None = None
 
-    def rows(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> list[np.ndarray]:
+    def rows(self, windows: Sequence[tuple[np.ndarray, int]], crew: WorkerPool) -> list[np.ndarray]:
         """Of windows, spectrograms float32 [frames, bands] and how many of their frames are of the sound: what the layers make of those,
         [halved, D], without the last norm. Rows see those of their window, which come one after the other."""
         crew.work.total += len(self.blocks) * len(windows)
         made = []
         for window, frames in windows:
-            made.append(through(self.blocks, self._convolved(window, frames, crew), crew, self.rope))
+            made.append(run_blocks(self.blocks, self._convolved(window, frames, crew), crew, self.rope))
         return made
 
-    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: Crew) -> np.ndarray:
+    def rows_apart(self, windows: Sequence[tuple[np.ndarray, int]], crew: WorkerPool) -> np.ndarray:
         """As `rows`, of many small windows, which go through a layer together and see nothing of each other: [all of them, D]."""
         crew.work.total += len(self.blocks)
         parts = [self._convolved(window, frames, crew) for window, frames in windows]
         ends = np.cumsum([0, *map(len, parts)]).tolist()
-        return through(self.blocks, np.concatenate(parts), crew, spans=list(zip(ends, ends[1:], strict=False)))
+        return run_blocks(self.blocks, np.concatenate(parts), crew, spans=list(zip(ends, ends[1:], strict=False)))
 
-    def _convolved(self, window: np.ndarray, frames: int, crew: Crew) -> np.ndarray:
+    def _convolved(self, window: np.ndarray, frames: int, crew: WorkerPool) -> np.ndarray:
         """Only rows that frames of the sound are in; what they read of the silence behind it is there."""
-        count = halved(frames)
-        made = gelu(product(_reads(window[: frames + 2], 1), self.first, crew))
-        made = gelu(product(_reads(made, 2)[:count], self.second, crew))
+        count = encoder_rows(frames)
+        made = gelu(matmul(_reads(window[: frames + 2], 1), self.first, crew))
+        made = gelu(matmul(_reads(made, 2)[:count], self.second, crew))
         return made + self.places[:count]
 
 
@@ -93,8 +94,8 @@ def _reads(x: np.ndarray, step: int) -> np.ndarray:
     return np.lib.stride_tricks.sliding_window_view(around, KERNEL, axis=0)[::step].reshape(-1, x.shape[1] * KERNEL)
 
 
-def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_norm",
-                 places: np.ndarray | None = None, layer: Stored = LAYER, rope: Rope | None = None) -> WhisperEncoder:
+def load_encoder(weights: Weights, sizes: WhisperSizes, name: str, after: str = "layer_norm",
+                 places: np.ndarray | None = None, layer: LayerNames = LAYER, rope: Rope | None = None) -> WhisperEncoder:
     """The encoder whose tensors begin with `name`, its last norm's with `after`; its places are stored where they are not given, its
     layers as `layer` says."""
     width = sizes.width
@@ -104,6 +105,6 @@ def load_encoder(weights: Weights, sizes: Sizes, name: str, after: str = "layer_
         blocks=load_layers(weights, sizes, name, layer), after=weights.layer_norm(f"{name}{after}", width, EPS), rope=rope)
 
 
-def load_layers(weights: Weights, sizes: Sizes, name: str, layer: Stored = LAYER) -> list[Block]:
+def load_layers(weights: Weights, sizes: WhisperSizes, name: str, layer: LayerNames = LAYER) -> list[Block]:
     """The layers of an encoder whose tensors begin with `name`."""
-    return load_blocks(weights, f"{name}layers.", sizes.layers, layer, Shape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))
+    return load_blocks(weights, f"{name}layers.", sizes.layers, layer, LayerShape(sizes.width, sizes.inner, sizes.heads, sizes.curve, EPS))

@@ -28,7 +28,7 @@ from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import RENAMED, kind_of
 from ..files.written import whole_already
-from ..images import taken_too
+from ..images import input_modalities
 from ..source import folder_files, is_rounded, open_store
 from ..stores.composite import text_alone
 from ..stores.container import DTYPES, read_container
@@ -125,7 +125,7 @@ def export_compressed(source: Path, out: Path, kind: str) -> Iterator[Progress |
     texts = folder_files(source)
     raw = json.loads(texts[MARKER] if texts else (source / MARKER).read_text(encoding="utf-8"))
     if raw["model_type"] not in (config.family, DASHED.get(config.family)):
-        yield Notice(f"{raw['model_type']} takes {taken_too(raw)} too: its text part alone is written, {config.family}")
+        yield Notice(f"{raw['model_type']} takes {input_modalities(raw)} too: its text part alone is written, {config.family}")
     with open_store(source, wide="f32") as store:
         items = tuple(_items(config, store, bits))
         for item in items:

@@ -2,7 +2,7 @@
 
 An encoder has no cache, no sampler and no chat, so nothing of `prepare.py`, `model.py` and `engine.py` is here: a text goes through all
 layers at once, several of a request side by side without padding, in float32 with NumPy on threads as pictures do
-(`runtime/images/tower_parts.py`).
+(`runtime/images/tower_ops.py`).
 
 A family is a module with `config`, which reads its part of config.json, and `load`, which reads its tensors into a `Stack` (and `load_head`
 into a `Head` where it has one that ranks); ENCODERS maps each `model_type` to it. """

@@ -40,7 +40,7 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES, widened
+    from ..images.tower_ops import ACTIVATIONS, to_float32
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
@@ -58,11 +58,11 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     types = tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, narrow) if config.type_rows else None
     if config.family == "ernie" and config.raw.get("use_task_id"):
         tasks = tensors.numbers("embeddings.task_type_embeddings.weight", config.raw.get("task_type_vocab_size") or 3, width)
-        types = tasks[:1] if types is None else widened(types) + tasks[0]
+        types = tasks[:1] if types is None else to_float32(types) + tasks[0]
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, narrow),
                  tensors.table("embeddings.position_embeddings.weight", config.position_rows, narrow), types,
                  tensors.norm("embeddings.LayerNorm", narrow, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id,
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id,
                  widened_by=tensors.linear("embeddings_project", width, narrow) if narrow != width else None)
 
 
@@ -70,10 +70,11 @@ def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
     """Raises CheckpointError."""
     import numpy as np
 
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .ranking_head import Head
 
     own, width = config.position_offset or config.family == "electra", config.hidden_size
     dense, last = ("classifier.dense", "classifier.out_proj") if own else ("pooler.dense", "classifier")
-    curve = CURVES["gelu"] if config.family == "electra" else np.tanh if config.type_rows else CURVES["relu"]  # DistilBERT's, in a file
+    # DistilBERT's, in a file
+    curve = ACTIVATIONS["gelu"] if config.family == "electra" else np.tanh if config.type_rows else ACTIVATIONS["relu"]
     return Head(tensors.linear(dense, width, width), curve, tensors.linear(last, 1, width))

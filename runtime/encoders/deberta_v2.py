@@ -54,7 +54,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
     import numpy as np
 
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner, eps, heads = config.hidden_size, config.intermediate_size, config.norm_eps, config.num_attention_heads
@@ -78,14 +78,14 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], heads, spans=config.spans)
+                 ACTIVATIONS[config.hidden_act], heads, spans=config.spans)
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .ranking_head import Head
 
     width = config.hidden_size
-    return Head(tensors.linear("pooler.dense", width, width), CURVES[config.raw.get("pooler_hidden_act") or "gelu"],
+    return Head(tensors.linear("pooler.dense", width, width), ACTIVATIONS[config.raw.get("pooler_hidden_act") or "gelu"],
                 tensors.linear("classifier", 1, width))

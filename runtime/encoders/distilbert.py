@@ -25,7 +25,7 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner = config.hidden_size, config.intermediate_size
@@ -40,7 +40,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width),
                  tensors.table("embeddings.position_embeddings.weight", config.position_rows, width), None,
                  tensors.norm("embeddings.LayerNorm", width, EPS), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads)
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads)
 
 
 load_head = plain_head("pre_classifier", "relu", "classifier")

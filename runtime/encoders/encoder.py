@@ -18,8 +18,8 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import is_gguf
 from ...offload.size import format_size, parse_size
 from ..events import Progress, Yield
-from ..images import Left, Work
-from ..images.tower_parts import Crew
+from ..images import EncodingCancelled, EncodingJob
+from ..images.tower_ops import WorkerPool
 from ..text import Tokenizer
 from .gguf_file import FileTensors
 from .layers import Batch, Stack
@@ -172,9 +172,9 @@ class Encoder:
                 tokens += len(rows[some[-1]])
             batch = Batch.of([rows[at] for at in some], types and [types[at] for at in some])
             try:
-                with Crew(self.plan.threads, Asked(cancelled)) as crew:
+                with WorkerPool(self.plan.threads, Asked(cancelled)) as crew:
                     states = (stack or self._stack).states(batch, crew)
-            except Left:
+            except EncodingCancelled:
                 return None
             _demand_finite(states)
             with np.errstate(over="ignore", invalid="ignore"):
@@ -186,7 +186,7 @@ class Encoder:
         return [made[at] for at in range(len(rows))]
 
 
-class Asked(Work):
+class Asked(EncodingJob):
     """Work that is wanted as long as somebody waits for the answer."""
 
     def __init__(self, cancelled: Callable[[], bool]) -> None:
@@ -195,7 +195,7 @@ class Asked(Work):
 
     def demand_wanted(self) -> None:
         if self._cancelled():
-            raise Left
+            raise EncodingCancelled
 
 
 def open_encoder(plan: EncoderPlan, tokenizer: Tokenizer) -> Iterator[Progress | Encoder]:

@@ -36,7 +36,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
     import numpy as np
 
-    from ..images.tower_parts import CURVES, Norm, Wide
+    from ..images.tower_ops import ACTIVATIONS, Float32Matrix, Norm
     from .layers import Layer, Stack
 
     width, inner, shared, depth = config.hidden_size, config.intermediate_size, config.kv_heads, config.head_dim
@@ -53,22 +53,22 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
         at = f"layers.{number}."
         q = tensors.numbers(f"{at}self_attn.q_proj.weight", width, width)
         qkv = np.concatenate([q, *(repeated(f"{at}self_attn.{part}_proj") for part in "kv")])
-        return Layer(Wide(qkv.T, None), tensors.linear(f"{at}self_attn.o_proj", width, width, False),
+        return Layer(Float32Matrix(qkv.T, None), tensors.linear(f"{at}self_attn.o_proj", width, width, False),
                      tensors.linear(f"{at}mlp.up_proj", inner, width, False), tensors.linear(f"{at}mlp.down_proj", width, inner, False),
                      (norm(f"{at}input_layernorm"), norm(f"{at}post_attention_layernorm")),
                      tensors.linear(f"{at}mlp.gate_proj", inner, width, False), config.thetas[number])
 
     return Stack(tensors.table("embed_tokens.weight", config.vocab_size, width), None, None, None,
-                 tuple(map(layer, range(config.num_hidden_layers))), CURVES[config.hidden_act], config.num_attention_heads, True,
+                 tuple(map(layer, range(config.num_hidden_layers))), ACTIVATIONS[config.hidden_act], config.num_attention_heads, True,
                  norm("norm"))
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .ranking_head import Head
 
     width, said = config.hidden_size, config.raw
     pooling = said.get("classifier_pooling") or said.get("clf_pooling") or "late"
-    return Head(tensors.linear("dense", width, width), CURVES["gelu"], tensors.linear("classifier", 1, width), mean=pooling == "mean",
+    return Head(tensors.linear("dense", width, width), ACTIVATIONS["gelu"], tensors.linear("classifier", 1, width), mean=pooling == "mean",
                 late=pooling == "late")

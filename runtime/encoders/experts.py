@@ -8,21 +8,21 @@ from functools import partial
 
 import numpy as np
 
-from ..images.tower_parts import Crew, Curve, Wide
+from ..images.tower_ops import Activation, Float32Matrix, WorkerPool
 
 
 @dataclass(frozen=True)
 class Experts:
     """Without gates. A share is what the softmax over all experts says, of the `per_token` largest; `bias` is added once."""
 
-    router: Wide
-    up: tuple[Wide, ...]
-    down: tuple[Wide, ...]
+    router: Float32Matrix
+    up: tuple[Float32Matrix, ...]
+    down: tuple[Float32Matrix, ...]
     bias: np.ndarray | None
     per_token: int
-    curve: Curve
+    curve: Activation
 
-    def __call__(self, h: np.ndarray, crew: Crew | None = None) -> np.ndarray:
+    def __call__(self, h: np.ndarray, crew: WorkerPool | None = None) -> np.ndarray:
         """h float32 [T, D] -> [T, D]; with a `crew` each thread has experts of its own."""
         scores = self.router(h)
         shares = np.exp(scores - scores.max(-1, keepdims=True))

@@ -44,7 +44,7 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
@@ -59,7 +59,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, slower=config.slower)
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads, slower=config.slower)
 
 
 load_head = plain_head("pooler.dense", "tanh", "classifier")

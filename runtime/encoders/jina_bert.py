@@ -14,7 +14,7 @@ from .shape import MOST, EncoderConfig, refuse, sizes
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..images.tower_parts import Wide
+    from ..images.tower_ops import Float32Matrix
     from .layers import Stack
     from .weights import Tensors
 
@@ -35,12 +35,12 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
 
-    def up_and_gate(at: str, of_code: bool) -> tuple[Wide, Wide]:
+    def up_and_gate(at: str, of_code: bool) -> tuple[Float32Matrix, Float32Matrix]:
         if tensors.has(f"{at}mlp.gated_layers_w.weight"):  # as GGUF files had them for a time
             gate, up = (tensors.linear(f"{at}mlp.gated_layers_{part}", inner, width, False) for part in "wv")
         elif of_code:
@@ -64,7 +64,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width), None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, slopes=slopes_of(config.num_attention_heads))
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads, slopes=slopes_of(config.num_attention_heads))
 
 
 def slopes_of(heads: int) -> np.ndarray:

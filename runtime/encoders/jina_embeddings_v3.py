@@ -29,7 +29,7 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
@@ -46,7 +46,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                  tensors.table("embeddings.position_embeddings.weight", rows, width) if rows else None,
                  tensors.table("embeddings.token_type_embeddings.weight", config.type_rows, width) if config.type_rows else None,
                  tensors.norm("emb_ln", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id)
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads, position_offset=config.position_offset, pad_id=config.pad_id)
 
 
 load_head = plain_head("classifier.dense", "tanh", "classifier.out_proj")

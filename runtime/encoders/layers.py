@@ -12,7 +12,7 @@ from itertools import groupby
 
 import numpy as np
 
-from ..images.tower_parts import QUERIES, ROWS, SHORT, Crew, Curve, Norm, Wide, widened
+from ..images.tower_ops import QUERIES, ROWS, SHORT, Activation, Float32Matrix, Norm, WorkerPool, to_float32
 from .distances import Disentangled, Distances, disentangled_rows, leanings, sloping
 from .experts import Experts
 
@@ -82,12 +82,12 @@ class Layer:
     attention's, of its output and what went into the layer (Jina's model for code). `of_distances`: keys and queries that distances are,
     float32 [heads, rows, d] each (DeBERTa)."""
 
-    qkv: Wide
-    out: Wide
-    up: Wide | None
-    down: Wide | None
+    qkv: Float32Matrix
+    out: Float32Matrix
+    up: Float32Matrix | None
+    down: Float32Matrix | None
     norms: tuple[Norm | None, Norm]
-    gate: Wide | None = None
+    gate: Float32Matrix | None = None
     theta: float | None = None
     window: int | None = None
     experts: Experts | None = None
@@ -125,7 +125,7 @@ class Stack:
     types: np.ndarray | None
     embed_norm: Norm | None
     layers: tuple[Layer, ...]
-    curve: Curve
+    curve: Activation
     heads: int
     norms_first: bool = False
     last_norm: Norm | None = None
@@ -135,10 +135,10 @@ class Stack:
     slopes: np.ndarray | None = None
     spans: tuple[int, int] | None = None
     slower: float = 1.0
-    widened_by: Wide | None = None
+    widened_by: Float32Matrix | None = None
     beside: tuple[np.ndarray, np.ndarray] | None = None
 
-    def states(self, batch: Batch, crew: Crew) -> np.ndarray:
+    def states(self, batch: Batch, crew: WorkerPool) -> np.ndarray:
         """What leaves the last layer for each token, float32 [N, D]. Raises Left."""
         x = self._entered(batch)
         depth = x.shape[1] // self.heads
@@ -159,14 +159,14 @@ class Stack:
         return None if self.distances is None else leanings(self.distances, longest)
 
     def _entered(self, batch: Batch) -> np.ndarray:
-        x = widened(self.embed[batch.ids]).copy()
+        x = to_float32(self.embed[batch.ids]).copy()
         if self.beside is not None:
             narrow, wide = self.beside
-            x += widened(narrow[batch.ids]) @ wide
+            x += to_float32(narrow[batch.ids]) @ wide
         if self.types is not None:
-            x += widened(self.types[np.minimum(batch.types, len(self.types) - 1)])
+            x += to_float32(self.types[np.minimum(batch.types, len(self.types) - 1)])
         if self.positions is not None:
-            x += widened(self.positions[self._rows(batch)])
+            x += to_float32(self.positions[self._rows(batch)])
         x = x if self.embed_norm is None else self.embed_norm(x)
         return x if self.widened_by is None else self.widened_by(x)
 
@@ -180,7 +180,7 @@ class Stack:
             made[rows] = np.cumsum(real) * real + self.position_offset - 1
         return made
 
-    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: Crew, rotary: Rotary | None, apart: Distances | None) -> None:
+    def _through(self, layer: Layer, x: np.ndarray, batch: Batch, crew: WorkerPool, rotary: Rotary | None, apart: Distances | None) -> None:
         """In place."""
         tokens, width = x.shape
         made, seen = np.empty((tokens, 3, self.heads, width // self.heads), np.float32), np.empty((tokens, width), np.float32)
@@ -214,12 +214,12 @@ class Stack:
         crew.all(looks(made, seen, batch.blocks, layer.window, apart))
         crew.each(rest, tokens)
 
-    def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, crew: Crew,
+    def _few_through(self, layer: Layer, x: np.ndarray, made: np.ndarray, seen: np.ndarray, batch: Batch, crew: WorkerPool,
                      rotary: Rotary | None, apart: Distances | None) -> None:
         """`_through` of few tokens, by parts of matrices. `made` [N, 3, heads, d] and `seen` [N, D] are filled on the way."""
         (tokens, width), depth, (first, second) = x.shape, made.shape[-1], layer.norms
 
-        def product(matrix: Wide, h: np.ndarray, after: Callable[[np.ndarray, slice], np.ndarray] | None = None) -> np.ndarray:
+        def product(matrix: Float32Matrix, h: np.ndarray, after: Callable[[np.ndarray, slice], np.ndarray] | None = None) -> np.ndarray:
             y = np.empty((tokens, matrix.weight.shape[1]), np.float32)
 
             def part(which: slice) -> None:

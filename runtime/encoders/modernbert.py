@@ -44,7 +44,7 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES, Norm
+    from ..images.tower_ops import ACTIVATIONS, Norm
     from .layers import Layer, Stack
 
     width, inner = config.hidden_size, config.intermediate_size
@@ -61,16 +61,16 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
                      config.windows[number])
 
     return Stack(tensors.table("embeddings.tok_embeddings.weight", config.vocab_size, width), None, None, norm("embeddings.norm"),
-                 tuple(map(layer, range(config.num_hidden_layers))), CURVES[config.hidden_act], config.num_attention_heads, True,
+                 tuple(map(layer, range(config.num_hidden_layers))), ACTIVATIONS[config.hidden_act], config.num_attention_heads, True,
                  norm("final_norm"))
 
 
 def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .ranking_head import Head
 
     width, said = config.hidden_size, config.raw
-    return Head(tensors.linear("head.dense", width, width, False), CURVES[said.get("classifier_activation") or "gelu"],
+    return Head(tensors.linear("head.dense", width, width, False), ACTIVATIONS[said.get("classifier_activation") or "gelu"],
                 tensors.linear("classifier", 1, width), tensors.norm("head.norm", width, config.norm_eps, False),
                 said.get("classifier_pooling") == "mean")

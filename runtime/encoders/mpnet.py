@@ -28,7 +28,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
     import numpy as np
 
-    from ..images.tower_parts import CURVES
+    from ..images.tower_ops import ACTIVATIONS
     from .layers import Layer, Stack
 
     width, inner, eps = config.hidden_size, config.intermediate_size, config.norm_eps
@@ -44,7 +44,7 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     return Stack(tensors.table("embeddings.word_embeddings.weight", config.vocab_size, width),
                  tensors.table("embeddings.position_embeddings.weight", config.position_rows, width), None,
                  tensors.norm("embeddings.LayerNorm", width, eps), tuple(map(layer, range(config.num_hidden_layers))),
-                 CURVES[config.hidden_act], config.num_attention_heads, position_offset=OFFSET, pad_id=config.pad_id,
+                 ACTIVATIONS[config.hidden_act], config.num_attention_heads, position_offset=OFFSET, pad_id=config.pad_id,
                  distances=np.ascontiguousarray(distances.T))
 
 

@@ -41,13 +41,13 @@ def config(keys: Keys) -> EncoderConfig:
 
 def load(config: EncoderConfig, tensors: Tensors) -> Stack:
     """Raises CheckpointError."""
-    from ..images.tower_parts import CURVES, Wide
+    from ..images.tower_ops import ACTIVATIONS, Float32Matrix
     from .experts import Experts
     from .layers import Layer, Stack
 
-    width, inner, eps, curve = config.hidden_size, config.intermediate_size, config.norm_eps, CURVES[config.hidden_act]
+    width, inner, eps, curve = config.hidden_size, config.intermediate_size, config.norm_eps, ACTIVATIONS[config.hidden_act]
 
-    def linear(name: str, rows: int, depth: int) -> Wide:
+    def linear(name: str, rows: int, depth: int) -> Float32Matrix:
         return tensors.linear(name, rows, depth, tensors.has(f"{name}.bias"))
 
     def experts(at: str) -> Experts:
@@ -58,8 +58,8 @@ def load(config: EncoderConfig, tensors: Tensors) -> Stack:
         else:
             up, down = (tensors.numbers(f"{at}experts.mlp.{name}", shape[0] * inner, width).reshape(shape) for name in ("w1", "w2"))
         bias = tensors.numbers(f"{at}experts.bias", width) if tensors.has(f"{at}experts.bias") else None
-        return Experts(tensors.linear(f"{at}router.layer", config.experts, width, False), tuple(Wide(each.T, None) for each in up),
-                       tuple(Wide(each, None) for each in down), bias, config.experts_per_token, curve)
+        return Experts(tensors.linear(f"{at}router.layer", config.experts, width, False), tuple(Float32Matrix(each.T, None) for each in up),
+                       tuple(Float32Matrix(each, None) for each in down), bias, config.experts_per_token, curve)
 
     def layer(number: int) -> Layer:
         at = f"encoder.layers.{number}."

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..images.tower_parts import Curve, Norm, Wide
+from ..images.tower_ops import Activation, Float32Matrix, Norm
 
 
 @dataclass(frozen=True)
@@ -14,9 +14,9 @@ class Head:
     """`dense` and its `curve`, a `norm` where there is one, then `last`, of one row; of the first token, of the `mean` of all, or
     `late`: the mean of what it says of each."""
 
-    dense: Wide
-    curve: Curve
-    last: Wide
+    dense: Float32Matrix
+    curve: Activation
+    last: Float32Matrix
     norm: Norm | None = None
     mean: bool = False
     late: bool = False

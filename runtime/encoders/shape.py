@@ -182,11 +182,11 @@ def plain_head(dense: str, act: str, last: str) -> Callable[[EncoderConfig, Tens
     def load_head(config: EncoderConfig, tensors: Tensors) -> Head:
         import numpy as np
 
-        from ..images.tower_parts import CURVES
+        from ..images.tower_ops import ACTIVATIONS
         from .ranking_head import Head
 
         width = config.hidden_size
-        return Head(tensors.linear(dense, width, width), {**CURVES, "tanh": np.tanh}[act], tensors.linear(last, 1, width))
+        return Head(tensors.linear(dense, width, width), {**ACTIVATIONS, "tanh": np.tanh}[act], tensors.linear(last, 1, width))
 
     return load_head
 

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import ConfigError, Keys, show
-from ..images.tower_parts import Wide, widened
+from ..images.tower_ops import Float32Matrix, to_float32
 
 if TYPE_CHECKING:
     from .layers import Layer, Stack
@@ -28,7 +28,7 @@ PART = "{}.parametrizations.weight.0.lora_{}"
 
 
 @dataclass(frozen=True)
-class Beside(Wide):
+class Beside(Float32Matrix):
     """A matrix [K, N], and `down` [K, r] and `up` [r, N] beside it."""
 
     down: np.ndarray | None = None
@@ -74,12 +74,12 @@ def stacks_of(config: EncoderConfig, tensors: Tensors, stack: Stack) -> dict[str
         made = {}
         for part, (a, b) in pairs.items():
             own = getattr(layer, part)
-            made[part] = Beside(own.weight, own.bias, own.limits, np.ascontiguousarray(widened(a[task]).T), b[task].T * share)
+            made[part] = Beside(own.weight, own.bias, own.limits, np.ascontiguousarray(to_float32(a[task]).T), b[task].T * share)
         return replace(layer, **made)
 
     def of(task: int) -> Stack:
         layers = tuple(adapted(*each, task) for each in zip(stack.layers, matrices, strict=True))
-        own = None if types is None else widened(stack.types) + widened(types[0][task]) @ types[1][task] * share
+        own = None if types is None else to_float32(stack.types) + to_float32(types[0][task]) @ types[1][task] * share
         return replace(stack, layers=layers, types=own, beside=(words[0][task], words[1][task] * share))
 
     return {name: of(task) for task, (name, _) in enumerate(config.tasks)}

@@ -9,7 +9,7 @@ import numpy as np
 
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.safetensors_header import AGAIN, TensorInfo
-from ..images.tower_parts import Norm, Wide, widened
+from ..images.tower_ops import Float32Matrix, Norm, to_float32
 
 if TYPE_CHECKING:
     from .gguf_file import FileTensors
@@ -60,21 +60,21 @@ class Tensors:
 
     def numbers(self, name: str, *shape: int) -> np.ndarray:
         """As float32."""
-        return np.ascontiguousarray(widened(self.table(name, *shape)))
+        return np.ascontiguousarray(to_float32(self.table(name, *shape)))
 
-    def linear(self, name: str, rows: int, depth: int, bias: bool = True) -> Wide:
+    def linear(self, name: str, rows: int, depth: int, bias: bool = True) -> Float32Matrix:
         """`name`.weight [rows, depth], and its bias where it has one."""
-        return Wide(self.numbers(f"{name}.weight", rows, depth).T, self.numbers(f"{name}.bias", rows) if bias else None)
+        return Float32Matrix(self.numbers(f"{name}.weight", rows, depth).T, self.numbers(f"{name}.bias", rows) if bias else None)
 
-    def halves(self, name: str, rows: int, depth: int) -> tuple[Wide, Wide]:
+    def halves(self, name: str, rows: int, depth: int) -> tuple[Float32Matrix, Float32Matrix]:
         """Two matrices [rows, depth] that are stored one behind the other, without biases."""
         first, second = np.split(self.numbers(f"{name}.weight", 2 * rows, depth), 2)
-        return Wide(first.T, None), Wide(second.T, None)
+        return Float32Matrix(first.T, None), Float32Matrix(second.T, None)
 
-    def side_by_side(self, names: Sequence[str], rows: int, depth: int, bias: bool = True) -> Wide:
+    def side_by_side(self, names: Sequence[str], rows: int, depth: int, bias: bool = True) -> Float32Matrix:
         """Several matrices as one."""
         weights = np.concatenate([self.numbers(f"{name}.weight", rows, depth) for name in names])
-        return Wide(weights.T, np.concatenate([self.numbers(f"{name}.bias", rows) for name in names]) if bias else None)
+        return Float32Matrix(weights.T, np.concatenate([self.numbers(f"{name}.bias", rows) for name in names]) if bias else None)
 
     def norm(self, name: str, width: int, eps: float, bias: bool = True) -> Norm:
         return Norm(self._of_norm(name, "weight", width), self._of_norm(name, "bias", width) if bias else None, eps)

@@ -16,7 +16,7 @@ KV_PROFILE, KV_ARRAYS = "kv_profile.json", "kv_profile.f32"  # `kv_profile_file.
 SPARSITY, PREDICTORS = "sparsity.json", "predictors.npz"  # `sparsity_file.py`, `predictors.py`
 MEASURED = (KV_PROFILE, KV_ARRAYS, SPARSITY, PREDICTORS)
 WEIGHTS = ("model.safetensors", "model-*-of-*.safetensors", hub.INDEX)
-TOWER = "sight.safetensors"  # what a model sees and hears with (`images/kept_tower.py`)
+TOWER = "sight.safetensors"  # what a model sees and hears with (`images/tower_copy.py`)
 NAMES = (*hub.COMPANIONS, *WEIGHTS, TOWER, storage.MARKER, *MEASURED, *map(UNFINISHED.format, MEASURED),
          *(f".{name}.partial" for name in MEASURED))
 

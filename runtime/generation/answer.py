@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ...offload import hardware
 from ..engine import Engine, Step
 from ..events import Call, Event, Notice, Progress, Stats, Yield
-from ..images.senses import SOUNDS
+from ..images.modality import AUDIO_INPUT
 from ..sampler import Sampler
 from ..text import Tokenizer
 from ..tokens.reasoning import ChannelFilter, ThinkFilter
@@ -124,7 +124,7 @@ class Answer:
     @property
     def _written_down(self) -> Callable[[np.ndarray], None] | None:
         """What a model says of its answers that does nothing else than to write down what it hears."""
-        hearing = self.engine.album and self.engine.album.sights.get(SOUNDS)
+        hearing = self.engine.album and self.engine.album.sights.get(AUDIO_INPUT)
         if not hearing or hearing.narrowing is None:
             return None
         return lambda logits: hearing.narrowing([*self._ids, *self.tokens], self.translates, logits)

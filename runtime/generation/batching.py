@@ -20,7 +20,7 @@ from ...offload.notes import Fallback, refuse_fallbacks
 from ...quant.kv import codec
 from ..adapters.choosing import scales_of
 from ..events import Yield
-from ..images.seeing import looked_together, turned_together
+from ..images.multimodal import batch_image_views, batch_positions
 from ..kv.joint_cache import JointCache
 from ..sessions.shared_prefix import is_coming, lend
 
@@ -116,7 +116,7 @@ class BatchedPasses:
         caches = [engine.cache for engine in engines]
         cache = caches[0] if len(caches) == 1 else JointCache(caches, self._host, self._known)
         ids = np.array([want.token for want in wants], np.int64)
-        x = self._model.forward(ids, cache, scales=scales_of(engines), turned=turned_together(engines), looks=looked_together(engines))
+        x = self._model.forward(ids, cache, scales=scales_of(engines), turned=batch_positions(engines), looks=batch_image_views(engines))
         failed = cache.failed if isinstance(cache, JointCache) else {}
         logits = self._model.logits(x)
         for row, want in enumerate(wants):

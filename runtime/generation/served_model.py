@@ -15,12 +15,12 @@ from typing import TYPE_CHECKING, Any
 
 from ... import ContextOverflow, EffllmError, UsageError
 from ...offload.notes import Fallback, refuse_fallbacks
-from ..audio.sound_file import decode_sound
+from ..audio.audio_file import decode_audio
 from ..engine import Engine
 from ..events import Call, Done, Event, Notice, Progress, PromptRead, TextDelta, Yield
-from ..images.album import sighted
-from ..images.picture_file import decode_picture
-from ..images.senses import PICTURES, SOUNDS, Sense
+from ..images.image_file import decode_image
+from ..images.media import require_media
+from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.video_file import decode_video
 from ..passes import SHORTEST, too_long
 from ..sampler import Sampler, SamplerSettings
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
     from ..adapters.choosing import Choice
     from ..constraints.constraint import Form, Vocabulary
-    from ..images.album import Album, Picture
+    from ..images.media import MediaCache, MediaItem
     from ..sessions.kept_prompts import KeptPrompts
     from ..tool_calls.calling import Tools
     from ..tool_calls.filter import CallFilter
@@ -97,43 +97,43 @@ class ServedModel(ChatPrompts, EmbeddingRequests):
         """Which know of no text that is held."""
         return Prompts(self.tokenizer, album=self.engine.album)
 
-    def picture(self, data: bytes, source: str) -> Picture:
+    def picture(self, data: bytes, source: str) -> MediaItem:
         """The picture in the bytes of a file, from any thread; it is at hand as long as the caller holds it. Raises UsageError that begins
         with its `source`."""
-        return self.demand_sight().take(decode_picture(data, source))
+        return self.demand_sight().take(decode_image(data, source))
 
-    def video(self, data: bytes, source: str) -> list[tuple[str, Picture]]:
+    def video(self, data: bytes, source: str) -> list[tuple[str, MediaItem]]:
         """As `picture`, of moments of a video: what stands before each, and the picture."""
         return self.demand_sight().film(decode_video(data, source))
 
-    def sound(self, data: bytes, source: str) -> Picture:
+    def sound(self, data: bytes, source: str) -> MediaItem:
         """As `picture`, of a sound."""
         return self.demand_hearing().take(self.samples(data, source))
 
     def samples(self, data: bytes, source: str) -> np.ndarray:
         """Those of a sound, float32 [n], for a model that hears. Raises EffllmError."""
         self.demand_hearing()
-        return decode_sound(data, source)
+        return decode_audio(data, source)
 
-    def demand_sight(self) -> Album:
+    def demand_sight(self) -> MediaCache:
         """Raises EffllmError for a model that takes no pictures, or whose pictures are not read here."""
-        return sighted(self.engine.album)
+        return require_media(self.engine.album)
 
-    def demand_hearing(self) -> Album:
-        """As `demand_sight`, of sounds."""
-        return sighted(self.engine.album, SOUNDS)
+    def demand_hearing(self) -> MediaCache:
+        """As `check_modality`, of sounds."""
+        return require_media(self.engine.album, AUDIO_INPUT)
 
     @property
     def sees(self) -> bool:
         """Whether pictures can be sent."""
-        return self._takes(PICTURES)
+        return self._takes(IMAGE_INPUT)
 
     @property
     def hears(self) -> bool:
         """Whether sounds can be sent."""
-        return self._takes(SOUNDS)
+        return self._takes(AUDIO_INPUT)
 
-    def _takes(self, sense: Sense) -> bool:
+    def _takes(self, sense: Modality) -> bool:
         album = self.engine.album
         return album is not None and sense in album.sights
 

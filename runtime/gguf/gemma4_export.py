@@ -13,37 +13,37 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import TensorInfo
 from ..audio.causal_conformer import USUAL
 from ..audio.gemma4 import Gemma4 as Ears
-from ..audio.log_magnitudes import GEMMA_4, LogMagnitudes
+from ..audio.gemma_mel import GEMMA_4, GemmaLogMel
 from ..config_reader import Keys
 from ..images.gemma4 import THETA
 from ..images.gemma4 import Gemma4 as Eyes
-from ..images.senses import PICTURES, SOUNDS, Sense
-from ..images.tower_parts import silu
-from ..images.tower_weights import HEARING_PARTS, is_of_tower, own_name
+from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
+from ..images.tower_ops import silu
+from ..images.tower_weights import HEARING_PARTS, canonical_name, is_of_tower
 from ..images.vision_transformer import layer_count
 from .hearing_export import AWAY, file_name
 from .hearing_names import EARS
 from .projector_names import CLIP, PROJECTORS
 from .projector_pieces import Piece, piece
 
-NAME, TYPES = "gemma4", {PICTURES: "gemma4v", SOUNDS: "gemma4a"}
+NAME, TYPES = "gemma4", {IMAGE_INPUT: "gemma4v", AUDIO_INPUT: "gemma4a"}
 SIDE = 224  # which no such model has, and readers want to have
 EPS, HEARD_EPS = 1e-6, 1e-5  # the second is the converter's word, not the model's
 JOINED, COUNT = 3, 280
-Sights = Mapping[Sense, Eyes | Ears]
+Sights = Mapping[Modality, Eyes | Ears]
 
 
 def metadata(sights: Sights, name: str) -> dict[str, Value]:
     """The keys of the file. Raises UsageError for what such a file does not say."""
     stated: dict[str, Value] = {}
-    if (eyes := sights.get(PICTURES)) is not None:
+    if (eyes := sights.get(IMAGE_INPUT)) is not None:
         _demand_usual_eyes(eyes)
         stated |= {f"vision.{key}": value for key, value in {
             "image_size": SIDE, "patch_size": eyes.patch, "embedding_length": eyes.width, "feed_forward_length":
             eyes.said.integer("intermediate_size"), "block_count": layer_count(eyes), "attention.head_count": eyes.heads,
             "projection_dim": eyes.config.hidden_size, "attention.layer_norm_epsilon": EPS, "image_mean": np.zeros(3, np.float32),
             "image_std": np.ones(3, np.float32)}.items()}
-    if (ears := sights.get(SOUNDS)) is not None:
+    if (ears := sights.get(AUDIO_INPUT)) is not None:
         _demand_usual_ears(ears)
         sizes = ears.sizes
         stated |= {f"audio.{key}": value for key, value in {
@@ -70,21 +70,21 @@ def _demand_usual_ears(ears: Ears) -> None:
     back, block = usual.integer("attention_context_left") - 1, usual.integer("attention_chunk_size")
     alike = (sizes.block, sizes.back, sizes.ahead, sizes.share, sizes.cap, sizes.eps, sizes.curve) == (
         block, back, 0, usual.number("residual_weight"), usual.number("attention_logit_cap"), EPS, silu)
-    if not alike or ears.bands != LogMagnitudes.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
+    if not alike or ears.bands != GemmaLogMel.read(Keys({"feature_size": sizes.bands}), GEMMA_4):
         raise UsageError("its audio tower differs from other Gemma 4 models in more than sizes, which an mmproj file cannot state", AWAY)
 
 
 def pieces(sights: Sights, store: TensorStore) -> list[Piece]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
-    stored = {own_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
+    stored = {canonical_name(name): info for name, info in store.tensors.items() if is_of_tower(name, NAME)}
     return [each for own, info in stored.items() for each in _of(own, info, sights, store)]
 
 
 def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Iterator[Piece]:
-    sense = SOUNDS if own.startswith(HEARING_PARTS) else PICTURES
+    sense = AUDIO_INPUT if own.startswith(HEARING_PARTS) else IMAGE_INPUT
     if sense not in sights:
         return
-    name = file_name(own, EARS[TYPES[sense]] if sense is SOUNDS else PROJECTORS[TYPES[sense]], store, sense)
+    name = file_name(own, EARS[TYPES[sense]] if sense is AUDIO_INPUT else PROJECTORS[TYPES[sense]], store, sense)
     if not info.shape:
         yield piece(name, info, lambda values: values.reshape(1), (1,))
     elif own.endswith("per_dim_scale"):
@@ -92,7 +92,7 @@ def _of(own: str, info: TensorInfo, sights: Sights, store: TensorStore) -> Itera
     elif own.endswith("depthwise_conv1d.weight"):
         yield piece(name, info, lambda values: values[:, 0], (info.shape[0], info.shape[-1]))
     elif own.endswith("patch_embedder.input_proj.weight"):
-        side = sights[PICTURES].patch
+        side = sights[IMAGE_INPUT].patch
         yield piece(name, info, lambda values: values.reshape(-1, side, side, 3).transpose(0, 3, 1, 2), (info.shape[0], 3, side, side))
     else:
         yield piece(name, info)

@@ -9,15 +9,15 @@ from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import AGAIN, TensorInfo
+from ..audio.audio_tower import WhisperTower
 from ..audio.log_mel import LogMel
-from ..audio.qwen2_5_omni import waves
+from ..audio.qwen2_5_omni import sinusoids
 from ..audio.qwen3_asr import SHORTEST, Qwen3Asr
-from ..audio.tower_hearing import TowerHearing
 from ..audio.voxtral import Voxtral
 from ..audio.whisper_encoder import EPS
-from ..images.senses import SOUNDS, Sense
-from ..images.tower_parts import gelu
-from ..images.tower_weights import is_of_tower, own_name
+from ..images.modality import AUDIO_INPUT, Modality
+from ..images.tower_ops import gelu
+from ..images.tower_weights import canonical_name, is_of_tower
 from .hearing_config import HALVED, HOP
 from .hearing_names import EARS, PLACES
 from .projector_names import CLIP, KINDS, LIMITS, Projector
@@ -32,7 +32,7 @@ LATER = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi_modal_pro
 AWAY = "leave out --mmproj"
 
 
-def metadata(sight: TowerHearing | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
+def metadata(sight: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
     """The keys of the file of a model of this type. Raises UsageError for what such a file does not say."""
     sizes = sight.sizes
     _demand_usual(sight)
@@ -46,7 +46,7 @@ def metadata(sight: TowerHearing | Qwen3Asr, name: str, kind: str) -> dict[str, 
                                                                                         for key, value in stated.items()}}
 
 
-def _demand_usual(sight: TowerHearing | Qwen3Asr) -> None:
+def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
     said, bands = "which such a file does not say", sight.sizes.bands
     samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
     if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
@@ -65,7 +65,7 @@ def pieces(store: TensorStore, kind: str) -> list[Piece]:
     projector, found = EARS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if is_of_tower(stored, kind):
-            found += _of(own_name(stored), info, projector, store)
+            found += _of(canonical_name(stored), info, projector, store)
     return found
 
 
@@ -81,10 +81,10 @@ def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) ->
         return
     yield piece(name, info)
     if PLACES in projector.unused and own == "audio_tower.ln_post.weight":  # as wide as the places that readers want to have
-        yield piece(PLACES, info, lambda values: waves(WAVES, len(values)), (WAVES, info.shape[0]))
+        yield piece(PLACES, info, lambda values: sinusoids(WAVES, len(values)), (WAVES, info.shape[0]))
 
 
-def file_name(own: str, projector: Projector, store: TensorStore, sense: Sense = SOUNDS) -> str:
+def file_name(own: str, projector: Projector, store: TensorStore, sense: Modality = AUDIO_INPUT) -> str:
     """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
     whole, inside, outer = ({ours: theirs for theirs, ours in names.items()}
                             for names in (projector.whole, projector.layer, projector.outer))

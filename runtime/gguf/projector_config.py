@@ -15,7 +15,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, GgufTensor
 from ...offload.safetensors_header import CheckpointError, damaged, shown
 from ..config_reader import Keys
-from ..images.senses import PICTURES, SOUNDS, Sense
+from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from .hearing_names import EARS
 from .one_file import IN_ORDER
 from .projector_names import CLIP, DEEP, PROJECTORS, Projector
@@ -29,7 +29,7 @@ KEYS = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_
 HEARD = {"embedding_length": "hidden_size", "feed_forward_length": "intermediate_size", "block_count": "num_hidden_layers",
          "attention.head_count": "num_attention_heads", "num_mel_bins": "num_mel_bins"}
 FLAT = {"patch_size": "patch_size"}  # of KEYS, those of what has no layers
-NAMES = {PICTURES: "vision", SOUNDS: "audio"}  # of senses, in keys
+NAMES = {IMAGE_INPUT: "vision", AUDIO_INPUT: "audio"}  # of senses, in keys
 Values = Mapping[str, object]
 
 @dataclass(frozen=True)
@@ -43,15 +43,15 @@ class Described:
     deep: tuple[int, ...]
     swapped: bool
     heads: int
-    sense: Sense = PICTURES
+    sense: Modality = IMAGE_INPUT
 
 
-def types_of(header: GgufHeader) -> dict[Sense, object]:
+def types_of(header: GgufHeader) -> dict[Modality, object]:
     """The type of what a file sees with, and of what it hears with. Raises CheckpointError for what is no such file."""
     path, data, found = header.path, header.metadata, {}
     has = {sense: data.get(HAS.format(name)) is True for sense, name in NAMES.items()}
     for sense, name in NAMES.items():
-        common = data.get(TYPE) if has[sense] or sense is PICTURES and not has[SOUNDS] else None
+        common = data.get(TYPE) if has[sense] or sense is IMAGE_INPUT and not has[AUDIO_INPUT] else None
         if (kind := data.get(OWN_TYPE.format(name), common)) is not None:
             found[sense] = kind
     if data.get("general.architecture") != CLIP or not found:
@@ -60,11 +60,11 @@ def types_of(header: GgufHeader) -> dict[Sense, object]:
     return found
 
 
-def described(header: GgufHeader, text: str, sense: Sense = PICTURES) -> Described:
+def described(header: GgufHeader, text: str, sense: Modality = IMAGE_INPUT) -> Described:
     """What a file that has this sense says of it, beside a text part of architecture `text`. Raises CheckpointError for a type that is not
     read, or for a key that is lacking."""
     path, data, kind = header.path, header.metadata, types_of(header)[sense]
-    known = EARS if sense is SOUNDS else PROJECTORS
+    known = EARS if sense is AUDIO_INPUT else PROJECTORS
     if not isinstance(kind, str) or kind not in known:
         raise CheckpointError(f"{path} has a projector of type {shown(kind)}, which is not supported",
                               f"known: {', '.join(known)}; text alone works")
@@ -72,7 +72,7 @@ def described(header: GgufHeader, text: str, sense: Sense = PICTURES) -> Describ
     if projector.texts and text not in projector.texts:
         raise CheckpointError(f"{path} has a projector of type {kind}, which goes with models of architecture "
                               f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
-    if sense is SOUNDS:
+    if sense is AUDIO_INPUT:
         return _heard(header, text, kind, projector)
     from .seeing_config import BUILDERS
 
@@ -92,7 +92,7 @@ def _heard(header: GgufHeader, text: str, kind: str, projector: Projector) -> De
     keys = _keys(header, AUDIO)
     tower = _tower(header, keys, AUDIO, HEARD if projector.layer else {})
     config, extractor = HEARING_BUILDERS[kind](header, Keys(keys, f"{header.path}: {CLIP}.audio"), tower, text)
-    return Described(config, extractor, projector, (), False, 0, SOUNDS)
+    return Described(config, extractor, projector, (), False, 0, AUDIO_INPUT)
 
 
 def _tower(header: GgufHeader, keys: Values, before: str, names: Mapping[str, str]) -> dict[str, object]:

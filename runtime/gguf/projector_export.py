@@ -18,10 +18,10 @@ from ...offload.gguf_header import Value
 from ...offload.gguf_writer import NewFile, gguf_head, padded
 from ...offload.safetensors_header import AGAIN, TensorInfo, is_gguf
 from ...offload.size import format_size
-from ..audio.tower_hearing import Hearing
+from ..audio.audio_tower import AudioTower
 from ..config import ModelConfig, read_config
 from ..events import Progress
-from ..images import kind_of, sights_of
+from ..images import encoders_of, model_type_of
 from ..images.glm4v import Glm4v
 from ..images.glm5_next import Glm5Next
 from ..images.kimi_k25 import KimiK25
@@ -30,9 +30,9 @@ from ..images.llama4 import Llama4
 from ..images.llava import Llava
 from ..images.llava_next import LlavaNext
 from ..images.minicpmv4_6 import MiniCpmV
-from ..images.senses import PICTURES, SOUNDS, Sense
-from ..images.tower_sight import TowerSight
-from ..images.tower_weights import is_of_tower, own_name, tower_store
+from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
+from ..images.tower_weights import canonical_name, is_of_tower, tower_store
+from ..images.vision_tower import VisionTower
 from ..images.vision_transformer import layer_count, wanted_layers
 from . import gemma4_export, hearing_export
 from .export import Exported, check_name, check_target
@@ -54,22 +54,24 @@ QKV, BREAK = ".attn.qkv.", "v.token_embd.img_break"
 Keys = dict[str, Value]
 
 
-def written_of(folder: Path) -> Sense | None:
+def written_of(folder: Path) -> Modality | None:
     """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
-    kind = None if is_gguf(folder) else str(kind_of(folder))
+    kind = None if is_gguf(folder) else str(model_type_of(folder))
     if kind not in (*TYPES, *hearing_export.TYPES, gemma4_export.NAME):
         return None
     with tower_store(folder) as store:
-        return (SOUNDS if kind in hearing_export.TYPES else PICTURES) if any(is_of_tower(name, kind) for name in store.tensors) else None
+        if not any(is_of_tower(name, kind) for name in store.tensors):
+            return None
+    return AUDIO_INPUT if kind in hearing_export.TYPES else IMAGE_INPUT
 
 
-def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Hearing]:
+def sensing(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
     """What the file is written of. Raises UsageError for a model that sees and hears nothing, or with what no such file is written for."""
-    found = sights_of(folder, config)
+    found = encoders_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes no pictures and no sounds", "leave out --mmproj")
     known = (*TYPES, *hearing_export.TYPES, gemma4_export.NAME)
-    if (kind := str(kind_of(folder))) not in known or kind == "llava" and not isinstance(found[PICTURES], (Llava, EffllmError)):
+    if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(found[IMAGE_INPUT], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
     for sight in found.values():
         if isinstance(sight, EffllmError):
@@ -77,7 +79,7 @@ def sensing(folder: Path, config: ModelConfig) -> dict[Sense, TowerSight | Heari
     return found
 
 
-def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
+def metadata(sight: VisionTower, name: str, kind: str) -> Keys:
     """The keys of the file of a model of this type."""
     projector, keys = TYPES[kind], sight.said
     activation = str(keys.raw.get("hidden_act"))
@@ -97,7 +99,7 @@ def metadata(sight: TowerSight, name: str, kind: str) -> Keys:
             **{f"{CLIP}.vision.{key}": value for key, value in of_tower.items()}}
 
 
-def _side(sight: TowerSight, projector: str) -> int:
+def _side(sight: VisionTower, projector: str) -> int:
     """Of pictures, or of the square that has a place for every patch."""
     if projector == "lfm2":
         return LFM2_SIDE
@@ -119,27 +121,27 @@ def _mlp(sight: Llava) -> Keys:
     return keys
 
 
-def _idefics3(sight: TowerSight) -> Keys:
+def _idefics3(sight: VisionTower) -> Keys:
     return {"projector.scale_factor": sight.joined, "preproc_image_size": sight.longest}
 
 
-def _pixtral(sight: TowerSight) -> Keys:
+def _pixtral(sight: VisionTower) -> Keys:
     if wanted_layers(sight, -1) != [layer_count(sight)]:
         raise UsageError("its vision tower is read from other layers than the last, which an mmproj file cannot state",
                          "leave out --mmproj")
     return {"spatial_merge_size": sight.joined, "image_size": sight.most[0]}
 
 
-def _internvl(sight: TowerSight) -> Keys:
+def _internvl(sight: VisionTower) -> Keys:
     return {"projector.scale_factor": sight.joined, "preproc_min_tiles": sight.least, "preproc_max_tiles": sight.most}
 
 
-def _gemma3(sight: TowerSight) -> Keys:
+def _gemma3(sight: VisionTower) -> Keys:
     across = sight.side // sight.patch
     return {"projector.scale_factor": across // round(sight.outer.integer("mm_tokens_per_image", 256) ** 0.5)}
 
 
-def _qwen(sight: TowerSight) -> Keys:
+def _qwen(sight: VisionTower) -> Keys:
     return {"image_min_pixels": int(sight.least), "image_max_pixels": int(sight.most)}
 
 
@@ -152,11 +154,11 @@ def _glm5(sight: Glm5Next) -> Keys:
             int(sight.most)}
 
 
-def _groups(sight: TowerSight) -> Keys:
+def _groups(sight: VisionTower) -> Keys:
     return {**_windows(sight), "attention.head_count_kv": sight.said.integer("num_key_value_heads")}
 
 
-def _lfm2(sight: TowerSight) -> Keys:
+def _lfm2(sight: VisionTower) -> Keys:
     return {"projector.scale_factor": sight.joined}
 
 
@@ -174,7 +176,7 @@ def _minicpm(sight: MiniCpmV) -> Keys:
             "wa_layer_indexes": np.array([sight.insert], np.int32)}
 
 
-def _windows(sight: TowerSight) -> Keys:
+def _windows(sight: VisionTower) -> Keys:
     """All patches see all in every so many layers, which is all that the file can say."""
     depth = sight.said.integer("depth")
     whole = sorted(sight.said.layers("fullatt_block_indexes", depth))
@@ -183,14 +185,14 @@ def _windows(sight: TowerSight) -> Keys:
     return {**_qwen(sight), "n_wa_pattern": whole[0] + 1, "window_size": sight.said.integer("window_size")}
 
 
-def _deep(sight: TowerSight) -> Keys:
+def _deep(sight: VisionTower) -> Keys:
     depth = sight.said.integer("depth")
     deep = sight.said.layers("deepstack_visual_indexes", depth) if "deepstack_visual_indexes" in sight.said.raw else ()
     return {**_qwen(sight), "spatial_merge_size": sight.joined,
             "is_deepstack_layers": np.array([number in deep for number in range(depth)], np.bool_)}
 
 
-MORE: Mapping[str, Callable[[TowerSight], Keys]] = {
+MORE: Mapping[str, Callable[[VisionTower], Keys]] = {
     "mlp": _mlp, "idefics3": _idefics3, "pixtral": _pixtral, "lightonocr": _pixtral, "internvl": _internvl, "gemma3": _gemma3,
     "exaone4_5": _groups, "glm4v": _glm, "glm5v": _glm5, "kimik25": _kimi, "lfm2": _lfm2, "llama4": _llama4, "minicpmv4_6": _minicpm,
     "qwen2vl_merger": _qwen, "qwen2.5vl_merger": _windows, "qwen3vl_merger": _deep}
@@ -198,18 +200,18 @@ APART = ("qwen2vl_merger", "qwen2.5vl_merger")  # whose files have queries, keys
 LEAST_PATCHES, LFM2_SIDE = 8, 256  # of a picture, as such files say of Kimi's and of LFM2-VL's
 
 
-def pieces(sight: TowerSight, store: TensorStore, kind: str) -> list[Piece]:
+def pieces(sight: VisionTower, store: TensorStore, kind: str) -> list[Piece]:
     """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
     projector, found = PROJECTORS[TYPES[kind]], []
     for stored, info in store.tensors.items():
         if TYPES[kind] == "pixtral" and stored.endswith("embed_tokens.weight"):  # llama.cpp takes the end of a line from here
             found.append(piece(BREAK, info, lambda values: values[sight.word("[IMG_BREAK]")], (info.shape[1],)))
         if is_of_tower(stored) and not stored.endswith("position_ids"):
-            found += _of(own_name(stored), info, projector, sight)
+            found += _of(canonical_name(stored), info, projector, sight)
     return found
 
 
-def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> Iterator[Piece]:
+def _of(own: str, info: TensorInfo, projector: Projector, sight: VisionTower) -> Iterator[Piece]:
     if own == "visual.patch_embed.proj.weight":
         for frame, name in enumerate((FRAMES.removesuffix(".1"), FRAMES)[: info.shape[2]]):
             yield piece(name, info, lambda values, frame=frame: values[:, :, frame], (*info.shape[:2], *info.shape[3:]))
@@ -236,7 +238,7 @@ def _of(own: str, info: TensorInfo, projector: Projector, sight: TowerSight) -> 
     yield piece(name, info, (lambda values: values + np.float32(1)) if name in projector.less else (lambda values: values))
 
 
-def _file_name(own: str, projector: Projector, sight: TowerSight) -> str:
+def _file_name(own: str, projector: Projector, sight: VisionTower) -> str:
     stem, _, kind = own.rpartition(".")
     whole = {ours: theirs for theirs, ours in projector.whole.items()}
     outer = {ours: theirs for theirs, ours in projector.outer.items()}
@@ -266,14 +268,14 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
     check_name(out)
     if is_gguf(source):
         raise UsageError(f"{source} is a GGUF file, whose mmproj file is one already", "leave out --mmproj")
-    sights, kind = sensing(source, read_config(source)), str(kind_of(source))
+    sights, kind = sensing(source, read_config(source)), str(model_type_of(source))
     sight, *_ = sights.values()
     with tower_store(source) as store:
         check_target(out, replace, store)
         with sight.source.saying():
             if kind == gemma4_export.NAME:
                 found, keys = gemma4_export.pieces(sights, store), gemma4_export.metadata(sights, name)
-            elif sight.sense is SOUNDS:
+            elif sight.sense is AUDIO_INPUT:
                 found, keys = hearing_export.pieces(store, kind), hearing_export.metadata(sight, name, kind)
             else:
                 found, keys = pieces(sight, store, kind), metadata(sight, name, kind)

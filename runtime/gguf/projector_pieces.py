@@ -14,7 +14,7 @@ from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.gguf_writer import PlannedTensor
 from ...offload.safetensors_header import TensorInfo
 from ...quant.weight import from_f32
-from ..images.tower_parts import widened
+from ..images.tower_ops import to_float32
 from ..images.tower_weights import STORED
 from .projector_names import FIRST
 
@@ -31,7 +31,7 @@ class Piece:
     made: Callable[[np.ndarray], np.ndarray]
 
     def bytes_of(self, store: TensorStore) -> np.ndarray:
-        values = self.made(widened(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
+        values = self.made(to_float32(store.read(self.info).view(STORED[self.info.dtype]).reshape(self.info.shape)))
         return np.ascontiguousarray(from_f32(np.ascontiguousarray(values, np.float32), self.planned.type.lower()))
 
 

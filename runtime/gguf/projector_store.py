@@ -19,7 +19,7 @@ from ...offload.gguf_header import GgufHeader, GgufTensor, read_gguf_header
 from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, shown
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
-from ..images.senses import SOUNDS
+from ..images.modality import AUDIO_INPUT
 from .hearing_names import BEGIN
 from .one_file import seeing_part
 from .projector_config import Described
@@ -150,7 +150,7 @@ def _parts(header: GgufHeader, said: Described) -> Iterator[tuple[str, Part]]:
     """Of every tensor of a checkpoint by its name, as far as it is of that sense."""
     path, projector, split = header.path, said.projector, []
     for name, tensor in header.tensors.items():
-        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.sense is SOUNDS):
+        if name in projector.unused or name == FRAMES or name.startswith(BEGIN) is not (said.sense is AUDIO_INPUT):
             continue
         own = own_name(name, projector, [*said.deep], said.swapped)
         if own is None:

@@ -10,7 +10,7 @@ from math import isqrt
 from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import damaged, shown
 from ..config_reader import Keys
-from ..images.senses import PICTURES, SOUNDS
+from ..images.modality import AUDIO_INPUT, IMAGE_INPUT
 from .projector_config import HAS, NAMES, VISION, Values, tensor_of, types_of
 from .projector_names import AFTER, CLIP, DEEP, FIRST, FRAMES, NEWLINE
 
@@ -104,7 +104,7 @@ def _qwen(kind: str, more: Callable[[GgufHeader, Values, dict[str, object]], Non
         names = ("image_min_pixels", "image_max_pixels")
         least, most = (keys.get(name, usual) for name, usual in zip(names, QWEN_POINTS[kind], strict=True))
         model, own = OWN.get(kind) or (MODELS[text], vision["model_type"])
-        if (model, header.metadata.get(HAS.format(NAMES[SOUNDS]))) == ("qwen3_vl_moe", True):  # no other of these hears
+        if (model, header.metadata.get(HAS.format(NAMES[AUDIO_INPUT]))) == ("qwen3_vl_moe", True):  # no other of these hears
             model = "qwen3_omni_moe"
         return ({"model_type": model, "vision_config": {**vision, "model_type": own}},
                 {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": least, "max_pixels": most, "resample": BICUBIC})
@@ -230,7 +230,7 @@ def _kimi(header: GgufHeader, keys: Values, tower: Tower, text: str) -> Built:
     merge, patch = numbers.integer("projector.scale_factor", 2, high=16), numbers.integer("patch_size", high=1 << 10)
     vision = {**tower, "hidden_act": "gelu_pytorch_tanh", "merge_kernel_size": [merge] * 2}
     outer = {"projection_layer_norm_eps": tower["layer_norm_eps"]}
-    if types_of(header)[PICTURES] == "kimivl":
+    if types_of(header)[IMAGE_INPUT] == "kimivl":
         places = (isqrt(places[0]),) * 2
         ready = {"image_processor_type": "KimiVLImageProcessor", "pad_input": True, "merge_size": merge, "patch_size": patch}
         return {"model_type": "kimi_vl", **outer, "vision_config": {**vision, **_learned(places), "model_type": "moonvit"}}, ready

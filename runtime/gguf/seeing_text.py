@@ -12,8 +12,8 @@ from ... import EffllmError
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig
-from ..images import raw_of
-from ..images.turning import axes_of
+from ..images import raw_config
+from ..images.mrope import mrope_axes
 from .architecture import DEEP
 from .sections import HALVED, HEADS, KEY, halved_rows
 from .store import read_header
@@ -49,12 +49,12 @@ def _of_file(source: Path) -> dict[str, Value]:
 
 def _of_folder(folder: Path, config: ModelConfig) -> dict[str, Value]:
     try:
-        axes = axes_of(folder, config)
+        axes = mrope_axes(folder, config)
     except EffllmError:  # of what is said wrong of pictures: a text needs none of it
         return {}
     if axes is None or axes.max() > 2:
         return {}
-    raw = raw_of(folder)
+    raw = raw_config(folder)
     vision = raw.get("thinker_config", raw).get("vision_config") or {}
     deep = vision.get("deepstack_visual_indexes")
     return {KEY: np.bincount(axes, minlength=4).astype(np.int32), **({DEEP: len(deep)} if isinstance(deep, list) else {})}

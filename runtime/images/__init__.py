@@ -1,8 +1,8 @@
 """What a model makes of a picture: rows that stand in place of embeddings, and the tokens around them.
 
-A family that sees has a `Sight`, which knows how its pictures are cut and what its tower computes; one that hears has one of its own for
-sounds, and one that does both has two. All else of the program knows a picture
-as tokens of its own (`album.py`), as a mark in a text (`marks.py`) or as a file (`picture_file.py`).
+A family that sees has a `MediaEncoder`, which knows how its pictures are cut and what its tower computes; one that hears has one of its own
+for sounds, and one that does both has two. All else of the program knows a picture
+as tokens of its own (`media.py`), as a mark in a text (`media_markers.py`) or as a file (`image_file.py`).
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from ... import EffllmError, UsageError
-from ..audio import HEARING, SECTIONS, hears
+from ..audio import AUDIO_ENCODERS, SECTIONS, takes_audio
 from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
 from ..files.small_file import JSON_NBYTES, read_whole
-from .senses import PICTURES, SOUNDS, Sense
+from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
 if TYPE_CHECKING:
     import numpy as np
@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from .tower_source import TowerSource
     from .video_file import Frame
 
-PLACE = -1  # in `Seen.tokens`: here stands the next row
+ROW_PLACEHOLDER = -1  # in `EncodedMedia.tokens`: here stands the next row
 # Model type of a model that takes pictures -> the module here that sees for it: its `sight(source, config)` returns a Sight.
-SIGHTS: dict[str, str] = {
+VISION_ENCODERS: dict[str, str] = {
     "aya_vision": "aya_vision", "blip-2": "blip_2", "cohere2_vision": "cohere2_vision", "cohere_compass": "cohere_compass",
     "deepseek_ocr": "deepseek_ocr", "deepseek_ocr2": "deepseek_ocr2", "deepseek_vl": "deepseek_vl",
     "ernie4_5_moe_vl": "ernie4_5_vl_moe", "ernie4_5_vl_moe": "ernie4_5_vl_moe", "exaone4_5": "exaone4_5", "fast_vlm": "fast_vlm",
@@ -51,12 +51,12 @@ SIGHTS: dict[str, str] = {
     "qwen3_omni_moe": "qwen3_omni_moe",
     "qwen3_vl": "qwen3_vl", "qwen3_vl_moe": "qwen3_vl", "smolvlm": "idefics3", "unlimited_ocr": "unlimited_ocr"}
 # Those of which folders that MLX quantized were compared with what they were made of -> how names of their towers begin as published.
-MLX_SIGHTS: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_5": "visual.",
+MLX_VISION_PREFIXES: Mapping[str, str] = {"gemma3": "vision_tower.", "qwen2_5_vl": "visual.", "qwen2_vl": "visual.", "qwen3_5": "visual.",
                                  "qwen3_5_moe": "visual.", "qwen3_vl": "visual.", "qwen3_vl_moe": "visual."}
 
 
 @dataclass(frozen=True)
-class Seen:
+class EncodedMedia:
     """What a model makes of one picture: `rows` float32 [n, hidden] stand in place of embeddings. `tokens`: what the picture's one place in
     the prompt becomes, ids of the vocabulary and PLACE where a row stands, in order. `grid`: rows and columns of places for families whose
     rotary positions go by place, else None; `framed`: so many rows at either end are placed as words are. `both_ways`: tokens of one
@@ -85,7 +85,7 @@ class Seen:
     pace: float | None = None
 
 
-class Work:
+class EncodingJob:
     """Of a picture that is looked at: how much of what there is to do is done, which whoever looks says, and whether anybody waits for it
     yet. From any thread."""
 
@@ -95,21 +95,21 @@ class Work:
     def demand_wanted(self) -> None:
         """Raises Left."""
         if self.is_left:
-            raise Left
+            raise EncodingCancelled
 
 
-class Left(Exception):
+class EncodingCancelled(Exception):
     """Nobody waits any more for what a picture is."""
 
 
-class Sight(Protocol):
+class MediaEncoder(Protocol):
     """How one model sees, or hears, as `sense` says. `placeholder`: the text by which its template marks a picture; `written`: that, and
     what stands around it, where a template knows of no pictures. `threads`: how many compute; None for as many as pay on this machine.
     `together`: all pictures of a text see each other. `bordered`: the words on either side of a picture are one where
     two stand side by side, and a space follows where a word does. `narrowing`: of one that does nothing else than to write down
     what it hears, or a translation; takes away, in place, what may not come next of logits[V] behind ids, of which a sound is one."""
 
-    sense: Sense
+    sense: Modality
     placeholder: str
     written: str
     threads: int | None
@@ -117,7 +117,7 @@ class Sight(Protocol):
     bordered: bool
     narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None
 
-    def see(self, picture: np.ndarray, work: Work) -> Seen:
+    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Of a picture uint8 [height, width, 3], a film [frames, height, width, 3], or a sound float32 [samples]. Raises Left where `work`
         is left."""
 
@@ -132,64 +132,64 @@ class Sight(Protocol):
         """Of the tower's weights and of what it computes with."""
 
 
-def sights_of(folder: Path, config: ModelConfig) -> dict[Sense, Sight | EffllmError]:
+def encoders_of(folder: Path, config: ModelConfig) -> dict[Modality, MediaEncoder | EffllmError]:
     """How the model of a folder sees and hears, each or why it cannot; empty for one that does neither. Raises UsageError for one whose
     pictures are not read."""
-    raw = raw_of(folder)
-    kind, found = kind_of(folder), {}
-    for sense in senses_of(raw):
+    raw = raw_config(folder)
+    kind, found = model_type_of(folder), {}
+    for sense in modalities_of(raw):
         try:
-            found[sense] = sight_of(folder, config, sense)
+            found[sense] = encoder_of(folder, config, sense)
         except EffllmError as error:
             found[sense] = error
     if not found and kind in COMPOSITE:
-        whose = f"{kind} models that MLX quantized" if of_mlx(raw) else f"{kind} models"
+        whose = f"{kind} models that MLX quantized" if is_mlx_quantized(raw) else f"{kind} models"
         raise UsageError(f"pictures of {whose} are not read", "text alone works; docs/models.md lists the families that see")
     return found
 
 
-def sight_of(folder: Path, config: ModelConfig, sense: Sense) -> Sight:
+def encoder_of(folder: Path, config: ModelConfig, sense: Modality) -> MediaEncoder:
     """How the model of a folder, which has this sense, sees or hears. Raises EffllmError."""
     from .tower_source import FolderSource
 
-    return made_of(str(kind_of(folder)), FolderSource(folder, sense), config, sense)
+    return build_encoder(str(model_type_of(folder)), FolderSource(folder, sense), config, sense)
 
 
-def made_of(kind: str, source: TowerSource, config: ModelConfig, sense: Sense = PICTURES) -> Sight:
+def build_encoder(kind: str, source: TowerSource, config: ModelConfig, sense: Modality = IMAGE_INPUT) -> MediaEncoder:
     """The sight of a model type of SIGHTS, or of HEARING."""
-    name = f"..audio.{HEARING[kind]}" if sense is SOUNDS else f".{SIGHTS[kind]}"
+    name = f"..audio.{AUDIO_ENCODERS[kind]}" if sense is AUDIO_INPUT else f".{VISION_ENCODERS[kind]}"
     return import_module(name, __name__).sight(source, config)
 
 
-def senses_of(raw: Mapping[str, object]) -> tuple[Sense, ...]:
+def modalities_of(raw: Mapping[str, object]) -> tuple[Modality, ...]:
     """What the model of a config.json takes beside text, as far as it is read here."""
-    if of_mlx(raw):
-        return (PICTURES,) * (raw.get("model_type") in MLX_SIGHTS)
-    return (PICTURES,) * (raw.get("model_type") in SIGHTS) + (SOUNDS,) * hears(raw)
+    if is_mlx_quantized(raw):
+        return (IMAGE_INPUT,) * (raw.get("model_type") in MLX_VISION_PREFIXES)
+    return (IMAGE_INPUT,) * (raw.get("model_type") in VISION_ENCODERS) + (AUDIO_INPUT,) * takes_audio(raw)
 
 
-def of_mlx(raw: Mapping[str, object]) -> bool:
+def is_mlx_quantized(raw: Mapping[str, object]) -> bool:
     """Has MLX quantized it, which turns towers (`mlx_tower.py`), or leaves them out?"""
     return isinstance(raw.get("quantization"), dict)
 
 
-def taken_too(raw: Mapping[str, object]) -> str:
+def input_modalities(raw: Mapping[str, object]) -> str:
     """What the model of a config.json takes beside text, in a word, of one whose pictures are not read as well; empty for nothing."""
     if raw.get("vision_config", raw) is None and raw.get("audio_config", raw) is None:  # which says that there is no tower
         return ""
-    senses = senses_of(raw)
-    seen = not senses or PICTURES in senses
-    heard = SOUNDS in senses or any(raw.get(key) is not None for key in SECTIONS)
+    senses = modalities_of(raw)
+    seen = not senses or IMAGE_INPUT in senses
+    heard = AUDIO_INPUT in senses or any(raw.get(key) is not None for key in SECTIONS)
     return " and ".join([*("images",) * seen, *("sounds",) * heard])
 
 
-def kind_of(folder: Path) -> str | None:
+def model_type_of(folder: Path) -> str | None:
     """The model type that the config of a folder states; None for a file, and for what `read_config` refuses in its own words."""
-    kind = raw_of(folder).get("model_type")
+    kind = raw_config(folder).get("model_type")
     return kind if isinstance(kind, str) else None
 
 
-def raw_of(folder: Path) -> Mapping[str, object]:
+def raw_config(folder: Path) -> Mapping[str, object]:
     """What config.json says; nothing where `kind_of` is None."""
     path = folder / "config.json"
     try:

@@ -3,11 +3,15 @@ one row by a gated FFN. Words tell tiles apart."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import numpy as np
+
 from ..config_reader import ConfigError, Keys
 from .internvl import GatedTiles
-from .tower_parts import joined
-from .tower_sight import Rows
+from .tower_ops import WorkerPool, merge_tile_patches
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import SIGLIP, drops_first, load_transformer, wanted_layers
 
 BEGIN, PATCH, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|END_OF_IMG|>"
@@ -33,7 +37,12 @@ class AyaVision(GatedTiles):
         together = self.width * len(self.wanted) * self.joined**2
         norm = weights.layer_norm("multi_modal_projector.layernorm", together, self.outer.number("adapter_layer_norm_eps", 1e-6))
         project = self.gated(weights, together)
-        return lambda tiles, crew: project(norm(joined(tower.layers(tiles, self.wanted, crew), self.joined).reshape(-1, together)), crew)
+
+        def rows(tiles: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            merged = merge_tile_patches(tower.layers(tiles, self.wanted, crew), self.joined)
+            return project(norm(merged.reshape(-1, together)), crew)
+
+        return rows
 
 
 sight = AyaVision

@@ -1,7 +1,7 @@
 """Rotary positions of families whose pictures are laid out on a canvas: a picture made small is spread over all of it, slices lie on it
 side by side, and words between them are pinned to corners. Text goes on behind the canvas.
 
-Positions follow from the tokens alone, as in `turning.py`: where other families' ids state the columns of a picture, ids here state in turn
+Positions follow from the tokens alone, as in `mrope.py`: where other families' ids state the columns of a picture, ids here state in turn
 what is needed next. Of the picture made small the first row states its columns, the second how wide the canvas is, the third how high; the
 first row of each later line states its line. If it has one column, the first row states the width of the canvas as well. Rows of a slice
 state its columns.
@@ -16,7 +16,7 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
-from .turning import COLUMN_BITS, PICTURED, Followed, parts_of
+from .mrope import COLUMN_BITS, FIRST_MEDIA_ID, MropePositions, split_media_token
 
 NAMES = ("image_start_id", "image_end_id", "slice_start_id", "slice_end_id", "newline_id")  # of words around pictures and slices
 ON_CANVAS = ("minicpmv4_7",)
@@ -25,7 +25,7 @@ Grid = tuple[int, int]
 Place = tuple[int, int, int]
 
 
-def markers_of(raw: Mapping[str, object]) -> tuple[int, ...]:
+def canvas_markers(raw: Mapping[str, object]) -> tuple[int, ...]:
     """The words of NAMES by the config of a model; none of a family that is not ON_CANVAS. Raises ConfigError."""
     return tuple(Keys(raw).integer(name, low=0) for name in NAMES) if raw.get("model_type") in ON_CANVAS else ()
 
@@ -37,7 +37,7 @@ def spread(length: int, count: int) -> list[int]:
     return np.where(at < count // 2, step * at, ends - step * (count - 1 - at)).round().astype(np.int64).tolist() if count > 1 else [0]
 
 
-def stated(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
+def row_tags(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
     """What the rows of a picture state: of the picture made small, rows and columns of slices, and a slice. Raises UsageError for one that
     is so long that this has no room."""
     (lines, columns), (high, wide) = small, (grid[0] * piece[0], grid[1] * piece[1]) if grid[0] else small
@@ -53,7 +53,7 @@ def stated(small: Grid, grid: Grid, piece: Grid) -> tuple[int, ...]:
 
 
 @dataclass
-class FollowedOnCanvas(Followed):
+class CanvasPositions(MropePositions):
     """`markers`: words by which canvases are laid out, in the order of NAMES. `origin`: where the canvas of the picture in hand is, None
     where none is; `number`: that picture's; `canvas`: its height and width, as far as they are known. `columns` of the part in hand, the
     `row` of it that comes next, and the `line` of the last one on the canvas; `corner`: where the slice in hand begins; `opened`: the
@@ -71,8 +71,8 @@ class FollowedOnCanvas(Followed):
 
     def place(self, token: int) -> Place:
         """The three numbers of the next token."""
-        if token >= PICTURED:
-            number, said, row = parts_of(token)
+        if token >= FIRST_MEDIA_ID:
+            number, said, row = split_media_token(token)
             if self.origin is None or not row or number != self.number:
                 self.origin, self.number, self.canvas, self.opened, self.row = self.following, number, (1, 1), False, 0
             place = (self._of_slice if self.opened else self._of_whole)(said)
@@ -128,7 +128,7 @@ class FollowedOnCanvas(Followed):
         return (top - 1, wide) if token == newline and top and not left and top < high else (0, 0)
 
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
-        """As of `Followed`; words between parts have three numbers too."""
+        """As of `MropePositions`; words between parts have three numbers too."""
         places, known = self.placed(ids), len(self.tokens)
         if (places != places[:, :1]).any():
             return places[:, axes]

@@ -5,11 +5,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .internvl import GatedTiles
-from .tower_parts import joined
-from .tower_sight import Rows
+from .tower_ops import merge_tile_patches
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import SIGLIP, layer_count, load_transformer
 
 BEGIN, PATCH, BREAK, END = "<|START_OF_IMG|>", "<|IMG_PATCH|>", "<|IMG_LINE_BREAK|>", "<|END_OF_IMG|>"
@@ -34,13 +34,13 @@ class Cohere2Vision(GatedTiles):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
         tiles = rows * columns + (rows * columns > 1)
-        return (self.word(BEGIN), *(*(PLACE,) * (self.across // self.joined) ** 2, self.word(BREAK)) * tiles, self.word(END))
+        return (self.word(BEGIN), *(*(ROW_PLACEHOLDER,) * (self.across // self.joined) ** 2, self.word(BREAK)) * tiles, self.word(END))
 
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_tower.", finished=True)
         together, last = self.width * self.joined**2, layer_count(self)
         project = self.gated(weights, together)
-        return lambda tiles, crew: project(joined(tower.layers(tiles, [last], crew), self.joined).reshape(-1, together), crew)
+        return lambda tiles, crew: project(merge_tile_patches(tower.layers(tiles, [last], crew), self.joined).reshape(-1, together), crew)
 
 
 sight = Cohere2Vision

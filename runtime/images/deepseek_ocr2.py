@@ -11,16 +11,16 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .internvl import fitted
+from .modality import IMAGE_INPUT
 from .preprocessor import BICUBIC, FILE, HALF, IMAGENET_MEAN, IMAGENET_STD, MOST_SIDE, resized, square, squared, tiles_of
 from .sam import USUAL, convolved, load_sam
-from .senses import PICTURES
-from .tower_layers import Shape, Stored, apart, load_blocks
-from .tower_parts import CURVES, TOGETHER, Block, Crew, Matrix, Norm, Rope, product, turns
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Block, Matrix, Norm, Rope, WorkerPool, inverse_frequencies, matmul
 from .tower_source import FolderSource
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
@@ -38,10 +38,11 @@ FIRST_ENCODER = {"hidden_size": 896, "intermediate_size": 4864, "num_hidden_laye
                  "num_key_value_heads": 2, "rope_theta": 1e6}
 THETA = 10_000.0
 FULL = "full_attention"
-LAYER = Stored(("input_layernorm", "post_attention_layernorm"), (), "self_attn.o_proj", apart("mlp.{}_proj", ("up", "down", "gate")))
+LAYER = LayerNames(("input_layernorm", "post_attention_layernorm"), (), "self_attn.o_proj",
+                   qkv_names("mlp.{}_proj", ("up", "down", "gate")))
 
 
-class TiledPages(TowerSight):
+class TiledPages(VisionTower):
     """Pages that are larger than a tile in `least` to `most` tiles, and all of them whole, in the middle of a gray square; a row that
     separates views stands behind. `grid` says how many rows and columns of tiles, (0, 0) where there are none."""
 
@@ -94,10 +95,11 @@ class TiledPages(TowerSight):
         """Of what comes behind SAM too: its largest matrices, and six rows for each of so many that go through it at once."""
         keys = Keys({**self.ENCODER, **self.encoder.raw}, self.encoder.where)
         width, inner = keys.integer("hidden_size", high=MOST_WIDTH), keys.integer("intermediate_size")
-        return super().numbers_needed() + 4 * width**2 + 3 * width * inner + 6 * max(TOGETHER, 2 * self.across(self.whole) ** 2) * width
+        at_once = max(BATCH_PATCHES, 2 * self.across(self.whole) ** 2)
+        return super().numbers_needed() + 4 * width**2 + 3 * width * inner + 6 * at_once * width
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         if not self.crops or max(height, width) <= self.tile:
             return 0, 0
         return fitted(height, width, self.tile, (self.least, self.most), self.most)
@@ -128,7 +130,7 @@ class DeepseekOcr2(TiledPages):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
-        return (PLACE,) * (rows * columns * self.across(self.tile) ** 2 + self.across(self.whole) ** 2 + 1)
+        return (ROW_PLACEHOLDER,) * (rows * columns * self.across(self.tile) ** 2 + self.across(self.whole) ** 2 + 1)
 
     def load(self, weights: Weights) -> Rows:
         tower, reading = load_pages(weights, self), Reading.of(weights, self)
@@ -136,13 +138,13 @@ class DeepseekOcr2(TiledPages):
         separator = weights.numbers("view_separator", self.config.hidden_size)
         count = layer_count(self)
 
-        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             tiles, whole = parts[:-1], parts[-1:]
-            few = max(1, TOGETHER // (2 * self.across(self.tile) ** 2))
+            few = max(1, BATCH_PATCHES // (2 * self.across(self.tile) ** 2))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
             crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
             made = [reading.read([tower(part, crew).reshape(-1, reading.width) for part in group], crew) for group in groups]
-            return np.concatenate([product(np.concatenate(made), project, crew), separator[None]])
+            return np.concatenate([matmul(np.concatenate(made), project, crew), separator[None]])
 
         return rows
 
@@ -181,18 +183,18 @@ class Reading:
             raise keys.fail("num_attention_heads", f"an even part of {width}, and a multiple of num_key_value_heads")
         if set(keys.words("layer_types", count) or (FULL,)) != {FULL} or keys.flag("use_sliding_window", False):
             raise ConfigError(f"{keys.where}: a layer has a window, which is not known of this model")
-        curve, depth = keys.choice("hidden_act", CURVES, "silu"), width // heads
+        curve, depth = keys.choice("hidden_act", ACTIVATIONS, "silu"), width // heads
 
         def looked(own: str) -> list[Matrix]:
             return [weights.matrix(f"{own}self_attn.q_proj", width, width, bias=True), *(weights.matrix(
                 f"{own}self_attn.{which}_proj", groups * depth, width, bias=True).shared(groups, heads) for which in "kv")]
 
         blocks = load_blocks(weights, f"{name}layers.", count, LAYER,
-                             Shape(width, inner, heads, curve, eps, centered=False, bias=(False, False)), looked)
+                             LayerShape(width, inner, heads, curve, eps, centered=False, bias=(False, False)), looked)
         return cls(blocks, {own: weights.numbers(f"vision_tower.{stored}.weight", own, width) for own, stored in READERS.items()},
                    weights.rms_norm(f"{name}norm", width, eps), sight.theta)
 
-    def read(self, parts: Sequence[np.ndarray], crew: Crew) -> np.ndarray:
+    def read(self, parts: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
         """Patches [n, D] of some parts, as many of each -> what became of the rows behind them, [parts * n, D]."""
         count, width = parts[0].shape
         x = np.concatenate([row for part in parts for row in (part, self.queries[count])])
@@ -207,17 +209,17 @@ class Reading:
 
 def turning(count: int, times: int, theta: float, depth: int) -> Rope:
     """By the places of so many tokens in order, several times."""
-    return Rope.of(np.outer(np.arange(count, dtype=np.float32), turns(theta, depth // 2))).times(times)
+    return Rope.of(np.outer(np.arange(count, dtype=np.float32), inverse_frequencies(theta, depth // 2))).times(times)
 
 
-def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, Crew], np.ndarray]:
+def load_pages(weights: Weights, sight: TiledPages) -> Callable[[np.ndarray, WorkerPool], np.ndarray]:
     """SAM's tower and the two convolutions behind it, of a square [side, side, 3] -> [rows, rows, channels]."""
     name, widths = "vision_tower.sam_encoder.", [sight.said.integer("output_channels"), *sight.widths]
     tower = load_sam(weights, sight, name)
     steps: list[Matrix] = [weights.matrix(f"{name}proj.conv{number + 1}", widths[number + 1], 9 * widths[number], bias=False)
                            for number in range(TWICE)]
 
-    def seen(part: np.ndarray, crew: Crew) -> np.ndarray:
+    def seen(part: np.ndarray, crew: WorkerPool) -> np.ndarray:
         x = tower.seen(part, crew)
         for step in steps:
             x = convolved(x, step, 2, crew)
@@ -230,7 +232,7 @@ class Published(FolderSource):
     """A folder as its makers published it, whose own code says how pages are made ready; a file that says it is read where there is one."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, PICTURES)
+        super().__init__(folder, IMAGE_INPUT)
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         if (self.model / FILE).is_file():
@@ -244,5 +246,5 @@ def of_folder(source: TowerSource) -> TowerSource:
     return Published(source.model) if isinstance(source, FolderSource) and vision.get("model_type") == "vision" else source
 
 
-def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
     return DeepseekOcr2(of_folder(source), config)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from .janus import Janus
-from .tower_parts import gelu
-from .tower_sight import Rows
+from .tower_ops import gelu
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import SIGLIP, layer_count, load_transformer
 
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import numpy as np
 
 from .qwen_patches import THETA, QwenPatches
-from .tower_layers import JOINED, Shape, load_blocks, through
-from .tower_parts import CURVES, Crew, Matrix, Norm, gelu, product, two_layers
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, Matrix, Norm, WorkerPool, gelu, matmul, mlp
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
 
 PUBLISHED = "DFNRope_vision_transformer"  # what the tower was called first, which states its FFN as so many times its width
 NAME, RESAMPLER = "vision_model.", "resampler_model."
@@ -30,7 +30,7 @@ class Ernie45Vl(QwenPatches):
         stated = keys.integer("intermediate_size", high=MOST_WIDTH)
         inner = keys.integer("mlp_ratio", 4, high=64) * width if self.tower == PUBLISHED else stated
         frames, eps = keys.integer("temporal_merge_size", high=16), keys.number("rms_norm_eps")
-        curve = keys.choice("hidden_act", CURVES, "quick_gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu")
         embedding = weights.matrix(f"{NAME}patch_embed.proj", width, 3 * self.patch**2, bias=False)
 
         def joining(name: str, depth: int) -> tuple[Matrix, Matrix, Norm]:
@@ -38,8 +38,8 @@ class Ernie45Vl(QwenPatches):
             return (weights.matrix(f"{own}0", together, depth), weights.matrix(f"{own}2", together, together),
                     weights.layer_norm(f"{own}3", together, eps))
 
-        blocks = load_blocks(weights, f"{NAME}blocks.", keys.integer("depth", high=MOST_LAYERS), JOINED,
-                             Shape(width, inner, self.heads, curve, eps))
+        blocks = load_blocks(weights, f"{NAME}blocks.", keys.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+                             LayerShape(width, inner, self.heads, curve, eps))
         norm = weights.layer_norm(f"{NAME}ln", width, eps)
         spatial, (first, *behind) = joining("spatial_linear", together), joining("temporal_linear", frames * together)
         # Of frames that are alike, weights add.
@@ -47,13 +47,13 @@ class Ernie45Vl(QwenPatches):
         last, after = weights.matrix(f"{RESAMPLER}mlp", hidden, together), weights.rms_norm(f"{RESAMPLER}after_norm", hidden,
                                                                                             self.config.norm_eps)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
             crew.work.total += len(blocks)
-            x = norm(through(blocks, product(patches, embedding, crew), crew, self.rope(places, self.theta(THETA)))).reshape(-1, together)
+            x = norm(run_blocks(blocks, matmul(patches, embedding, crew), crew, self.rope(places, self.theta(THETA)))).reshape(-1, together)
             for into, out, normed in (spatial, (once, *behind)):
-                x = normed(two_layers(x, into, out, gelu, crew))
-            return after(product(x, last, crew))
+                x = normed(mlp(x, into, out, gelu, crew))
+            return after(matmul(x, last, crew))
 
         return rows
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import numpy as np
 
 from .qwen2_5_vl import USUAL, Qwen25Vl
-from .tower_parts import Matrix
+from .tower_ops import Matrix
 from .tower_weights import Weights
 
 GROUPED = {**USUAL, "num_key_value_heads": 8}

@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 
 from ... import UsageError
 from ..config_reader import ConfigError, Keys, show
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .fastvit import ATTENDING, HEAD, PIECE, SCALE, WIDER, load_fastvit
 from .llava import OfOneSize
-from .senses import PICTURES
-from .tower_parts import ROWS
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight
+from .modality import IMAGE_INPUT
+from .tower_ops import ROWS
 from .tower_source import FolderSource
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -63,7 +63,7 @@ class FastVlm(OfOneSize):
         self.most_patches = (self.final[0] // SCALE) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return (PLACE,) * self.most_patches
+        return (ROW_PLACEHOLDER,) * self.most_patches
 
     def numbers_needed(self) -> int:
         """A layer's matrices, what the first convolution reads and makes, which is more than any other map, and the
@@ -100,7 +100,7 @@ class Published(FolderSource):
     stands for, as a folder of transformers says it."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, PICTURES)
+        super().__init__(folder, IMAGE_INPUT)
         self.published = keys = Keys(self.config)
         keys.choice("mm_projector_type", {MLP: MLP}, MLP)
         self.config = {"model_type": "fast_vlm", "vision_config": {
@@ -118,7 +118,7 @@ class Published(FolderSource):
                      "crop_size": {"height": side, "width": side}}, "config.json: mm_vision_tower"), Keys({})
 
 
-def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
     if source.config["model_type"] == "fast_vlm":
         return FastVlm(source, config)
     return FirstFastVlm(Published(source.model), config)

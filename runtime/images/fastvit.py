@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .tower_parts import Crew, Curve, Matrix, Norm, attend, gelu, product, widened
+from .tower_ops import Activation, Matrix, Norm, WorkerPool, attend, gelu, matmul, to_float32
 from .tower_weights import Weights
 
 PIECE = 1 << 16  # numbers of a map that are in hand at once, about: what a processor keeps near
@@ -31,9 +31,9 @@ class ByChannel:
     weight: np.ndarray
     bias: np.ndarray
     stride: int = 1
-    curve: Curve | None = None
+    curve: Activation | None = None
 
-    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """[C, rows, columns] -> [N, rows / stride, columns / stride], rounded up; nothing is beyond the borders."""
         channels, height, width = x.shape
         rows, columns = -(-height // self.stride), -(-width // self.stride)
@@ -66,9 +66,9 @@ class ByChannel:
         return out
 
 
-def mixed(x: np.ndarray, matrix: Matrix, crew: Crew, curve: Curve) -> np.ndarray:
+def mixed(x: np.ndarray, matrix: Matrix, crew: WorkerPool, curve: Activation) -> np.ndarray:
     """What a matrix and a curve make of the channels of every place: [K, ...] -> [N, ...]."""
-    flat, weight = x.reshape(len(x), -1), widened(matrix.stored)
+    flat, weight = x.reshape(len(x), -1), to_float32(matrix.stored)
     out = np.empty((len(weight), flat.shape[1]), np.float32)
 
     def some(places: slice) -> None:
@@ -87,10 +87,10 @@ class ConvFfn:
     down: Matrix
     scale: np.ndarray
 
-    def add(self, x: np.ndarray, crew: Crew) -> None:
+    def add(self, x: np.ndarray, crew: WorkerPool) -> None:
         """To x, in place."""
         flat, near = x.reshape(len(x), -1), self.near(x, crew).reshape(len(x), -1)
-        up, down = widened(self.up.stored), widened(self.down.stored)
+        up, down = to_float32(self.up.stored), to_float32(self.down.stored)
 
         def some(places: slice) -> None:
             made = down @ gelu(up @ near[:, places] + self.up.bias[:, None])
@@ -110,14 +110,14 @@ class Attention:
     out: Matrix
     scale: np.ndarray
 
-    def add(self, x: np.ndarray, crew: Crew) -> None:
+    def add(self, x: np.ndarray, crew: WorkerPool) -> None:
         """To x, in place."""
         flat = x.reshape(len(x), -1)
-        made = product(self.norm(np.ascontiguousarray(flat.T)), self.qkv, crew)
+        made = matmul(self.norm(np.ascontiguousarray(flat.T)), self.qkv, crew)
         queries, keys, values = np.ascontiguousarray(made.reshape(len(made), 3, -1, HEAD).transpose(1, 2, 0, 3))
         found = np.empty((len(made), len(x)), np.float32)
         attend(queries, keys, values, found, [(0, len(made))], crew)
-        flat += (product(found, self.out, crew) * self.scale).T
+        flat += (matmul(found, self.out, crew) * self.scale).T
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ class Stage:
     places: ByChannel | None
     blocks: Sequence[tuple[ByChannel | Attention, ConvFfn]]
 
-    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         if self.smaller is not None:
             x = mixed(self.smaller[0](x, crew), self.smaller[1], crew, gelu)
         if self.places is not None:
@@ -153,7 +153,7 @@ class FastVit:
     stages: Sequence[Stage]
     last: tuple[ByChannel, Matrix, Matrix]
 
-    def seen(self, values: np.ndarray, crew: Crew) -> np.ndarray:
+    def seen(self, values: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of a picture float32 [side, side, 3] -> float32 [rows * columns, channels]."""
         crew.work.total += sum(len(stage.blocks) for stage in self.stages)
         first, second, third = self.stem
@@ -178,7 +178,7 @@ def _neighbours(values: np.ndarray) -> np.ndarray:
 def load_fastvit(weights: Weights, name: str, layers: Sequence[int], widths: Sequence[int]) -> FastVit:
     """The tower whose tensors begin with `name`, of stages with so many layers of such widths."""
 
-    def by_channel(own: str, count: int, side: int, stride: int = 1, curve: Curve | None = None) -> ByChannel:
+    def by_channel(own: str, count: int, side: int, stride: int = 1, curve: Activation | None = None) -> ByChannel:
         weight = weights.numbers(f"{name}{own}.weight", count, side * side)
         return ByChannel(weight.reshape(count, side, side), weights.numbers(f"{name}{own}.bias", count), stride, curve)
 

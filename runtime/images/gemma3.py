@@ -9,17 +9,17 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import BILINEAR, HALF, resized
-from .tower_parts import Crew, Matrix, Norm
-from .tower_sight import Rows, TowerSight
+from .tower_ops import Matrix, Norm, WorkerPool
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower
 from .vision_transformer import SIGLIP, layer_count, load_transformer
 
 BEGIN, END = "<start_of_image>", "<end_of_image>"
 
 
-class Gemma3(TowerSight):
+class Gemma3(VisionTower):
     """A picture that is far from square is not looked at in parts too ("pan and scan"): its processors do that only when told to."""
 
     KINDS = {"siglip_vision_model": SIGLIP}
@@ -40,7 +40,7 @@ class Gemma3(TowerSight):
         for each in (BEGIN, END):
             self.word(each)
         before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
-        return (*before, *(PLACE,) * self.count, *behind)
+        return (*before, *(ROW_PLACEHOLDER,) * self.count, *behind)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return self._tokens
@@ -57,7 +57,7 @@ class Gemma3(TowerSight):
                     self.said.number("layer_norm_eps"), centered=False)  # Gemma's norms are stored less one
         last = layer_count(self)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             x = tower.layers([values], [last], crew)[0]
             x = x.reshape(self.kept, side, self.kept, side, width).mean((1, 3), dtype=np.float32).reshape(self.count, width)
             return project.wide()(norm(x))

@@ -8,19 +8,19 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .mobilenet import load_mobilenet
 from .preprocessor import BILINEAR, HALF, resized, square
-from .tower_parts import Crew, Norm, product
-from .tower_sight import Rows, TowerSight
+from .tower_ops import Norm, WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower
 
 BEGIN, PICTURE, END = "<start_of_image>", "<image_soft_token>", "<end_of_image>"
 USUAL = {"architecture": "mobilenetv5_300m_enc", "hidden_size": 2048, "vocab_size": 128, "vocab_offset": 262_144, "rms_norm_eps": 1e-6}
 FIRST_MAP, WIDEST = 4, 1024  # points of a picture a place of the first maps stands for, and numbers of one that are in hand, about
 
 
-class Gemma3n(TowerSight):
+class Gemma3n(VisionTower):
     KINDS = {"gemma3n_vision": USUAL}
     PROCESSORS = ("SiglipImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -46,7 +46,7 @@ class Gemma3n(TowerSight):
         end = self.word(END)
         self.word(BEGIN)
         before, behind = (self.words.encode(text, add_special_tokens=False) for text in (f"\n\n{BEGIN}", f"{END}\n\n"))
-        return (*before, *(PLACE,) * self.count, *(PLACE if token == end >= self.first else token for token in behind))
+        return (*before, *(ROW_PLACEHOLDER,) * self.count, *(ROW_PLACEHOLDER if token == end >= self.first else token for token in behind))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         return self._tokens
@@ -64,11 +64,11 @@ class Gemma3n(TowerSight):
         if end >= self.vocabulary:
             raise self.said.fail("vocab_offset", f"a number by which {END} is one of the tower's words, or one of the text part's")
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             crew.work.total += tower.layers
             x = tower(values, math.isqrt(self.count), crew) * np.float32(width**0.5)
             x = np.concatenate([soft(x), hard(words[end : end + 1])]) if end >= 0 else soft(x)
-            return plain(product(x, project, crew))
+            return plain(matmul(x, project, crew))
 
         return rows
 

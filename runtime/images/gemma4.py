@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import BICUBIC, resized
-from .tower_layers import through
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, Rope, product, turns
-from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import run_blocks
+from .tower_ops import ACTIVATIONS, Block, Matrix, Norm, Rope, WorkerPool, inverse_frequencies, matmul
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ USUAL = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 16,
 LIMITS = ("input_min", "input_max", "output_min", "output_max")
 
 
-class Gemma4(TowerSight):
+class Gemma4(VisionTower):
     KINDS = {"gemma4_vision": USUAL}
     PROCESSORS = ("Gemma4ImageProcessor",)
     LOOK = [0.0] * 3, [1.0] * 3, BICUBIC
@@ -66,7 +66,7 @@ class Gemma4(TowerSight):
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture is given: the largest of whole squares of patches that has no more of them than are allowed."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         unit = self.patch * self.joined
         factor = math.sqrt(self.count * unit**2 / (height * width))
         high, wide = (math.floor(factor * side / unit) * unit for side in (height, width))
@@ -78,7 +78,7 @@ class Gemma4(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         high, wide = self.sized(height, width)
-        return (self.word(BEGIN), *(PLACE,) * (high * wide // (self.patch * self.joined) ** 2), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (high * wide // (self.patch * self.joined) ** 2), self.word(END))
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
@@ -86,7 +86,7 @@ class Gemma4(TowerSight):
     def load(self, weights: Weights) -> Rows:
         keys, width, patch = self.said, self.width, self.patch
         eps, inner, channels = keys.number("rms_norm_eps"), keys.integer("intermediate_size", high=MOST_WIDTH), self.heads * self.head
-        curve = keys.choice("hidden_activation", CURVES, "gelu_pytorch_tanh")
+        curve = keys.choice("hidden_activation", ACTIVATIONS, "gelu_pytorch_tanh")
         clipped = keys.flag("use_clipped_linears", False)
         places = keys.integer("position_embedding_size", high=1 << 20)
         embedding = weights.matrix("vision_tower.patch_embedder.input_proj", width, 3 * patch * patch, bias=False)
@@ -125,25 +125,25 @@ class Gemma4(TowerSight):
             if keys.flag("standardize", False) else None
         plain = Norm(np.ones(width, np.float32), None, eps, centered=False)
         project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
-        steps = turns(self.theta(THETA), self.head // 4)
+        steps = inverse_frequencies(self.theta(THETA), self.head // 4)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
             if max(lines, columns) > places:
                 raise ConfigError(f"config.json: position_embedding_size {places} is less than the {max(lines, columns)} of a picture")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, patch, columns, patch, 3).swapaxes(1, 2).reshape(lines * columns, -1)
-            x = product(2 * (cut - np.float32(0.5)), embedding, crew)
+            x = matmul(2 * (cut - np.float32(0.5)), embedding, crew)
             x += table[0, column] + table[1, row]
             rope = Rope.of(np.concatenate([column[:, None] * steps, row[:, None] * steps], axis=1).astype(np.float32))
             crew.work.total += len(blocks)
-            x = through(blocks, x, crew, rope)
+            x = run_blocks(blocks, x, crew, rope)
             side = self.joined
             x = x.reshape(lines // side, side, columns // side, side, width).mean((1, 3), dtype=np.float32).reshape(-1, width)
             x *= np.float32(width**0.5)
             if standard is not None:
                 x = (x - standard[0]) * standard[1]
-            return product(plain(x), project, crew)
+            return matmul(plain(x), project, crew)
 
         return rows
 

@@ -8,9 +8,9 @@ import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from .gemma4 import Gemma4
-from .tower_parts import Crew, Norm, product
-from .tower_sight import MOST_WIDTH, Rows
+from .tower_ops import Norm, WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows
 
 NORM_EPS = 1e-5
 USUAL = {"patch_size": 16, "pooling_kernel_size": 3, "mm_embed_dim": 3840, "mm_posemb_size": 1120, "output_proj_dims": 3840,
@@ -43,14 +43,14 @@ class Gemma4Unified(Gemma4):
         plain = Norm(np.ones(width, np.float32), None, keys.number("rms_norm_eps"), centered=False)
         project = weights.matrix("embed_vision.embedding_projection", self.config.hidden_size, width, bias=False)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // unit, values.shape[1] // unit
             if max(lines, columns) > places:
                 raise ConfigError(f"config.json: mm_posemb_size {places} is less than the {max(lines, columns)} of a picture")
             row, column = np.divmod(np.arange(lines * columns), columns)
             cut = values.reshape(lines, unit, columns, unit, 3).swapaxes(1, 2).reshape(lines * columns, -1)
-            x = second(product(first(cut), dense, crew)) + (table[column, 0] + table[row, 1])
-            return product(plain(last(x)), project, crew)
+            x = second(matmul(first(cut), dense, crew)) + (table[column, 0] + table[row, 1])
+            return matmul(plain(last(x)), project, crew)
 
         return rows
 

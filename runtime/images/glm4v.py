@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import Keys
-from .places import by_cubic
+from .position_embeddings import bicubic
 from .qwen_patches import QwenPatches
-from .tower_layers import through
-from .tower_parts import CURVES, Block, Crew, Matrix, Norm, gelu, product
-from .tower_sight import MOST_LAYERS, Rows, demand_shape
+from .tower_layers import run_blocks
+from .tower_ops import ACTIVATIONS, Block, Matrix, Norm, WorkerPool, gelu, matmul
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, Rows, check_aspect_ratio
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -43,7 +43,7 @@ class Glm4v(QwenPatches):
         self.least, self.most = self.least / self.frames, self.most / self.frames
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         unit = self.patch * self.joined
         if min(height, width) < unit:
             grow = max(unit / height, unit / width)
@@ -56,7 +56,7 @@ class Glm4v(QwenPatches):
         if keys.integer("out_hidden_size") != hidden:
             raise keys.fail("out_hidden_size", f"the {hidden} of the text part")
         inner, last = self.inner_widths()
-        curve = keys.choice("hidden_act", CURVES, "silu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         embedding, placed = self.embedding(weights, bias=True), self.placing(weights, eps)
         biased = keys.flag("attention_bias")
 
@@ -76,13 +76,13 @@ class Glm4v(QwenPatches):
         gate, up = self.gated(weights, "visual.merger.", last, hidden, False)
         down = weights.matrix("visual.merger.down_proj", hidden, last, bias=False)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
             crew.work.total += len(blocks)
-            x = through(blocks, placed(product(patches, embedding, crew), places), crew, self.rope(places))
+            x = run_blocks(blocks, placed(matmul(patches, embedding, crew), places), crew, self.rope(places))
             squares = after(x).reshape(-1, unit, width).swapaxes(1, 2).reshape(-1, width * unit)
-            y = gelu(norm(product(product(squares, joining, crew), project, crew)))
-            return product(curve(product(y, gate, crew)) * product(y, up, crew), down, crew)
+            y = gelu(norm(matmul(matmul(squares, joining, crew), project, crew)))
+            return matmul(curve(matmul(y, gate, crew)) * matmul(y, up, crew), down, crew)
 
         return rows
 
@@ -99,7 +99,7 @@ class Glm4v(QwenPatches):
         side = self.side // self.patch
         norm = weights.rms_norm("visual.post_conv_layernorm", self.width, eps)
         table = weights.numbers("visual.embeddings.position_embedding.weight", side * side, self.width).reshape(side, side, self.width)
-        return lambda x, places: norm(x) + by_cubic(table, places)
+        return lambda x, places: norm(x) + bicubic(table, places)
 
     def head_norms(self, weights: Weights, own: str, eps: float) -> tuple[Norm, ...]:
         """`Block.own_norms` of the layer whose tensors begin so."""

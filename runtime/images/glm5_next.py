@@ -10,9 +10,9 @@ import numpy as np
 from ..config_reader import Keys
 from .glm4v import OCR, GlmOcr
 from .preprocessor import resized
-from .tower_parts import Matrix
-from .tower_sight import demand_shape
+from .tower_ops import Matrix
 from .tower_weights import Weights
+from .vision_tower import check_aspect_ratio
 
 BOUNDED = {**OCR, "projection_intermediate_size": 10_240, "swiglu_limit": 10.0}
 
@@ -34,7 +34,7 @@ class Glm5Next(GlmOcr):
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """Of the canvas that a picture lies on."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         high, wide = self.in_squares(height), self.in_squares(width)
         if high * wide < self.least:
             grow = math.sqrt(self.least / (height * width))

@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .internvl import FittedTiles
 from .sam import USUAL, convolved, load_sam
-from .tower_parts import Crew, product
-from .tower_sight import Rows
+from .tower_ops import WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import layer_count
 
 TWICE = 2  # that a convolution makes one of two in a row and in a column
@@ -32,7 +32,7 @@ class GotOcr2(FittedTiles):
         side = self.across
         for _ in range(TWICE):
             side = -(-side // 2)
-        return (PLACE,) * (side * side * (rows * columns + (rows * columns > 1)))
+        return (ROW_PLACEHOLDER,) * (side * side * (rows * columns + (rows * columns > 1)))
 
     def load(self, weights: Weights) -> Rows:
         tower, hidden, own = load_sam(weights, self, "vision_tower."), self.config.hidden_size, "multi_modal_projector."
@@ -41,10 +41,10 @@ class GotOcr2(FittedTiles):
         second = weights.matrix(f"{own}conv_upsampler2", hidden, 9 * 2 * channels, bias=False)
         project = weights.matrix(f"{own}multimodal_projector", hidden, hidden, bias=True)
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             crew.work.total += len(tiles) * layer_count(self)
             made = [convolved(convolved(tower.seen(tile, crew), first, 2, crew), second, 2, crew).reshape(-1, hidden) for tile in tiles]
-            return product(np.concatenate(made), project, crew)
+            return matmul(np.concatenate(made), project, crew)
 
         return rows
 

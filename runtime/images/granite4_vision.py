@@ -10,11 +10,11 @@ import numpy as np
 
 from ..audio.q_former import QFormer, QFormerSizes, load_q_former
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .llava_next import LlavaNext
-from .tower_parts import Crew, Matrix, Norm, product
-from .tower_sight import Rows
+from .tower_ops import Matrix, Norm, WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import layer_count, load_transformer
 
 HEAD = 64  # numbers of a head of those that ask
@@ -60,7 +60,7 @@ class Granite4Vision(LlavaNext):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.lines(height, width)
-        return (PLACE,) * (self.across**2 + rows * (columns + 1))
+        return (ROW_PLACEHOLDER,) * (self.across**2 + rows * (columns + 1))
 
     def load(self, weights: Weights) -> Rows:
         tower = load_transformer(weights, self, "vision_tower.", finished=False)
@@ -69,7 +69,7 @@ class Granite4Vision(LlavaNext):
         windows = [Windows.of(weights, self, index, self.mapped) for index in range(len(self.pairs))]
         wanted = sorted(set(numbers))
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
             tiles, size = values
             seen = dict(zip(wanted, np.split(tower.layers(tiles, wanted, crew)[:, int(self.drops_first) :], len(wanted), axis=-1),
                             strict=True))
@@ -101,7 +101,7 @@ class Windows:
                    weights.numbers(f"{name}image_positions", 1, sight.window**2, width)[0],
                    weights.matrix(f"{name}out_linear", sight.config.hidden_size, width, bias=True))
 
-    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of x float32 [tiles, patches, D] -> [tiles, rows, hidden]."""
         sight, tiles, width = self.sight, len(x), x.shape[-1]
         grid = self.norm(x).reshape(tiles, sight.patched, sight.patched, width)
@@ -111,7 +111,7 @@ class Windows:
         else:
             fewer = grid[:, self.corner[0] :: 2, self.corner[1] :: 2]
         queries, seen = _windows(fewer, sight.asked) + self.former.learned, _windows(grid, sight.window) + self.places
-        made = product(self.former.asked(queries, seen, crew).reshape(-1, width), self.out, crew)
+        made = matmul(self.former.asked(queries, seen, crew).reshape(-1, width), self.out, crew)
         count, side = sight.across // sight.asked, sight.asked
         return made.reshape(tiles, count, count, side, side, -1).swapaxes(2, 3).reshape(tiles, sight.across**2, -1)
 

@@ -9,9 +9,9 @@ import numpy as np
 from ..config_reader import ConfigError, Keys
 from .idefics3 import AROUND, WHOLE, lines_of
 from .internvl import FittedTiles
-from .tower_parts import Crew, gelu, joined, product
-from .tower_sight import Rows
+from .tower_ops import WorkerPool, gelu, matmul, merge_tile_patches
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import IDEFICS, layer_count, load_transformer
 
 CONNECTOR = "vision_model.connector."
@@ -79,12 +79,12 @@ class GraniteDocling(FittedTiles):
 
         mergers = [merger(f"{path}deepstack_mergers.{index}.") for index in range(len(wanted) - 1)]
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             *middle, last = np.split(tower.layers(tiles, wanted, crew), len(wanted), axis=-1)
-            x = joined(into(finish(last)), self.joined).reshape(-1, together)
-            x = product(x, first, crew).reshape(len(tiles), -1, hidden) + places
-            made = out(product(gelu(amid(x.reshape(-1, hidden))), second, crew))
-            deep = [merge(joined(each, self.joined), crew) for merge, each in zip(mergers, middle, strict=True)]
+            x = merge_tile_patches(into(finish(last)), self.joined).reshape(-1, together)
+            x = matmul(x, first, crew).reshape(len(tiles), -1, hidden) + places
+            made = out(matmul(gelu(amid(x.reshape(-1, hidden))), second, crew))
+            deep = [merge(merge_tile_patches(each, self.joined), crew) for merge, each in zip(mergers, middle, strict=True)]
             return np.stack([made, *deep]) if deep else made
 
         return rows

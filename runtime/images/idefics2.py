@@ -9,13 +9,13 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
-from . import PLACE
-from .places import nearest, rounded_shares
+from . import ROW_PLACEHOLDER
+from .position_embeddings import float32_fractions, nearest_indices
 from .preprocessor import BILINEAR, HALF, resized, sides
-from .tower_layers import through
-from .tower_parts import CURVES, TOGETHER, Crew, Curve, Matrix, Norm, attend, patches_of, product
-from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import run_blocks
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Activation, Matrix, Norm, WorkerPool, attend, matmul, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import IDEFICS, load_transformer
 
 AROUND = "<fake_token_around_image>"
@@ -29,9 +29,9 @@ class Ffn:
     gate: Matrix
     up: Matrix
     down: Matrix
-    curve: Curve
+    curve: Activation
 
-    def __call__(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         gate, up, down = (each.wide() for each in (self.gate, self.up, self.down))
         out = np.empty((len(x), len(self.down.stored)), np.float32)
 
@@ -54,19 +54,19 @@ class Asking:
     ffn: Ffn
     heads: int
 
-    def __call__(self, rows: np.ndarray, context: np.ndarray, crew: Crew) -> np.ndarray:
+    def __call__(self, rows: np.ndarray, context: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Rows [n, D] as they are behind the layer."""
         own = self.norms[0](rows)
         seen = np.concatenate([self.norms[1](context), own])
-        q, k, v = (product(x, matrix, crew).reshape(len(x), self.heads, -1).swapaxes(0, 1)
+        q, k, v = (matmul(x, matrix, crew).reshape(len(x), self.heads, -1).swapaxes(0, 1)
                    for x, matrix in ((own, self.queries), (seen, self.keys), (seen, self.values)))
         found = np.empty((len(rows), len(self.queries.stored)), np.float32)
         attend(q, k, v, found, [(0, len(rows))], crew, [(0, len(seen))])
-        rows = rows + product(found, self.out, crew)
+        rows = rows + matmul(found, self.out, crew)
         return rows + self.ffn(self.norms[2](rows), crew)
 
 
-class Idefics2(TowerSight):
+class Idefics2(VisionTower):
     KINDS = {"idefics2_vision": IDEFICS, "idefics2": IDEFICS}
     PROCESSORS = ("Idefics2ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -84,12 +84,12 @@ class Idefics2(TowerSight):
         if self.around.integer("image_seq_len", self.count) != self.count:
             raise self.around.fail("image_seq_len", f"{self.count}, as config.json says")
         self.part_patches = (self.longest // self.patch) ** 2
-        self.most_patches = max(TOGETHER, self.part_patches)
+        self.most_patches = max(BATCH_PATCHES, self.part_patches)
         self.whole_patches = 5 * self.part_patches if self.splits else self.part_patches
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that a picture, or a quarter of one, is given."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         ratio = width / height
         if width >= height and width > self.longest:
             width = self.longest
@@ -103,7 +103,7 @@ class Idefics2(TowerSight):
         if self.splits and min(height, width) < 2:
             raise UsageError(f"a picture of {width} × {height} is too small for this model", "it is cut into quarters: two points a side")
         around = self.word(AROUND)
-        return (around, *(*(PLACE,) * self.count, around) * (5 if self.splits else 1))
+        return (around, *(*(ROW_PLACEHOLDER,) * self.count, around) * (5 if self.splits else 1))
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         """Quarters, and the whole; of each as many points as whole patches have."""
@@ -117,26 +117,26 @@ class Idefics2(TowerSight):
             self.config.hidden_size
         text = Keys(self.outer.section("text_config") or {}, "config.json: text_config")
         spread = self.ffn(weights, "connector.modality_projection", (self.width, self.config.intermediate_size, hidden),
-                          text.choice("hidden_act", CURVES, "silu"))
+                          text.choice("hidden_act", ACTIVATIONS, "silu"))
         layers, latents, last = self.resampler(weights)
 
         def placed(patches: np.ndarray, lines: int, columns: int) -> np.ndarray:
-            return patches + tower.places[nearest(side, rounded_shares(lines), rounded_shares(columns))]
+            return patches + tower.places[nearest_indices(side, float32_fractions(lines), float32_fractions(columns))]
 
-        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             crew.work.total += len(tower.blocks) * len(parts)
             return np.concatenate([seen(part, crew) for part in parts])
 
-        def seen(part: np.ndarray, crew: Crew) -> np.ndarray:
-            x = placed(product(patches_of(part, self.patch), tower.patches, crew), len(part) // self.patch, part.shape[1] // self.patch)
-            context, asking = spread(tower.after(through(tower.blocks, x, crew)), crew), latents
+        def seen(part: np.ndarray, crew: WorkerPool) -> np.ndarray:
+            x = placed(matmul(patches_of(part, self.patch), tower.patches, crew), len(part) // self.patch, part.shape[1] // self.patch)
+            context, asking = spread(tower.after(run_blocks(tower.blocks, x, crew)), crew), latents
             for layer in layers:
                 asking = layer(asking, context, crew)
             return last(asking)
 
         return rows
 
-    def ffn(self, weights: Weights, name: str, widths: tuple[int, int, int], curve: Curve) -> Ffn:
+    def ffn(self, weights: Weights, name: str, widths: tuple[int, int, int], curve: Activation) -> Ffn:
         """From one width by way of another to a third."""
         first, inner, out = widths
         return Ffn(*(weights.matrix(f"{name}.{each}_proj", inner, first, bias=False) for each in ("gate", "up")),
@@ -151,7 +151,7 @@ class Idefics2(TowerSight):
             raise keys.fail("num_key_value_heads", f"a number that divides {heads}")
         # where a config leaves out how wide it is, what its norms add is the text part's
         eps = keys.number("rms_norm_eps") if keys.integer("hidden_size", high=MOST_WIDTH) == hidden else self.config.norm_eps
-        curve = keys.choice("hidden_act", CURVES, "silu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
 
         def layer(number: int) -> Asking:
             own = f"{name}layers.{number}."

@@ -8,18 +8,18 @@ import math
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from .places import nearest, rounded_shares
+from .position_embeddings import float32_fractions, nearest_indices
 from .preprocessor import HALF, LANCZOS, resized, sides, tiles_of
-from .tower_parts import TOGETHER, Crew, joined, product
-from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_ops import BATCH_PATCHES, WorkerPool, matmul, merge_tile_patches
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import IDEFICS, layer_count, load_transformer
 
 MOST_SIDE = 4096  # of a picture that is cut into tiles
 AROUND, WHOLE = "<fake_token_around_image>", "<global-img>"
 
 
-class Idefics3(TowerSight):
+class Idefics3(VisionTower):
     KINDS = {"idefics3_vision": IDEFICS, "idefics3": IDEFICS, "smolvlm_vision": IDEFICS, "smolvlm": IDEFICS}
     PROCESSORS = ("Idefics3ImageProcessor", "SmolVLMImageProcessor")
     LOOK = HALF, HALF, LANCZOS
@@ -36,12 +36,12 @@ class Idefics3(TowerSight):
         self.joined = self.outer.integer("scale_factor", 2, high=16)
         if (self.tile // self.patch) % self.joined:
             raise ConfigError(f"config.json: {self.tile // self.patch} patches in a row are not a multiple of scale_factor {self.joined}")
-        self.most_patches = max(TOGETHER, (self.tile // self.patch) ** 2)
+        self.most_patches = max(BATCH_PATCHES, (self.tile // self.patch) ** 2)
         self.whole_patches = (math.ceil(self.longest / self.tile) ** 2 + 1) * (self.tile // self.patch) ** 2
 
     def sized(self, height: int, width: int) -> list[tuple[int, int]]:
         """The sizes that a picture is given, one after the other; the last is one of whole tiles."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         long = self.longest
         ratio = width / height
         first = (_even(int(long / ratio)), long) if width >= height else (long, _even(int(long * ratio)))
@@ -84,12 +84,12 @@ class Idefics3(TowerSight):
         together, hidden = self.width * self.joined**2, self.config.hidden_size
         project = weights.matrix("connector.modality_projection.proj", hidden, together, bias=False)
         own, made = self.tile // self.patch, self.side // self.patch
-        places = nearest(made, *[rounded_shares(own)] * 2)  # a tile need not have as many patches as the tower was made for
+        places = nearest_indices(made, *[float32_fractions(own)] * 2)  # a tile need not have as many patches as the tower was made for
         last = layer_count(self)
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            x = joined(tower.layers(tiles, [last], crew, places), self.joined)
-            return product(x.reshape(-1, together), project, crew)
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            x = merge_tile_patches(tower.layers(tiles, [last], crew, places), self.joined)
+            return matmul(x.reshape(-1, together), project, crew)
 
         return rows
 

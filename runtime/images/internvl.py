@@ -6,12 +6,12 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import resized, tiles_of
-from .tower_layers import Shape, Stored, apart, load_blocks
-from .tower_parts import CURVES, TOGETHER, Crew, joined, product, silu
-from .tower_sight import Rows, TowerSight
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, WorkerPool, matmul, merge_tile_patches, silu
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower
 from .vision_transformer import VisionTransformer, drops_first, layer_count, wanted_layers
 
 BEGIN, IMAGE, END = "<img>", "<IMG_CONTEXT>", "</img>"
@@ -20,7 +20,7 @@ USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24
          "patch_size": 14, "hidden_act": "gelu", "layer_norm_eps": 1e-6}
 
 
-class FittedTiles(TowerSight):
+class FittedTiles(VisionTower):
     """Pictures in tiles of the tower's size, `least` to `most` of them; `joined` patches in a row and in a column become one row."""
 
     PROCESSORS = ("GotOcr2ImageProcessor", "InternVLImageProcessor")
@@ -34,7 +34,7 @@ class FittedTiles(TowerSight):
         if self.CROPS is not None and not keys.flag("crop_to_patches", self.CROPS):
             self.most = 1
         self.across = self.side // self.patch
-        self.most_patches = max(TOGETHER, self.across**2)
+        self.most_patches = max(BATCH_PATCHES, self.across**2)
         self.whole_patches = (self.most + 1) * self.across**2
 
     def demand_squares(self) -> None:
@@ -77,7 +77,7 @@ class GatedTiles(FittedTiles):
             raise self.outer.fail("alignment_intermediate_size", "an even number")
         beside, gate = weights.matrix("multi_modal_projector.linear_1", inner, together, bias=True).parts(2)
         down = weights.matrix("multi_modal_projector.linear_2", hidden, inner // 2, bias=True)
-        return lambda x, crew: product(product(x, beside, crew) * silu(product(x, gate, crew)), down, crew)
+        return lambda x, crew: matmul(matmul(x, beside, crew) * silu(matmul(x, gate, crew)), down, crew)
 
 
 def fitted(height: int, width: int, side: int, counts: tuple[int, int], longest: int) -> tuple[int, int]:
@@ -103,7 +103,7 @@ class InternVl(FittedTiles):
     KINDS = {"internvl_vision": USUAL}
     NAMES = ("vision_tower.", "embeddings.patch_embeddings.projection", "embeddings.position_embeddings", "embeddings.cls_token",
              "encoder.layer.", "lambda_")
-    LAYER = Stored(("layernorm_before", "layernorm_after"), apart("attention.{}_proj"), "attention.projection_layer",
+    LAYER = LayerNames(("layernorm_before", "layernorm_after"), qkv_names("attention.{}_proj"), "attention.projection_layer",
                    ("mlp.fc1", "mlp.fc2"))
     PROJECTOR = ("multi_modal_projector.layer_norm", "multi_modal_projector.", ("linear_1", "linear_2"))
     placeholder = IMAGE
@@ -119,16 +119,16 @@ class InternVl(FittedTiles):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
         tiles = rows * columns + (rows * columns > 1)
-        return (self.word(BEGIN), *(PLACE,) * (tiles * (self.across // self.joined) ** 2), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (tiles * (self.across // self.joined) ** 2), self.word(END))
 
     def load(self, weights: Weights) -> Rows:
         tower, together, hidden = self.tower_of(weights), self.width * len(self.wanted) * self.joined**2, self.config.hidden_size
         normed, name, parts = self.PROJECTOR
-        norm, curve = weights.layer_norm(normed, together, PROJECTOR_EPS), self.outer.choice("projector_hidden_act", CURVES, "gelu")
+        norm, curve = weights.layer_norm(normed, together, PROJECTOR_EPS), self.outer.choice("projector_hidden_act", ACTIVATIONS, "gelu")
         project = weights.two_layers(name, (together, hidden, hidden), curve, parts=parts)
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            x = joined(tower.layers(tiles, self.wanted, crew)[:, 1:], self.joined)
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            x = merge_tile_patches(tower.layers(tiles, self.wanted, crew)[:, 1:], self.joined)
             return project(norm(x.reshape(-1, together)), crew)
 
         return rows
@@ -136,7 +136,7 @@ class InternVl(FittedTiles):
     def tower_of(self, weights: Weights) -> VisionTransformer:
         keys, width, (name, patches, places, first, layers, scale) = self.said, self.width, self.NAMES
         inner, eps, count = keys.integer("intermediate_size"), keys.number("layer_norm_eps"), layer_count(self)
-        curve = keys.choice("hidden_act", CURVES, "gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         centered = keys.choice("norm_type", {"layer_norm": True, "rms_norm": False}, "layer_norm")
         head_norms = keys.flag("use_qk_norm", False)
 
@@ -149,7 +149,8 @@ class InternVl(FittedTiles):
             patches=weights.matrix(name + patches, width, 3 * self.patch**2), places=weights.numbers(name + places, 1, positions, width)[0]
             if keys.flag("use_absolute_position_embeddings", True) else np.zeros((positions, width), np.float32),
             first=weights.numbers(name + first, 1, 1, width)[0, 0], before=None,
-            blocks=load_blocks(weights, name + layers, count, self.LAYER, Shape(width, inner, self.heads, curve, eps, centered), more=more),
+            blocks=load_blocks(weights, name + layers, count, self.LAYER, LayerShape(width, inner, self.heads, curve, eps, centered),
+                               more=more),
             after=weights.layer_norm(f"{name}layernorm", width, eps) if finished else None, patch=self.patch)
 
 

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 from ..config_reader import Keys
 from .internvl import IMAGE, USUAL
+from .modality import IMAGE_INPUT
 from .preprocessor import IMAGENET_MEAN, IMAGENET_STD
 from .qianfan_ocr import QianfanOcr
-from .senses import PICTURES
 from .tower_source import FolderSource
 
 if TYPE_CHECKING:
@@ -24,7 +24,7 @@ class Published(FolderSource):
     """A folder whose preprocessor_config.json is of CLIP, which is not what its own code does."""
 
     def __init__(self, folder: Path) -> None:
-        super().__init__(folder, PICTURES)
+        super().__init__(folder, IMAGE_INPUT)
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:
         keys = Keys(self.config)

@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import resized
-from .tower_layers import APART, Shape, load_blocks, through
-from .tower_parts import CURVES, Crew, patches_of, product
-from .tower_sight import MOST_LAYERS, Rows, TowerSight, demand_shape
+from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, WorkerPool, matmul, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, Rows, VisionTower, check_aspect_ratio
 
 USUAL = {"hidden_size": 1024, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 384, "patch_size": 16, "hidden_act": "gelu",
          "layer_norm_eps": 1e-6, "mlp_ratio": 4.0, "depth": 2}
-LAYER = replace(APART, out="self_attn.projection_layer")
+LAYER = replace(SEPARATE_QKV, out="self_attn.projection_layer")
 
 
-class Janus(TowerSight):
+class Janus(VisionTower):
     KINDS = {"janus_vision_model": USUAL}
     PROCESSORS = ("JanusImageProcessor",)
     placeholder, written = "<image_placeholder>", "<begin_of_image><image_placeholder><end_of_image>\n"
@@ -38,8 +38,8 @@ class Janus(TowerSight):
         self.most_patches = (self.side // self.patch) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        demand_shape(height, width)
-        return (PLACE,) * self.most_patches
+        check_aspect_ratio(height, width)
+        return (ROW_PLACEHOLDER,) * self.most_patches
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         share = self.side / max(picture.shape[:2])
@@ -52,17 +52,17 @@ class Janus(TowerSight):
 
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, name = self.said, self.width, self.config.hidden_size, "vision_model."
-        eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", CURVES, "gelu")
+        eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu")
         patches = weights.matrix(f"{name}embeddings.patch_embedding", width, 3 * self.patch**2)
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.most_patches, width)
         blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
-                             Shape(width, int(width * keys.number("mlp_ratio")), self.heads, curve, eps))
+                             LayerShape(width, int(width * keys.number("mlp_ratio")), self.heads, curve, eps))
         after = weights.layer_norm(f"{name}post_layernorm", width, eps)
         project = weights.two_layers("aligner.", (width, hidden, hidden), curve, True, ("fc1", "hidden_layers.0"))
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             crew.work.total += len(blocks)
-            return project(after(through(blocks, product(patches_of(values, self.patch), patches, crew) + places, crew)), crew)
+            return project(after(run_blocks(blocks, matmul(patches_of(values, self.patch), patches, crew) + places, crew)), crew)
 
         return rows
 

@@ -9,13 +9,13 @@ import math
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
-from .places import by_cubic, in_a_row
+from . import ROW_PLACEHOLDER
+from .position_embeddings import bicubic, row_major
 from .preprocessor import BICUBIC, HALF, resized, sides
-from .tower_layers import Shape, Stored, load_blocks, through
-from .tower_parts import CURVES, Crew, Rope, gelu, patches_of, product, squares, turns
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import LayerNames, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, Rope, WorkerPool, gelu, inverse_frequencies, matmul, merge_patches, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 USUAL = {"hidden_size": 1152, "intermediate_size": 4304, "num_hidden_layers": 27, "num_attention_heads": 16, "patch_size": 14,
          "hidden_act": "gelu_pytorch_tanh", "pos_emb_height": 64, "pos_emb_width": 64, "merge_kernel_size": [2, 2]}
@@ -26,10 +26,10 @@ FIRST_NAMES = {"vt_hidden_size": "hidden_size", "vt_intermediate_size": "interme
 READY, OF_READY = "media_proc_cfg", {"in_patch_limit": "max_patches", "merge_kernel_size": "merge_size"}
 ONE_SIDE = "patch_limit_on_one_side"
 THETA, EPS = 10_000.0, 1e-5
-LAYER = Stored(("norm0", "norm1"), ("wqkv",), "wo", ("mlp.fc0", "mlp.fc1"))
+LAYER = LayerNames(("norm0", "norm1"), ("wqkv",), "wo", ("mlp.fc0", "mlp.fc1"))
 
 
-class KimiK25(TowerSight):
+class KimiK25(VisionTower):
     KINDS = {"kimi_k25_vision": USUAL, "kimi_k25": USUAL}
     PROCESSORS = ("Kimi_K25ImageProcessor", "KimiK25VisionProcessor")
     LOOK = HALF, HALF, BICUBIC
@@ -70,7 +70,7 @@ class KimiK25(TowerSight):
 
     def sized(self, height: int, width: int) -> tuple[tuple[int, int], tuple[int, int]]:
         """The size that a picture is given, and that of whole squares around it."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         patch, longest, unit = self.patch, self.longest * self.patch, self.patch * self.joined
         count = max(1.0, height // patch) * max(1.0, width // patch)
         factor = min(1.0, math.sqrt(self.most / count), longest / height, longest / width)
@@ -79,7 +79,7 @@ class KimiK25(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         _, (high, wide) = self.sized(height, width)
-        return (PLACE,) * (high * wide // (self.patch * self.joined) ** 2)
+        return (ROW_PLACEHOLDER,) * (high * wide // (self.patch * self.joined) ** 2)
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         (high, wide), around = self.sized(*picture.shape[:2])
@@ -90,7 +90,7 @@ class KimiK25(TowerSight):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, side, patch = self.said, self.width, self.config.hidden_size, self.joined, self.patch
         inner, places = keys.integer("intermediate_size", high=MOST_WIDTH), keys.integer("pos_emb_height")
-        curve = keys.choice("hidden_act", CURVES, "gelu_pytorch_tanh")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         name = "vision_tower.encoder."
         first = next((each for each in ("vision_tower.", name) if weights.has(f"{each}patch_embed.proj.weight")), "vision_tower.")
         embedding = weights.matrix(f"{first}patch_embed.proj", width, 3 * patch**2)
@@ -99,26 +99,26 @@ class KimiK25(TowerSight):
         table = weights.numbers(learned, *shape).reshape(places, places, width)
 
         blocks = load_blocks(weights, f"{name}blocks.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
-                             Shape(width, inner, self.heads, curve, EPS, neighbours=True))
+                             LayerShape(width, inner, self.heads, curve, EPS, neighbours=True))
         after = weights.layer_norm(f"{name}final_layernorm", width, EPS)
         before, behind, parts = self.PROJECTOR
         norm = weights.layer_norm(before, width, self.projector_eps)
         together = width * side**2
         project = weights.two_layers(behind, (together, together, hidden), gelu, parts=parts)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
-            at = in_a_row(lines, columns)
-            x = product(patches_of(values, patch), embedding, crew) + by_cubic(table, at)
+            at = row_major(lines, columns)
+            x = matmul(patches_of(values, patch), embedding, crew) + bicubic(table, at)
             crew.work.total += len(blocks)
-            x = norm(after(through(blocks, x, crew, self.rope(at))))
-            return project(squares(x, columns, side), crew)
+            x = norm(after(run_blocks(blocks, x, crew, self.rope(at))))
+            return project(merge_patches(x, columns, side), crew)
 
         return rows
 
     def rope(self, places: np.ndarray) -> Rope:
         """Of patches at rows and columns int64 [n, 2]."""
-        steps = turns(self.theta(THETA), self.depth // 4)
+        steps = inverse_frequencies(self.theta(THETA), self.depth // 4)
         return Rope.of((places[:, ::-1, None].astype(np.float32) * steps).swapaxes(1, 2).reshape(len(places), -1))
 
 

@@ -9,20 +9,20 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
-from .places import by_weights
+from . import ROW_PLACEHOLDER
+from .position_embeddings import resample
 from .preprocessor import BILINEAR, HALF, resized, tiles_of
-from .tower_layers import through
-from .tower_parts import TOGETHER, Crew, product, squares
-from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_layers import run_blocks
+from .tower_ops import BATCH_PATCHES, WorkerPool, matmul, merge_patches
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import SIGLIP, load_transformer
 
 BEGIN, SMALL, END = "<|image_start|>", "<|img_thumbnail|>", "<|image_end|>"
 PROJECTOR_EPS = 1e-5
 
 
-class Lfm2Vl(TowerSight):
+class Lfm2Vl(VisionTower):
     KINDS = {"siglip2_vision_model": {**SIGLIP, "num_patches": 256}}
     PROCESSORS = ("Lfm2VlImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -41,7 +41,7 @@ class Lfm2Vl(TowerSight):
             raise keys.fail("min_tiles", "at most max_tiles")
         self.with_small, self.tolerance = keys.flag("use_thumbnail", True), keys.number("max_pixels_tolerance", 2.0)
         self.with_words = self.around.flag("use_image_special_tokens", True)
-        self.most_patches = max(TOGETHER, (self.tile // self.patch) ** 2, self.most * self.joined**2)
+        self.most_patches = max(BATCH_PATCHES, (self.tile // self.patch) ** 2, self.most * self.joined**2)
         self.whole_patches = self.tiles[1] * (self.tile // self.patch) ** 2 + self.most * self.joined**2
 
     @cached_property
@@ -54,7 +54,7 @@ class Lfm2Vl(TowerSight):
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         """The size that the whole picture is given."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         unit, least, most = self.unit, self.least * self.unit**2, self.most * self.unit**2
         high, wide = (max(unit, round(side / unit) * unit) for side in (height, width))
         if high * wide > most:
@@ -89,7 +89,7 @@ class Lfm2Vl(TowerSight):
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         high, wide = self.sized(height, width)
         rows, columns = self.grid(height, width)
-        whole, tile = (PLACE,) * (high * wide // self.unit**2), (PLACE,) * (self.tile // self.unit) ** 2
+        whole, tile = (ROW_PLACEHOLDER,) * (high * wide // self.unit**2), (ROW_PLACEHOLDER,) * (self.tile // self.unit) ** 2
         if (rows, columns) == (1, 1):
             return (*self.beside(BEGIN), *whole, *self.beside(END))
         tiles = [token for row in range(rows) for column in range(columns)
@@ -114,23 +114,23 @@ class Lfm2Vl(TowerSight):
         project = self.to_text(weights, together, inner, self.outer.flag("projector_bias", True))
         table = tower.places.reshape(side, side, width)
 
-        def seen(parts: list[np.ndarray], crew: Crew) -> list[np.ndarray]:
+        def seen(parts: list[np.ndarray], crew: WorkerPool) -> list[np.ndarray]:
             """Of some parts what is projected."""
             grids = [(part.shape[0] // patch, part.shape[1] // patch) for part in parts]
             cut = [part.reshape(rows, patch, columns, patch, 3).swapaxes(1, 2).reshape(rows * columns, -1)
                    for part, (rows, columns) in zip(parts, grids, strict=True)]
-            x = product(np.concatenate(cut), tower.patches, crew)
+            x = matmul(np.concatenate(cut), tower.patches, crew)
             ends = np.cumsum([len(each) for each in cut]).tolist()
             spans = list(zip([0, *ends[:-1]], ends, strict=True))
             for (begin, end), (rows, columns) in zip(spans, grids, strict=True):
-                x[begin:end] += by_weights(table, rows, columns)
-            x = tower.after(through(tower.blocks, x, crew, spans=spans))
-            return [squares(x[begin:end], columns, self.joined) for (begin, end), (_, columns) in zip(spans, grids, strict=True)]
+                x[begin:end] += resample(table, rows, columns)
+            x = tower.after(run_blocks(tower.blocks, x, crew, spans=spans))
+            return [merge_patches(x[begin:end], columns, self.joined) for (begin, end), (_, columns) in zip(spans, grids, strict=True)]
 
-        def rows(values: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             groups = [[values[0]]]
             for part in values[1:]:
-                if sum(each.size for each in (*groups[-1], part)) <= TOGETHER * 3 * patch**2:
+                if sum(each.size for each in (*groups[-1], part)) <= BATCH_PATCHES * 3 * patch**2:
                     groups[-1].append(part)
                 else:
                     groups.append([part])

@@ -10,9 +10,9 @@ import numpy as np
 
 from ..config_reader import ConfigError
 from .qwen_patches import QwenPatches
-from .tower_parts import Block, Crew, Matrix, Norm, product, silu
-from .tower_sight import Rows
+from .tower_ops import Block, Matrix, Norm, WorkerPool, matmul, silu
 from .tower_weights import Weights
+from .vision_tower import Rows
 from .vision_transformer import layer_count
 
 USUAL = {"hidden_size": 1024, "intermediate_size": 2560, "num_hidden_layers": 14, "num_attention_heads": 16, "num_key_value_heads": 8,
@@ -34,10 +34,10 @@ class ConvLayer:
     up: Matrix
     down: Matrix
 
-    def run(self, x: np.ndarray, places: np.ndarray, crew: Crew) -> None:
+    def run(self, x: np.ndarray, places: np.ndarray, crew: WorkerPool) -> None:
         """In place on x float32 [n, D], of patches at rows and columns int64 [n, 2] of one picture."""
-        first, second, third = np.split(product(self.norms[0](x), self.into, crew), 3, axis=-1)
-        x += product(second * self._neighbours(first * third, places, crew), self.out, crew)
+        first, second, third = np.split(matmul(self.norms[0](x), self.into, crew), 3, axis=-1)
+        x += matmul(second * self._neighbours(first * third, places, crew), self.out, crew)
         gate, up, down = self.gate.wide(), self.up.wide(), self.down.wide()
 
         def rest(rows: slice) -> None:
@@ -47,7 +47,7 @@ class ConvLayer:
         crew.each(rest, len(x))
         crew.work.done += 1
 
-    def _neighbours(self, x: np.ndarray, places: np.ndarray, crew: Crew) -> np.ndarray:
+    def _neighbours(self, x: np.ndarray, places: np.ndarray, crew: WorkerPool) -> np.ndarray:
         (rows, columns), side = places.max(0) + 1, len(self.near)
         wide = np.zeros((rows + side - 1, columns + side - 1, x.shape[1]), np.float32)
         wide[places[:, 0] + side // 2, places[:, 1] + side // 2] = x
@@ -109,9 +109,9 @@ class Lfm3Vl(QwenPatches):
         between, biased = self.outer.integer("projector_hidden_size", 4096), self.outer.flag("projector_bias", True)
         project = self.to_text(weights, together, between, biased)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
-            x, rope = entry(product(patches, embedding, crew)), self.rope(places, self.theta(THETA))
+            x, rope = entry(matmul(patches, embedding, crew)), self.rope(places, self.theta(THETA))
             crew.work.total += len(layers)
             for each in layers:
                 if isinstance(each, ConvLayer):

@@ -9,22 +9,23 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import BILINEAR, HALF, resized, tiles_of
-from .tower_layers import Shape, Stored, apart, load_blocks, through
-from .tower_parts import TOGETHER, Crew, Rope, gelu, joined, patches_of, product, turns
-from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names, run_blocks
+from .tower_ops import BATCH_PATCHES, Rope, WorkerPool, gelu, inverse_frequencies, matmul, merge_tile_patches, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 EPS, THETA = 1e-5, 10_000.0
 USUAL = {"hidden_size": 768, "num_hidden_layers": 34, "num_attention_heads": 16, "intermediate_size": 5632, "vision_output_dim": 7680,
          "image_size": 448, "patch_size": 14, "projector_input_dim": 4096, "projector_output_dim": 4096}
-LAYER = Stored(("input_layernorm", "post_attention_layernorm"), apart("self_attn.{}_proj"), "self_attn.o_proj", ("mlp.fc1", "mlp.fc2"))
+LAYER = LayerNames(("input_layernorm", "post_attention_layernorm"), qkv_names("self_attn.{}_proj"), "self_attn.o_proj",
+                   ("mlp.fc1", "mlp.fc2"))
 WORDS = ("<|image_start|>", "<|tile_x_separator|>", "<|tile_y_separator|>", "<|image|>", "<|image_end|>")
 
 
-class Llama4(TowerSight):
+class Llama4(VisionTower):
     KINDS = {"llama4_vision_model": USUAL}
     PROCESSORS = ("Llama4ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -40,7 +41,7 @@ class Llama4(TowerSight):
         if self.joined < 1 or self.across % self.joined:
             raise self.said.fail("pixel_shuffle_ratio", f"a share of which {self.across} patches in a row make whole squares")
         self.depth = self.width // self.heads
-        self.most_patches = max(TOGETHER, self.across**2 + 1)
+        self.most_patches = max(BATCH_PATCHES, self.across**2 + 1)
         self.whole_patches = (self.most + 1) * (self.across**2 + 1)
 
     @cached_property
@@ -55,7 +56,7 @@ class Llama4(TowerSight):
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: on which the picture grows least, else shrinks least, and of those alike the one with fewest."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         side = np.float32(self.side)
         scales = [min(np.float32(rows) * side / np.float32(height), np.float32(columns) * side / np.float32(width))
                   for rows, columns in self.shapes]
@@ -75,7 +76,7 @@ class Llama4(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         (begin, beside, below, whole, end), (rows, columns) = map(self.word, WORDS), self.grid(height, width)
-        tile = (PLACE,) * (self.across // self.joined) ** 2
+        tile = (ROW_PLACEHOLDER,) * (self.across // self.joined) ** 2
         line = (*(tile + (beside,)) * (columns - 1), *tile, below)
         return (begin, *(line * rows if rows * columns > 1 else ()), whole, *tile, end)
 
@@ -97,30 +98,30 @@ class Llama4(TowerSight):
         last = weights.numbers(f"{name}class_embedding", width)
         places = weights.numbers(f"{name}positional_embedding_vlm", count + 1, width)
         blocks = load_blocks(weights, f"{name}model.layers.", layer_count(self), LAYER,
-                             Shape(width, inner, self.heads, gelu, EPS, bias=(True, True), neighbours=True))
+                             LayerShape(width, inner, self.heads, gelu, EPS, bias=(True, True), neighbours=True))
         before, after = (weights.layer_norm(f"{name}layernorm_{each}", width, EPS) for each in ("pre", "post"))
         together, first, second = width * self.joined**2, keys.integer("projector_input_dim"), keys.integer("projector_output_dim")
         adapt = weights.two_layers(f"{name}vision_adapter.mlp.", (together, first, second), gelu, False, ("fc1", "fc2"))
         project = weights.matrix("multi_modal_projector.linear_1", self.config.hidden_size, keys.integer("vision_output_dim"), bias=False)
         rope = self.rope()
 
-        def seen(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            x = product(np.concatenate([patches_of(each, patch) for each in tiles]), embedding, crew).reshape(len(tiles), count, width)
+        def seen(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            x = matmul(np.concatenate([patches_of(each, patch) for each in tiles]), embedding, crew).reshape(len(tiles), count, width)
             x = np.concatenate([x, np.broadcast_to(last, (len(tiles), 1, width))], axis=1) + places
             x = before(x.reshape(-1, width))
             spans = [(begin, begin + count + 1) for begin in range(0, len(x), count + 1)]
-            x = after(through(blocks, x, crew, rope.times(len(tiles)), spans)).reshape(len(tiles), count + 1, width)
-            return joined(x[:, :count], self.joined).reshape(-1, together)
+            x = after(run_blocks(blocks, x, crew, rope.times(len(tiles)), spans)).reshape(len(tiles), count + 1, width)
+            return merge_tile_patches(x[:, :count], self.joined).reshape(-1, together)
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
-            x = np.concatenate([seen(each, crew) for each in crew.groups(tiles, TOGETHER // (count + 1), len(blocks))])
-            return product(gelu(adapt(x, crew)), project, crew)
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            x = np.concatenate([seen(each, crew) for each in crew.groups(tiles, BATCH_PATCHES // (count + 1), len(blocks))])
+            return matmul(gelu(adapt(x, crew)), project, crew)
 
         return rows
 
     def rope(self) -> Rope:
         """Of a tile's patches, columns first and both counted from 1, and of what stands behind them, which is not turned."""
-        steps = turns(self.theta(THETA), self.depth // 4)
+        steps = inverse_frequencies(self.theta(THETA), self.depth // 4)
         row, column = np.divmod(np.arange(self.across**2), self.across)
         half = np.concatenate([(column + 1)[:, None] * steps, (row + 1)[:, None] * steps], axis=1)
         return Rope.of(np.concatenate([half, np.zeros((1, half.shape[1]))]).astype(np.float32))

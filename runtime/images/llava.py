@@ -8,11 +8,11 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .pixtral import Pixtral
 from .preprocessor import HALF, Scale, cropped, resized, shorter_to, sides, square, squared
-from .tower_sight import Rows, TowerSight, demand_shape
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import CLIP, SIGLIP, drops_first, load_transformer, wanted_layers
 
 if TYPE_CHECKING:
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 MOST_SQUARE = 1 << 27  # points of a picture with a border that makes it a square
 
 
-class OfOneSize(TowerSight):
+class OfOneSize(VisionTower):
     """Pictures that all become a square of one size: their middle, or with a border."""
 
     PROCESSORS = ("CLIPImageProcessor", "SiglipImageProcessor", "LlavaImageProcessor")
@@ -52,7 +52,7 @@ class OfOneSize(TowerSight):
         return self.scale(cropped(picture, *self.final) if self.crop else picture)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
-        demand_shape(*picture.shape[:2])
+        check_aspect_ratio(*picture.shape[:2])
         if self.processor.flag("do_pad", False):
             if max(picture.shape[:2]) ** 2 > MOST_SQUARE:
                 raise UsageError(f"a picture of {picture.shape[1]} × {picture.shape[0]} is too large for this model", "make it smaller")
@@ -81,7 +81,7 @@ class Llava(OfOneSize):
         return (self.side // self.patch) ** 2 + self.tower.startswith("clip")
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return (PLACE,) * (self.patches - self.drops_first)
+        return (ROW_PLACEHOLDER,) * (self.patches - self.drops_first)
 
     def load(self, weights: Weights) -> Rows:
         project = self.projector(weights)
@@ -94,6 +94,6 @@ class Llava(OfOneSize):
         return lambda tiles, crew: project(tower.layers(tiles, self.wanted, crew)[:, int(self.drops_first) :], crew)
 
 
-def sight(source: TowerSource, config: ModelConfig) -> TowerSight:
+def sight(source: TowerSource, config: ModelConfig) -> VisionTower:
     vision = Keys(source.config).section("vision_config") or {}
     return (Pixtral if vision.get("model_type") in Pixtral.KINDS else Llava)(source, config)

@@ -8,12 +8,12 @@ import math
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .llava import Llava
 from .preprocessor import resized, tiles_of
-from .tower_parts import TOGETHER, Crew
-from .tower_sight import Rows
+from .tower_ops import BATCH_PATCHES, WorkerPool
 from .tower_weights import Weights
+from .vision_tower import Rows
 
 MOST_TILES = 256
 
@@ -34,7 +34,7 @@ class LlavaNext(Llava):
         self.pinpoints = [tuple(each) for each in stated]
         if self.tower.startswith("clip") and not self.drops_first:
             raise ConfigError("config.json: vision_feature_select_strategy is 'full', with which patches are not a square")
-        self.most_patches = max(TOGETHER, self.patches)
+        self.most_patches = max(BATCH_PATCHES, self.patches)
         self.whole_patches = (max(high * wide for high, wide in self.pinpoints) // self.side**2 + 1) * self.patches
 
     @property
@@ -66,7 +66,7 @@ class LlavaNext(Llava):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.lines(height, width)
-        return (PLACE,) * (self.patches - self.drops_first + rows * (columns + 1))
+        return (ROW_PLACEHOLDER,) * (self.patches - self.drops_first + rows * (columns + 1))
 
     def values(self, picture: np.ndarray) -> tuple[list[np.ndarray], tuple[int, int]]:
         """Tiles, of which the first is the whole, and the picture's size."""
@@ -83,7 +83,7 @@ class LlavaNext(Llava):
     def load(self, weights: Weights) -> Rows:
         project, newline = self.projector(weights), weights.numbers("image_newline", self.config.hidden_size)
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
             tiles, size = values
             return self.packed(project(tiles, crew), size, newline)
 

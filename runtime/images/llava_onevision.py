@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config_reader import ConfigError, Keys
 from .llava_next import LlavaNext
-from .places import taps
+from .position_embeddings import taps
 from .vision_transformer import CLIP, SIGLIP
 
 SLACK = 1.1  # times as many patches in a row as are allowed are left

@@ -13,13 +13,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import Seen, Work
-from .canvas import stated
-from .places import nearest
+from . import EncodedMedia, EncodingJob
+from .canvas import row_tags
+from .position_embeddings import nearest_indices
 from .preprocessor import BICUBIC, HALF, resized, tiles_of
-from .tower_parts import TOGETHER, Crew, Matrix, Norm, gelu, gelu_tanh, patches_of, product, squares
-from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_ops import BATCH_PATCHES, Matrix, Norm, WorkerPool, gelu, gelu_tanh, matmul, merge_patches, patches_of
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import SIGLIP, VisionTransformer, load_transformer
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ USUAL = {**SIGLIP, "image_size": 224, "patch_size": 16}
 Grid = tuple[int, int]
 
 
-class MiniCpmV(TowerSight):
+class MiniCpmV(VisionTower):
     KINDS = {"minicpmv4_6_vision": USUAL}
     PROCESSORS = ("MiniCPMV4_6ImageProcessor",)
     LOOK = HALF, HALF, BICUBIC
@@ -55,7 +55,7 @@ class MiniCpmV(TowerSight):
         self.insert = self.outer.integer("insert_layer_id", 6, low=0)
         self.unit = self.patch * PAIR * (PAIR if self.merges else 1)
         self.part_patches = ((self.resolution + self.unit) // self.patch) ** 2
-        self.most_patches = max(TOGETHER, self.part_patches)
+        self.most_patches = max(BATCH_PATCHES, self.part_patches)
         self.whole_patches = (self.most + 1) * self.part_patches
 
     @cached_property
@@ -75,7 +75,7 @@ class MiniCpmV(TowerSight):
 
     def grid(self, height: int, width: int) -> Grid | None:
         """Rows and columns of slices; None where the picture made small is all."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         count = min(math.ceil(height * width / self.resolution**2), self.most)
         if not self.slices or count <= 1:
             return None
@@ -105,7 +105,7 @@ class MiniCpmV(TowerSight):
             self.word(word)
         return self.spelled(text, image)
 
-    def see(self, picture: np.ndarray, work: Work) -> Seen:
+    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         return replace(super().see(picture, work), numbered=self.numbered if self.with_numbers else None)
 
     def numbered(self, before: int) -> tuple[int, ...]:
@@ -135,7 +135,7 @@ class MiniCpmV(TowerSight):
         norm = weights.layer_norm(f"{own}pre_norm", together, PROJECTOR_EPS)
         project = weights.two_layers(own, (together, together, self.config.hidden_size), gelu)
 
-        def seen(parts: list[np.ndarray], crew: Crew) -> list[np.ndarray]:
+        def seen(parts: list[np.ndarray], crew: WorkerPool) -> list[np.ndarray]:
             grids = [(part.shape[0] // self.patch, part.shape[1] // self.patch) for part in parts]
             x = embedded(tower, parts, grids, side, crew)
             for number, block in enumerate(tower.blocks):
@@ -143,10 +143,10 @@ class MiniCpmV(TowerSight):
                 if merger is not None and number == self.insert:
                     x, grids = merger(x, grids, crew), [(rows // PAIR, columns // PAIR) for rows, columns in grids]
             x = tower.after(x)
-            return [squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]
+            return [merge_patches(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in zip(_spans(grids), grids, strict=True)]
 
-        def rows(parts: list[np.ndarray], crew: Crew) -> np.ndarray:
-            groups = crew.groups(parts, TOGETHER // self.part_patches, count)
+        def rows(parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
+            groups = crew.groups(parts, BATCH_PATCHES // self.part_patches, count)
             x = np.concatenate([each for group in groups for each in seen(group, crew)])
             return project(norm(x), crew)
 
@@ -158,13 +158,13 @@ class OnCanvas(MiniCpmV):
 
     KINDS = {"minicpmv4_7_vision": USUAL}
 
-    def see(self, picture: np.ndarray, work: Work) -> Seen:
+    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         return replace(super().see(picture, work), stated=self.stated(*picture.shape[:2]))
 
     def stated(self, height: int, width: int) -> tuple[int, ...]:
-        """`Seen.stated` of a picture of this size."""
+        """`EncodedMedia.stated` of a picture of this size."""
         small, *slices = ((high // self.unit, wide // self.unit) for high, wide in self.sizes(height, width)[:2])
-        return stated(small, self.grid(height, width) or (0, 0), *(slices or [(0, 0)]))
+        return row_tags(small, self.grid(height, width) or (0, 0), *(slices or [(0, 0)]))
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         self.stated(height, width)  # before it is looked at
@@ -203,9 +203,9 @@ class Merger:
                    weights.layer_norm(f"{own}pre_norm", together, eps),
                    weights.two_layers(own, (together, inner, width), gelu_tanh), sight.heads)
 
-    def __call__(self, x: np.ndarray, grids: Sequence[Grid], crew: Crew) -> np.ndarray:
+    def __call__(self, x: np.ndarray, grids: Sequence[Grid], crew: WorkerPool) -> np.ndarray:
         width, size = x.shape[1], PAIR**2
-        windows = np.concatenate([squares(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in
+        windows = np.concatenate([merge_patches(x[begin:end], columns, PAIR) for (begin, end), (_, columns) in
                                   zip(_spans(grids), grids, strict=True)]).reshape(-1, size, width)
         queries, keys, values, out = (each.wide() for each in self.parts)
 
@@ -221,11 +221,11 @@ class Merger:
         return self.layers(self.before(windows.reshape(-1, size * width)), crew) + windows.mean(1, dtype=np.float32)
 
 
-def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, crew: Crew) -> np.ndarray:
+def embedded(tower: VisionTransformer, parts: Sequence[np.ndarray], grids: Sequence[Grid], side: int, crew: WorkerPool) -> np.ndarray:
     """Patches [n, D] of all parts, each at the place in a square of `side` learned ones that is nearest in proportion."""
-    x = product(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, crew)
+    x = matmul(np.concatenate([patches_of(part, tower.patch) for part in parts]), tower.patches, crew)
     for (begin, end), grid in zip(_spans(grids), grids, strict=True):
-        x[begin:end] += tower.places[nearest(side, *(np.arange(count, dtype=np.float32) / np.float32(count) for count in grid))]
+        x[begin:end] += tower.places[nearest_indices(side, *(np.arange(count, dtype=np.float32) / np.float32(count) for count in grid))]
     return x
 
 

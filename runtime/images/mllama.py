@@ -12,15 +12,16 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import BILINEAR, HALF, resized
-from .tower_layers import Shape, Stored, apart, load_blocks
-from .tower_parts import CURVES, Crew, patches_of, product, widened
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, WorkerPool, matmul, patches_of, to_float32
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 EPS = 1e-5  # of the norms around the layers
-LAYER = Stored(("input_layernorm", "post_attention_layernorm"), apart("self_attn.{}_proj"), "self_attn.o_proj", ("mlp.fc1", "mlp.fc2"))
+LAYER = LayerNames(("input_layernorm", "post_attention_layernorm"), qkv_names("self_attn.{}_proj"), "self_attn.o_proj",
+                   ("mlp.fc1", "mlp.fc2"))
 WHOLE = 8  # of a tile's patches there are whole multiples, the last of which stand for nothing
 USUAL = {"hidden_size": 1280, "hidden_act": "gelu", "num_hidden_layers": 32, "num_global_layers": 8, "attention_heads": 16,
          "intermediate_size": 5120, "vision_output_dim": 7680, "image_size": 448, "patch_size": 14, "norm_eps": 1e-5, "max_num_tiles": 4,
@@ -35,7 +36,7 @@ class Tiles:
     shape: int
 
 
-class Mllama(TowerSight):
+class Mllama(VisionTower):
     KINDS = {"mllama_vision_model": USUAL}
     PROCESSORS = ("MllamaImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -87,7 +88,7 @@ class Mllama(TowerSight):
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of tiles: on which the picture grows least, else shrinks least, and of those alike the one with fewest."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         scales = [min(rows * self.side / height, columns * self.side / width) for rows, columns in self.shapes]
         larger = [scale for scale in scales if scale >= 1]
         best = min(larger) if larger else max(scales)
@@ -102,8 +103,8 @@ class Mllama(TowerSight):
         return high, min(math.floor(width * down) or 1, wide)
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        demand_shape(height, width)
-        return (PLACE,)
+        check_aspect_ratio(height, width)
+        return (ROW_PLACEHOLDER,)
 
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
         return math.prod(self.grid(*taken.shape[:2])) * self.count
@@ -120,7 +121,7 @@ class Mllama(TowerSight):
     def load(self, weights: Weights) -> Rows:
         keys, width, patch, count, most, name = self.said, self.width, self.patch, self.count, self.most, "vision_model."
         inner, eps = keys.integer("intermediate_size", high=MOST_WIDTH), keys.number("norm_eps")
-        curve = keys.choice("hidden_act", CURVES, "gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         shapes = len(self.shapes) + 1
         embedding = weights.matrix(f"{name}patch_embedding", width, 3 * patch * patch, bias=False)
         first = weights.numbers(f"{name}class_embedding", width)
@@ -135,25 +136,25 @@ class Mllama(TowerSight):
         def shares(own: str) -> dict[str, object]:
             return {"scales": tuple(share(weights, f"{own}gate_{each}") for each in ("attn", "ffn"))}
 
-        shape = Shape(width, inner, self.heads, curve, eps, bias=(False, True))
+        shape = LayerShape(width, inner, self.heads, curve, eps, bias=(False, True))
         blocks = load_blocks(weights, f"{name}transformer.layers.", self.layers, LAYER, shape)
         blocks += load_blocks(weights, f"{name}global_transformer.layers.", self.last, LAYER, shape, more=shares)
         project = weights.matrix("multi_modal_projector", self.config.hidden_size, (1 + len(self.taken)) * width, bias=True)
 
         def of_tiles(table: tuple[np.ndarray, np.ndarray], shape: int) -> np.ndarray:
             """What is added to all patches of each tile, float32 [tiles, 1, width]."""
-            return table[0] * widened(table[1][shape]).reshape(most, 1, width)
+            return table[0] * to_float32(table[1][shape]).reshape(most, 1, width)
 
-        def rows(given: Tiles, crew: Crew) -> np.ndarray:
+        def rows(given: Tiles, crew: WorkerPool) -> np.ndarray:
             crew.work.total += len(blocks)
             tiles, shape, nothing = len(given.values), given.shape, self.filled - count
             x = np.zeros((most, count, width), np.float32)
-            x[:tiles, 1:] = product(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,
+            x[:tiles, 1:] = matmul(np.concatenate([patches_of(each, patch) for each in given.values]), embedding,
                                     crew).reshape(tiles, count - 1, width)
             x[:, 1:] += of_tiles(first_tiles, shape)
             x[:, 0] = first
             x += places
-            x += gate * widened(by_tile[shape]).reshape(most, count, width)
+            x += gate * to_float32(by_tile[shape]).reshape(most, count, width)
             x = norms[0](x)
             # Rows that stand for something first: they see all, the others them alone.
             real, whole = tiles * count, most * self.filled
@@ -170,7 +171,7 @@ class Mllama(TowerSight):
             for each in blocks[self.layers :]:
                 each.run(x, spans, crew, seen=seen)
             beside = np.stack([taken[number] for number in self.taken], axis=-1).reshape(real, -1) if taken else x[:real, :0]
-            return product(np.concatenate([x[:real], beside], axis=1), project, crew)
+            return matmul(np.concatenate([x[:real], beside], axis=1), project, crew)
 
         return rows
 

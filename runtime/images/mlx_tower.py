@@ -12,7 +12,7 @@ import numpy as np
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
 from ..stores.parted_rows import PartedStore
-from . import MLX_SIGHTS
+from . import MLX_VISION_PREFIXES
 
 OURS = "vision_tower."  # what mlx-vlm calls most towers
 EMBEDDINGS = (".patch_embedding.weight", ".patch_embed.proj.weight")
@@ -20,7 +20,7 @@ CHANNELS = 3  # of a picture
 
 
 @dataclass(frozen=True)
-class Turned:
+class ChannelsFirst:
     """A convolution [out, ..., channels] as [out, channels, ...]."""
 
     whole: TensorInfo
@@ -38,10 +38,10 @@ class Turned:
 
 def as_published(store: TensorStore, kind: str) -> TensorStore:
     """The store of a folder of this model type, one of MLX_SIGHTS, with its tower as whoever published it has it."""
-    theirs = MLX_SIGHTS[kind]
+    theirs = MLX_VISION_PREFIXES[kind]
     names = ((theirs + name.removeprefix(OURS) if name.startswith(OURS) else name, info) for name, info in store.tensors.items())
     store.tensors = {name: replace(info, name=name) for name, info in names}
     last = {name: info for name, info in store.tensors.items() if name.endswith(EMBEDDINGS) and len(info.shape) in (4, 5)
             and info.shape[-1] == CHANNELS != info.shape[1] and 0 not in info.shape}
-    turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), Turned(info)) for name, info in last.items()}
+    turned = {name: ((info.shape[0], CHANNELS, *info.shape[1:-1]), ChannelsFirst(info)) for name, info in last.items()}
     return PartedStore(store, turned) if turned else store

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError
-from .tower_parts import ROWS, Crew, Curve, Matrix, Norm, attend, gelu_tanh
+from .tower_ops import ROWS, Activation, Matrix, Norm, WorkerPool, attend, gelu_tanh
 from .tower_weights import Weights
 
 EPS = 1e-6
@@ -28,12 +28,12 @@ def _framed(x: Map, side: int, stride: int) -> Map:
     return np.pad(x, (*around, (0, 0)))
 
 
-def _by_rows(crew: Crew, do: Callable[[slice], None], rows: int, columns: int) -> None:
+def _by_rows(crew: WorkerPool, do: Callable[[slice], None], rows: int, columns: int) -> None:
     few = max(1, ROWS // columns)
     crew.all([lambda begin=begin: do(slice(begin, min(begin + few, rows))) for begin in range(0, rows, few)])
 
 
-def _ended(y: np.ndarray, norm: Norm | None, curve: Curve | None) -> np.ndarray:
+def _ended(y: np.ndarray, norm: Norm | None, curve: Activation | None) -> np.ndarray:
     y = y if norm is None else norm(y)
     return y if curve is None else curve(y)
 
@@ -47,7 +47,7 @@ class Whole:
     stride: int
     norm: Norm
 
-    def __call__(self, x: Map, crew: Crew) -> Map:
+    def __call__(self, x: Map, crew: WorkerPool) -> Map:
         side, stride, wide = self.side, self.stride, self.matrix.wide()
         near = np.lib.stride_tricks.sliding_window_view(_framed(x, side, stride), (side, side), axis=(0, 1))[::stride, ::stride]
         rows, columns = near.shape[:2]
@@ -68,9 +68,9 @@ class ByChannel:
     weight: np.ndarray
     stride: int
     norm: Norm
-    curve: Curve | None = None
+    curve: Activation | None = None
 
-    def __call__(self, x: Map, crew: Crew) -> Map:
+    def __call__(self, x: Map, crew: WorkerPool) -> Map:
         side, stride = len(self.weight), self.stride
         framed, (rows, columns) = _framed(x, side, stride), (-(-size // stride) for size in x.shape[:2])
         out = np.empty((rows, columns, x.shape[-1]), np.float32)
@@ -94,9 +94,9 @@ class ByPlace:
 
     matrix: Matrix
     norm: Norm | None = None
-    curve: Curve | None = None
+    curve: Activation | None = None
 
-    def __call__(self, x: Map, crew: Crew) -> Map:
+    def __call__(self, x: Map, crew: WorkerPool) -> Map:
         wide, flat = self.matrix.wide(), x.reshape(-1, x.shape[-1])
         out = np.empty((len(flat), len(self.matrix.stored)), np.float32)
 
@@ -118,7 +118,7 @@ class Block:
     scale: np.ndarray | None = None
     added: bool = True
 
-    def __call__(self, x: Map, crew: Crew) -> Map:
+    def __call__(self, x: Map, crew: WorkerPool) -> Map:
         y = x
         for step in self.steps:
             y = step(y, crew)
@@ -139,7 +139,7 @@ class Attention:
     closer: tuple[ByChannel, ByChannel] | None
     scale: np.ndarray
 
-    def __call__(self, x: Map, crew: Crew) -> Map:
+    def __call__(self, x: Map, crew: WorkerPool) -> Map:
         depth, flat = len(self.keys.stored), x.reshape(-1, x.shape[-1])
         heads = len(self.queries.stored) // depth
         normed = np.empty_like(x)
@@ -170,7 +170,7 @@ class MobileNet:
     def layers(self) -> int:
         return sum(map(len, self.stages))
 
-    def __call__(self, x: Map, count: int, crew: Crew) -> np.ndarray:
+    def __call__(self, x: Map, count: int, crew: WorkerPool) -> np.ndarray:
         """Of a picture [side, side, 3] rows [count * count, width]. Raises ConfigError where maps do not divide into so many."""
         x, maps = self.stem(x, crew), []
         for stage in self.stages:
@@ -198,7 +198,7 @@ def load_mobilenet(weights: Weights, name: str) -> MobileNet:
         stored = weights.stored(f"{own}.weight", wide, channels, side, side).transpose(0, 2, 3, 1).reshape(wide, -1)
         return Whole(Matrix(np.ascontiguousarray(stored), weights.numbers(f"{own}.bias", wide) if bias else None), side, 2, norm(normed))
 
-    def near(own: str, stride: int, normed: str, curve: Curve | None = None) -> ByChannel:
+    def near(own: str, stride: int, normed: str, curve: Activation | None = None) -> ByChannel:
         channels, _, side, _ = weights.shape_of(f"{own}.weight", 4)
         return ByChannel(np.ascontiguousarray(weights.numbers(f"{own}.weight", channels, 1, side, side)[:, 0].transpose(1, 2, 0)), stride,
                          norm(normed), curve)

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
-from .places import taps
+from . import ROW_PLACEHOLDER
+from .position_embeddings import taps
 from .preprocessor import BILINEAR, HALF
-from .tower_layers import Shape, Stored, apart, load_blocks
-from .tower_parts import CURVES, TOGETHER, Crew, Matrix
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Matrix, WorkerPool
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import VisionTransformer
 
 if TYPE_CHECKING:
@@ -33,12 +33,12 @@ FIRST_NAMES = {"image_default_input_size": "image_size", "image_patch_size": "pa
 PATCH, COLUMN, BEGIN, SMALL, END = "<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>"
 BESIDE = "transformer.wte.new_embedding"  # of the words that are never written
 VIT, POOL, PROJECT = "vision_backbone.image_vit.", "vision_backbone.image_pooling_2d.", "vision_backbone.image_projector."
-LAYER = Stored(("attention_norm", "ffn_norm"), apart("attention.w{}"), "attention.wo", ("feed_forward.w1", "feed_forward.w2"))
+LAYER = LayerNames(("attention_norm", "ffn_norm"), qkv_names("attention.w{}"), "attention.wo", ("feed_forward.w1", "feed_forward.w2"))
 FAR = 10e9  # more than any growth
 Windows = np.ndarray  # of patches: their numbers int64 [n, size], -1 for none
 
 
-class Molmo2(TowerSight):
+class Molmo2(VisionTower):
     KINDS = {"molmo2_vision": USUAL, "molmo2": USUAL}
     PROCESSORS = ("Molmo2ImageProcessor",)
     LOOK = HALF, HALF, BILINEAR
@@ -63,7 +63,7 @@ class Molmo2(TowerSight):
         self.ends_lines = around.flag("image_use_col_tokens", True)
         self.ends_small = around.flag("use_single_crop_col_tokens", self.ends_lines)
         self.begins_small = SMALL if around.flag("use_single_crop_start_token", True) else BEGIN
-        self.most_patches = max(TOGETHER, self.across**2)
+        self.most_patches = max(BATCH_PATCHES, self.across**2)
         self.whole_patches = (self.most + 1) * self.across**2 * len(self.layers)
 
     @cached_property
@@ -78,7 +78,7 @@ class Molmo2(TowerSight):
     def canvas(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of squares on the canvas of a picture: of so many at most the ones for which it has to grow least, or else to
         be made smaller least."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         margin = sum(self.margins) * self.patch
         step, counts = self.side - margin, range(1, self.most + 1)
         shapes = sorted(((rows, columns) for rows in counts for columns in counts if rows * columns <= self.most),
@@ -111,7 +111,7 @@ class Molmo2(TowerSight):
         return [self.begins_small, *lines(small, self.ends_small), END, BEGIN, *lines(whole, self.ends_lines), END]
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return (PLACE,) * len(self.parts(height, width))
+        return (ROW_PLACEHOLDER,) * len(self.parts(height, width))
 
     def values(self, picture: np.ndarray) -> tuple[list[np.ndarray], Windows, list[str]]:
         """Squares, the picture made small first, the patches that become rows, and the words that it is."""
@@ -134,7 +134,7 @@ class Molmo2(TowerSight):
             *((name, (heads * depth, wide)) for name in "qkv"), ("o", (inside, heads * depth))))
         gate, up, down = (weights.matrix(f"{PROJECT}w{name}", *shape) for name, shape in ((1, (inner, inside)), (3, (inner, inside)),
                                                                                           (2, (hidden, inner))))
-        curve, words = keys.choice("hidden_act", CURVES, "silu"), self.table(weights)
+        curve, words = keys.choice("hidden_act", ACTIVATIONS, "silu"), self.table(weights)
 
         def pooled(x: np.ndarray, own: Windows) -> np.ndarray:
             """Of some windows: rows of the width of the adapter."""
@@ -147,7 +147,7 @@ class Molmo2(TowerSight):
             scores = np.exp(scores - scores.max(-1, keepdims=True))
             return out(((scores / scores.sum(-1, keepdims=True)) @ v).reshape(len(own), heads * depth))
 
-        def rows(taken: tuple[list[np.ndarray], Windows, list[str]], crew: Crew) -> np.ndarray:
+        def rows(taken: tuple[list[np.ndarray], Windows, list[str]], crew: WorkerPool) -> np.ndarray:
             squares, windows, parts = taken
             x = tower.layers(squares, self.layers, crew).reshape(-1, wide)
             made, (opened, raised, lowered) = np.empty((len(windows), hidden), np.float32), (each.wide() for each in (gate, up, down))
@@ -178,12 +178,12 @@ class Molmo2(TowerSight):
         """Patches lie there point by point, colours innermost."""
         keys, width, patch, inner = self.said, self.width, self.patch, self.said.integer("intermediate_size", high=MOST_WIDTH)
         heads, depth = _heads(keys)
-        eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", CURVES, "gelu_pytorch_tanh")
+        eps, curve = keys.number("layer_norm_eps"), keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         embedding = weights.matrix(f"{VIT}patch_embedding", width, 3 * patch**2)
         stored = embedding.stored.reshape(width, patch, patch, 3).transpose(0, 3, 1, 2).reshape(width, -1)
 
         blocks = load_blocks(weights, f"{VIT}transformer.resblocks.", max(self.layers), LAYER,
-                             Shape(width, inner, heads, curve, eps, through=heads * depth))
+                             LayerShape(width, inner, heads, curve, eps, through=heads * depth))
         return VisionTransformer(Matrix(np.ascontiguousarray(stored), embedding.bias),
                                  weights.numbers(f"{VIT}positional_embedding", self.across**2, width), None, None,
                                  blocks, None, patch)

@@ -8,13 +8,13 @@ import math
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
-from .places import in_a_row, within
+from . import ROW_PLACEHOLDER
+from .position_embeddings import bilinear, row_major
 from .preprocessor import resized_in_floats
-from .tower_layers import JOINED, Shape, load_blocks, through
-from .tower_parts import CURVES, Crew, patches_of, product, squares
-from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, WorkerPool, matmul, merge_patches, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 from .vision_transformer import layer_count
 
 USUAL = {"hidden_size": 1280, "num_hidden_layers": 32, "num_attention_heads": 16, "mlp_ratio": 4.0, "hidden_act": "gelu",
@@ -23,7 +23,7 @@ BEGIN, END, NAME = "<img>", "</img>", "vision_model.radio_model.model."
 PROJECTOR_EPS, KEPT = 1e-5, 4  # and tokens of a context that are not counted as room for pictures
 
 
-class NemotronHOmni(TowerSight):
+class NemotronHOmni(VisionTower):
     KINDS = {"radio": USUAL}
     PROCESSORS = ("NemotronH_Omni_Reasoning_V3ImageProcessor", "NemotronH_Nano_Omni_Reasoning_V3ImageProcessor")
 
@@ -50,7 +50,7 @@ class NemotronHOmni(TowerSight):
 
     def grid(self, height: int, width: int) -> tuple[int, int]:
         """Rows and columns of patches: nearly as many as there are points for, between the least and the most, in whole squares."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         rows, columns = (round(side / self.patch + 0.5) for side in (height, width))
         shrink = min(math.sqrt(self.most / (rows * columns)), 1.0)
         rows, columns = (max(1, math.floor(shrink * each)) for each in (rows, columns))
@@ -69,7 +69,7 @@ class NemotronHOmni(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
-        return (self.word(BEGIN), *(PLACE,) * (rows * columns // self.joined**2), self.word(END))
+        return (self.word(BEGIN), *(ROW_PLACEHOLDER,) * (rows * columns // self.joined**2), self.word(END))
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         """float32 [height, width, 3]."""
@@ -83,7 +83,7 @@ class NemotronHOmni(TowerSight):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden, patch, side = self.said, self.width, self.config.hidden_size, self.patch, self.joined
         inner, eps = int(width * keys.number("mlp_ratio")), keys.number("layer_norm_eps")
-        curve = keys.choice("hidden_act", CURVES, "gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         embedding = weights.matrix(f"{NAME}patch_generator.embedder", width, 3 * patch**2, bias=False)
         table = weights.numbers(f"{NAME}patch_generator.pos_embed", 1, self.learned**2, width)[0].reshape(self.learned, self.learned, width)
         lead = sum(keys.integer(each, low=0, high=1024) for each in ("num_cls_tokens", "num_registers"))
@@ -93,19 +93,20 @@ class NemotronHOmni(TowerSight):
             return {"scales": tuple(weights.numbers(f"{own}layer_scale{which}.lambda1", width) for which in (1, 2))
                     if weights.has(f"{own}layer_scale1.lambda1") else None}
 
-        blocks = load_blocks(weights, f"{NAME}blocks.", layer_count(self), JOINED, Shape(width, inner, self.heads, curve, eps), more=more)
+        blocks = load_blocks(weights, f"{NAME}blocks.", layer_count(self), FUSED_QKV, LayerShape(width, inner, self.heads, curve, eps),
+                             more=more)
         together = width * side**2
         middle = self.outer.integer("projector_hidden_size", 4096, high=MOST_WIDTH)
         norm = weights.rms_norm("mlp1.0", together, PROJECTOR_EPS)
         project = weights.two_layers("mlp1.", (together, middle, hidden), relu_squared, False, ("1", "3"))
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
-            at = in_a_row(lines, columns)
-            x = product(patches_of(values, patch), embedding, crew) + within(table, at, max(lines, columns))
+            at = row_major(lines, columns)
+            x = matmul(patches_of(values, patch), embedding, crew) + bilinear(table, at, max(lines, columns))
             crew.work.total += len(blocks)
-            x = through(blocks, np.concatenate([front, x]), crew)[lead:]
-            return project(norm(squares(x, columns, side)), crew)
+            x = run_blocks(blocks, np.concatenate([front, x]), crew)[lead:]
+            return project(norm(merge_patches(x, columns, side)), crew)
 
         return rows
 

@@ -9,16 +9,17 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError, Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .internvl import FittedTiles
 from .preprocessor import resized, tiles_of
-from .tower_layers import Shape, Stored, apart, load_blocks, through
-from .tower_parts import CURVES, TOGETHER, Crew, Norm, joined, patches_of, product, widened
-from .tower_sight import MOST_LAYERS, Rows
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names, run_blocks
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Norm, WorkerPool, matmul, merge_tile_patches, patches_of, to_float32
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, Rows
 
 BEGIN, GRID, COLUMN, ROW, END = range(5)  # of the words that are no parts of a picture, in the order of the vocabulary
-LAYER = Stored(("rms_norm1", "rms_norm2"), apart("attention.{}_proj"), "attention.out_proj", apart("ffn.{}_proj", ("up", "down", "gate")))
+LAYER = LayerNames(("rms_norm1", "rms_norm2"), qkv_names("attention.{}_proj"), "attention.out_proj",
+                   qkv_names("ffn.{}_proj", ("up", "down", "gate")))
 COVERED = 0.9  # of a picture, by parts that are not made smaller
 NORM_EPS = 1e-5
 WORDS, FEW = 4096, 16  # words that are widened at a time, and rows whose shares of all words are in hand at a time
@@ -36,13 +37,13 @@ class Vocabulary:
     norm: Norm
     table: np.ndarray
 
-    def means(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def means(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of rows float32 [n, D] -> [n, hidden]."""
         shares, some = np.empty((len(x), len(self.head)), np.float32), [slice(at, at + WORDS) for at in range(0, len(self.head), WORDS)]
         out = np.zeros((len(x), self.table.shape[1]), np.float32)
 
         def judge(words: slice) -> None:
-            shares[:, words] = x @ widened(self.head[words]).T
+            shares[:, words] = x @ to_float32(self.head[words]).T
 
         def share(rows: slice) -> None:
             for at in range(rows.start, rows.stop, FEW):
@@ -54,7 +55,7 @@ class Vocabulary:
         crew.all([lambda words=words: judge(words) for words in some])
         crew.each(share, len(x))
         for words in some:
-            meant = widened(self.table[words])
+            meant = to_float32(self.table[words])
 
             def add(rows: slice, words: slice = words, meant: np.ndarray = meant) -> None:
                 out[rows] += shares[rows, words] @ meant
@@ -84,7 +85,7 @@ class Ovis2(FittedTiles):
 
     def numbers_needed(self) -> int:
         """And the shares of all words of the rows that are in the tower at once, some of them in hand, and words that are widened."""
-        words, rows = self.said.integer("vocab_size"), max(1, TOGETHER // self.across**2) * self.lines**2
+        words, rows = self.said.integer("vocab_size"), max(1, BATCH_PATCHES // self.across**2) * self.lines**2
         pieces = (4 * FEW * words + WORDS * self.width * self.joined**2) * self.workers
         return super().numbers_needed() + rows * words + pieces + WORDS * self.config.hidden_size
 
@@ -109,14 +110,14 @@ class Ovis2(FittedTiles):
         if rows * columns > 1:
             for row in range(rows):
                 for column in range(columns):
-                    tiles += [PLACE, COLUMN] if column < columns - 1 else [PLACE]
+                    tiles += [ROW_PLACEHOLDER, COLUMN] if column < columns - 1 else [ROW_PLACEHOLDER]
                 tiles += [ROW] if row < rows - 1 else []
-        return [BEGIN, PLACE, GRID, *tiles, END]
+        return [BEGIN, ROW_PLACEHOLDER, GRID, *tiles, END]
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         parts = self.parts(height, width)
-        tiles = parts.count(PLACE)
-        return (PLACE,) * (tiles * self.lines**2 + len(parts) - tiles)
+        tiles = parts.count(ROW_PLACEHOLDER)
+        return (ROW_PLACEHOLDER,) * (tiles * self.lines**2 + len(parts) - tiles)
 
     def values(self, picture: np.ndarray) -> tuple[list[np.ndarray], list[int]]:
         """Tiles, the whole first, and what stands between."""
@@ -129,7 +130,7 @@ class Ovis2(FittedTiles):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, eps, name = keys.integer("intermediate_size"), keys.number("rms_norm_eps"), "vision_tower.transformer."
-        curve = keys.choice("hidden_act", CURVES, "silu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         words, count = keys.integer("vocab_size"), END + 1
         if words <= count:
             raise keys.fail("vocab_size", f"more than the {count} words that are not parts of a picture")
@@ -138,22 +139,22 @@ class Ovis2(FittedTiles):
         places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.across**2, width)
         before, after = weights.rms_norm(f"{name}embeddings.rms_norm", width, eps), weights.rms_norm(f"{name}rms_norm", width, eps)
         blocks = load_blocks(weights, f"{name}encoder.layers.", keys.integer("num_hidden_layers", high=MOST_LAYERS), LAYER,
-                             Shape(width, inner, self.heads, curve, eps, False, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))))
+                             LayerShape(width, inner, self.heads, curve, eps, False, (keys.flag("qkv_bias"), keys.flag("mlp_bias"))))
         table = weights.stored("visual_embeddings_table.weight", words, hidden)
         vocabulary = Vocabulary(weights.stored("vision_tower.head_linear.weight", words - count, width * self.joined**2),
                                 weights.layer_norm("vision_tower.head_norm", words - count, NORM_EPS), table[:-count])
-        between = widened(table[-count:])
+        between = to_float32(table[-count:])
 
-        def rows(values: tuple[list[np.ndarray], list[int]], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], list[int]], crew: WorkerPool) -> np.ndarray:
             tiles, parts = values
-            found = iter(np.concatenate([seen(each, crew) for each in crew.groups(tiles, TOGETHER // self.across**2, len(blocks))]))
-            return np.concatenate([next(found) if part == PLACE else between[part : part + 1] for part in parts])
+            found = iter(np.concatenate([seen(each, crew) for each in crew.groups(tiles, BATCH_PATCHES // self.across**2, len(blocks))]))
+            return np.concatenate([next(found) if part == ROW_PLACEHOLDER else between[part : part + 1] for part in parts])
 
-        def seen(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def seen(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             length = self.across**2
-            x = np.concatenate([before(product(patches_of(tile, self.patch), embedding, crew)) + places for tile in tiles])
-            x = through(blocks, x, crew, spans=[(begin, begin + length) for begin in range(0, len(x), length)])
-            made = joined(after(x).reshape(len(tiles), length, width), self.joined)
+            x = np.concatenate([before(matmul(patches_of(tile, self.patch), embedding, crew)) + places for tile in tiles])
+            x = run_blocks(blocks, x, crew, spans=[(begin, begin + length) for begin in range(0, len(x), length)])
+            made = merge_tile_patches(after(x).reshape(len(tiles), length, width), self.joined)
             return vocabulary.means(made.reshape(-1, made.shape[-1]), crew).reshape(len(tiles), -1, hidden)
 
         return rows

@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from .places import within
+from .position_embeddings import bilinear
 from .qwen_patches import QwenPatches
-from .tower_layers import through
-from .tower_parts import Crew, gelu, product
-from .tower_sight import Rows, demand_shape
+from .tower_layers import run_blocks
+from .tower_ops import WorkerPool, gelu, matmul
 from .tower_weights import Weights
+from .vision_tower import Rows, check_aspect_ratio
 from .vision_transformer import SIGLIP, load_transformer
 
 NORM_EPS = 1e-5
@@ -28,7 +28,7 @@ class PaddleOcrVl(QwenPatches):
 
     def sized(self, height: int, width: int) -> tuple[int, int]:
         unit = self.patch * self.joined
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         if height < unit:
             height, width = unit, round(width * unit / height)
         if width < unit:
@@ -42,12 +42,12 @@ class PaddleOcrVl(QwenPatches):
         norm = weights.layer_norm("projector.pre_norm", self.width, NORM_EPS)
         project = weights.two_layers("projector.", (together, together, hidden), gelu)
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
-            x = product(patches, tower.patches, crew)
-            x += within(table, places)
+            x = matmul(patches, tower.patches, crew)
+            x += bilinear(table, places)
             crew.work.total += len(tower.blocks)
-            x = through(tower.blocks, x, crew, self.rope(places))
+            x = run_blocks(tower.blocks, x, crew, self.rope(places))
             return project(norm(tower.after(x)).reshape(-1, together), crew)
 
         return rows

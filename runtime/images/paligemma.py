@@ -5,15 +5,15 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import BICUBIC, HALF, resized
-from .tower_parts import Crew, product
-from .tower_sight import Rows, TowerSight
+from .tower_ops import WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower
 from .vision_transformer import SIGLIP, layer_count, load_transformer
 
 
-class PaliGemma(TowerSight):
+class PaliGemma(VisionTower):
     KINDS = {"siglip_vision_model": {**SIGLIP, "hidden_size": 1152, "intermediate_size": 4096, "num_hidden_layers": 27,
                                       "num_attention_heads": 16, "patch_size": 14}}
     PROCESSORS = ("SiglipImageProcessor",)
@@ -25,7 +25,7 @@ class PaliGemma(TowerSight):
         self.most_patches = (self.side // self.patch) ** 2
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return (PLACE,) * self.most_patches
+        return (ROW_PLACEHOLDER,) * self.most_patches
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, self.side, self.side, self.resample))
@@ -35,8 +35,8 @@ class PaliGemma(TowerSight):
         project = weights.matrix("multi_modal_projector.linear", self.config.hidden_size, self.width, bias=True)
         last = layer_count(self)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
-            return product(tower.layers([values], [last], crew)[0], project, crew)
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
+            return matmul(tower.layers([values], [last], crew)[0], project, crew)
 
         return rows
 

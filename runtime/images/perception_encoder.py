@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import Keys
-from .tower_layers import JOINED, Shape, load_blocks, through
-from .tower_parts import TOGETHER, Block, Crew, Matrix, Norm, Rope, gelu, patches_of, product, turns
-from .tower_sight import MOST_LAYERS, MOST_WIDTH
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import BATCH_PATCHES, Block, Matrix, Norm, Rope, WorkerPool, gelu, inverse_frequencies, matmul, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH
 
 EPS, THETA = 1e-5, 10_000.0
 LARGE = {"embed_dim": 1024, "depth": 24, "num_heads": 16, "mlp_ratio": 4.0, "patch_size": 14, "img_size": 336, "class_token": True,
@@ -52,15 +52,15 @@ class PerceptionEncoder:
     @property
     def most(self) -> int:
         """Tiles that go through the layers at once."""
-        return max(1, TOGETHER // len(self.places))
+        return max(1, BATCH_PATCHES // len(self.places))
 
-    def seen(self, tiles: Sequence[np.ndarray], crew: Crew) -> np.ndarray:
+    def seen(self, tiles: Sequence[np.ndarray], crew: WorkerPool) -> np.ndarray:
         """Tiles float32 [side, side, 3], `most` at most -> [tiles * patches, D]."""
         count, width = len(tiles), self.places.shape[1]
-        x = product(np.concatenate([patches_of(each, self.patch) for each in tiles]), self.patches, crew).reshape(count, -1, width)
+        x = matmul(np.concatenate([patches_of(each, self.patch) for each in tiles]), self.patches, crew).reshape(count, -1, width)
         x = np.concatenate([np.broadcast_to(self.front, (count, *self.front.shape)), x], axis=1) + self.places
         x, length = self.before(x.reshape(-1, width)), len(self.places)
-        x = through(self.blocks, x, crew, self.rope.times(count), [(begin, begin + length) for begin in range(0, len(x), length)])
+        x = run_blocks(self.blocks, x, crew, self.rope.times(count), [(begin, begin + length) for begin in range(0, len(x), length)])
         x = x if self.after is None else self.after(x)
         return x.reshape(count, length, width)[:, len(self.front) :].reshape(-1, width)
 
@@ -80,15 +80,15 @@ def load_encoder(weights: Weights, name: str, says: Keys, first: int) -> Percept
         weights.matrix(f"{name}patch_embed.proj", width, 3 * patch**2, bias=False),
         weights.numbers(f"{name}cls_token", 1, 1, width)[0] if lead else np.empty((0, width), np.float32),
         weights.numbers(f"{name}pos_embed", 1, across**2 + lead, width)[0], weights.layer_norm(f"{name}norm_pre", width, EPS),
-        load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MOST_LAYERS), JOINED,
-                    Shape(width, inner, heads, gelu, EPS, bias=(True, None), neighbours=True), more=more),
+        load_blocks(weights, f"{name}blocks.", says.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+                    LayerShape(width, inner, heads, gelu, EPS, bias=(True, None), neighbours=True), more=more),
         weights.layer_norm(f"{name}norm", width, EPS) if says.flag("use_post_transformer_norm") else None,
         rope_of(across, side_of(says, "ref_feat_shape", 1 << 14), first, lead, head), patch)
 
 
 def rope_of(across: int, reference: int, first: int, lead: int, head: int) -> Rope:
     """Of patches, so many in a row of which takes `reference` places, and of `lead` rows before them, which are not turned."""
-    steps = turns(THETA, head // 4)
+    steps = inverse_frequencies(THETA, head // 4)
     at = (np.arange(across, dtype=np.float32) + np.float32(first)) / np.float32(across) * np.float32(reference)
     row, column = np.divmod(np.arange(across**2), across)
     half = np.concatenate([at[column][:, None] * steps, at[row][:, None] * steps], axis=1)

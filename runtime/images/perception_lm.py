@@ -9,17 +9,17 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import ConfigError, Keys, show
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .perception_encoder import ARCHITECTURES, ARGUMENTS, load_encoder, side_of
 from .preprocessor import BICUBIC, HALF, resized, tiles_of
-from .tower_parts import TOGETHER, Crew, gelu
-from .tower_sight import MOST_WIDTH, Rows, TowerSight, demand_shape
+from .tower_ops import BATCH_PATCHES, WorkerPool, gelu
 from .tower_weights import Weights
+from .vision_tower import MOST_WIDTH, Rows, VisionTower, check_aspect_ratio
 
 BOTH = "thumb+tile"  # the whole picture, and tiles of it
 
 
-class PerceptionLm(TowerSight):
+class PerceptionLm(VisionTower):
     KINDS = {"timm_wrapper": {"architecture": "vit_pe_core_large_patch14_336"}}
     PROCESSORS = ("PerceptionLMImageProcessor",)
     LOOK = HALF, HALF, BICUBIC
@@ -48,7 +48,7 @@ class PerceptionLm(TowerSight):
             raise self.outer.fail("projector_pooling_ratio", f"a part of the {self.across} patches in a row of a tile")
         if self.width % (4 * self.heads):
             raise self.says.fail("num_heads", f"a part of {self.width} in which rows and columns have a place")
-        self.most_patches = max(TOGETHER, self.length)
+        self.most_patches = max(BATCH_PATCHES, self.length)
         self.whole_patches = ((self.most if self.tiled else 0) + 1) * self.length
 
     @cached_property
@@ -107,16 +107,16 @@ class PerceptionLm(TowerSight):
 
     def counted(self, height: int, width: int) -> int:
         """Tiles, the whole picture among them."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         rows, columns = self.grid(height, width) if self.tiled else (0, 0)
         return 1 + rows * columns
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
-        return (PLACE,) * (self.counted(height, width) * (self.across // self.joined) ** 2)
+        return (ROW_PLACEHOLDER,) * (self.counted(height, width) * (self.across // self.joined) ** 2)
 
     def values(self, picture: np.ndarray) -> list[np.ndarray]:
         height, width = picture.shape[:2]
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         side = self.side
         tiles = [resized(picture, side, side, self.resample)]
         if self.tiled:
@@ -128,7 +128,7 @@ class PerceptionLm(TowerSight):
         hidden, tower = self.config.hidden_size, load_encoder(weights, "vision_tower.timm_model.", self.says, self.first)
         project = weights.two_layers("multi_modal_projector.", (self.width, hidden, hidden), gelu, True)
 
-        def rows(tiles: list[np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(tiles: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
             groups = crew.groups(tiles, tower.most, len(tower.blocks))
             return np.concatenate([self.pooled(project(tower.seen(each, crew), crew)) for each in groups])
 

@@ -10,12 +10,12 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .preprocessor import resized, sides, square
-from .tower_layers import Shape, Stored, apart, load_blocks
-from .tower_parts import CURVES, Crew, Matrix, Rope, patches_of, product, turns
-from .tower_sight import Rows, TowerSight
+from .tower_layers import LayerNames, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, Matrix, Rope, WorkerPool, inverse_frequencies, matmul, patches_of
 from .tower_weights import Weights
+from .vision_tower import Rows, VisionTower
 from .vision_transformer import layer_count, wanted_layers
 
 if TYPE_CHECKING:
@@ -25,10 +25,10 @@ if TYPE_CHECKING:
 EPS, THETA = 1e-5, 10_000.0
 USUAL = {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16, "image_size": 1024,
          "patch_size": 16, "hidden_act": "gelu"}
-LAYER = Stored(("attention_norm", "ffn_norm"), (), "attention.o_proj", apart("feed_forward.{}_proj", ("up", "down", "gate")))
+LAYER = LayerNames(("attention_norm", "ffn_norm"), (), "attention.o_proj", qkv_names("feed_forward.{}_proj", ("up", "down", "gate")))
 
 
-class Pixtral(TowerSight):
+class Pixtral(VisionTower):
     """`merges`: a square of patches becomes one row, by a matrix of its own. `unit`: points of which a picture has whole multiples."""
 
     KINDS = {"pixtral": USUAL}
@@ -62,7 +62,7 @@ class Pixtral(TowerSight):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         (rows, columns), line, end = self.grid(height, width), self.word(self.line_end), self.word(self.picture_end)
-        return ((PLACE,) * columns + (line,)) * (rows - 1) + (PLACE,) * columns + (end,)
+        return ((ROW_PLACEHOLDER,) * columns + (line,)) * (rows - 1) + (ROW_PLACEHOLDER,) * columns + (end,)
 
     def values(self, picture: np.ndarray) -> np.ndarray:
         return self.scale(resized(picture, *self.sized(*picture.shape[:2]), self.resample))
@@ -71,7 +71,7 @@ class Pixtral(TowerSight):
         keys, width, patch = self.said, self.width, self.patch
         inner = keys.integer("intermediate_size")
         wanted = wanted_layers(self, -1)
-        curve = keys.choice("hidden_act", CURVES, "gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
         embedding = weights.matrix("vision_tower.patch_conv", width, 3 * patch * patch, bias=False)
         before = weights.rms_norm("vision_tower.ln_pre", width, EPS)
 
@@ -82,16 +82,16 @@ class Pixtral(TowerSight):
                     for which in "qkv"]
 
         blocks = load_blocks(weights, "vision_tower.transformer.layers.", layer_count(self), LAYER,
-                             Shape(width, inner, self.heads, curve, EPS, centered=False), looked)
+                             LayerShape(width, inner, self.heads, curve, EPS, centered=False), looked)
         inside = width * len(wanted)
         norm = weights.rms_norm("multi_modal_projector.norm", inside, self.config.norm_eps) if self.merges else None
         merging = weights.matrix("multi_modal_projector.patch_merger.merging_layer", inside, inside * self.joined**2) \
             if self.merges else None
         project = self.to_text(weights, inside)
 
-        def rows(values: np.ndarray, crew: Crew) -> np.ndarray:
+        def rows(values: np.ndarray, crew: WorkerPool) -> np.ndarray:
             lines, columns = values.shape[0] // patch, values.shape[1] // patch
-            x = before(product(patches_of(values, patch), embedding, crew))
+            x = before(matmul(patches_of(values, patch), embedding, crew))
             rope, made = self.rope(lines, columns), {0: x.copy()} if 0 in wanted else {}
             crew.work.total += max(wanted)
             for number, block in enumerate(blocks[: max(wanted)], start=1):
@@ -106,14 +106,14 @@ class Pixtral(TowerSight):
                 whole = norm(x).reshape(lines, columns, inside)[:high, :wide]
                 # a square's channels lie one after the other, each with its patches row by row
                 cut = whole.reshape(high // side, side, wide // side, side, inside).transpose(0, 2, 4, 1, 3)
-                x = product(np.ascontiguousarray(cut).reshape(-1, inside * side**2), merging, crew)
+                x = matmul(np.ascontiguousarray(cut).reshape(-1, inside * side**2), merging, crew)
             return project(x, crew)
 
         return rows
 
     def rope(self, rows: int, columns: int) -> Rope:
         """Every other step turns by the row, those between by the column."""
-        steps = turns(self.theta(THETA), self.depth // 2)
+        steps = inverse_frequencies(self.theta(THETA), self.depth // 2)
         row, column = np.divmod(np.arange(rows * columns), columns)
         return Rope.of(np.concatenate([row[:, None] * steps[0::2], column[:, None] * steps[1::2]], axis=1).astype(np.float32))
 
@@ -137,7 +137,7 @@ class LightOnOcr(Pixtral):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         rows, columns = self.grid(height, width)
-        return (PLACE,) * (rows * columns)
+        return (ROW_PLACEHOLDER,) * (rows * columns)
 
 
 def sight(source: TowerSource, config: ModelConfig) -> Pixtral:

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from ..config_reader import Keys
 from .internvl import USUAL, InternVl
-from .tower_layers import JOINED
+from .tower_layers import FUSED_QKV
 
 
 class QianfanOcr(InternVl):
     KINDS = {"qianfan_ocr_vision": USUAL}
     NAMES = ("vision_model.", "embeddings.patch_embedding", "embeddings.position_embedding", "embeddings.class_embedding",
              "encoder.layers.", "ls")
-    LAYER, PROJECTOR = JOINED, ("mlp1.0", "mlp1.", ("1", "3"))
+    LAYER, PROJECTOR = FUSED_QKV, ("mlp1.0", "mlp1.", ("1", "3"))
 
     def settle(self, keys: Keys) -> None:
         super().settle(keys)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .qwen2_5_vl import USUAL, Qwen25Vl
-from .tower_parts import Matrix
+from .tower_ops import Matrix
 from .tower_weights import Weights
 
 

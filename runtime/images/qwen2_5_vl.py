@@ -7,15 +7,15 @@ from dataclasses import replace
 import numpy as np
 
 from .qwen_patches import QwenPatches, frames_at
-from .tower_layers import JOINED, Shape, apart, load_blocks
-from .tower_parts import CURVES, Crew, Matrix, Span, gelu
-from .tower_sight import MOST_LAYERS, Rows
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks, qkv_names
+from .tower_ops import ACTIVATIONS, Matrix, Span, WorkerPool, gelu
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, Rows
 
 EPS = 1e-6
 USUAL = {"depth": 32, "hidden_size": 3584, "hidden_act": "silu", "intermediate_size": 3420, "num_heads": 16, "patch_size": 14,
          "window_size": 112, "fullatt_block_indexes": [7, 15, 23, 31]}
-LAYER = replace(JOINED, ffn=apart("mlp.{}_proj", ("up", "down", "gate")))
+LAYER = replace(FUSED_QKV, ffn=qkv_names("mlp.{}_proj", ("up", "down", "gate")))
 
 
 class Qwen25Vl(QwenPatches):
@@ -33,7 +33,7 @@ class Qwen25Vl(QwenPatches):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
-        curve = keys.choice("hidden_act", CURVES, "silu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "silu")
         depth = keys.integer("depth", high=MOST_LAYERS)
         whole = keys.layers("fullatt_block_indexes", depth)
         side = keys.integer("window_size", high=1 << 14) // self.joined // self.patch
@@ -41,12 +41,12 @@ class Qwen25Vl(QwenPatches):
             raise keys.fail("window_size", f"at least {self.joined * self.patch}")
         embedded = self.embedded(weights, bias=False)
 
-        blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, Shape(width, inner, self.heads, curve, EPS, centered=False),
+        blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, LayerShape(width, inner, self.heads, curve, EPS, centered=False),
                              lambda own: self.looked(weights, f"{own}attn"))
         norm = weights.rms_norm("visual.merger.ln_q", width, EPS)
         project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
             unit = self.joined**2
             apart = frames_at(places)

@@ -7,10 +7,10 @@ from functools import cached_property
 import numpy as np
 
 from .qwen_patches import QwenPatches, frames_at
-from .tower_layers import JOINED, Shape, load_blocks, through
-from .tower_parts import CURVES, Crew, gelu
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, WorkerPool, gelu
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
 
 EPS = 1e-6
 USUAL = {"depth": 32, "embed_dim": 1280, "hidden_act": "quick_gelu", "mlp_ratio": 4, "num_heads": 16, "patch_size": 14}
@@ -29,18 +29,18 @@ class Qwen2Vl(QwenPatches):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, together = keys.integer("mlp_ratio", high=64) * width, width * self.joined**2
-        curve = keys.choice("hidden_act", CURVES, "quick_gelu")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu")
         embedded = self.embedded(weights, bias=False)
 
-        blocks = load_blocks(weights, "visual.blocks.", keys.integer("depth", high=MOST_LAYERS), JOINED,
-                             Shape(width, inner, self.heads, curve, EPS))
+        blocks = load_blocks(weights, "visual.blocks.", keys.integer("depth", high=MOST_LAYERS), FUSED_QKV,
+                             LayerShape(width, inner, self.heads, curve, EPS))
         norm = weights.layer_norm("visual.merger.ln_q", width, EPS)
         project = weights.two_layers("visual.merger.mlp.", (together, together, hidden), gelu, parts=("0", "2"))
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
             crew.work.total += len(blocks)
-            x = through(blocks, embedded(patches, crew), crew, self.rope(places), frames_at(places))
+            x = run_blocks(blocks, embedded(patches, crew), crew, self.rope(places), frames_at(places))
             return project(norm(x).reshape(-1, together), crew)
 
         return rows

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from .places import between
+from .position_embeddings import bilinear_aligned
 from .qwen_patches import QwenPatches, frames_at
-from .tower_layers import JOINED, Shape, load_blocks
-from .tower_parts import CURVES, Crew, gelu
-from .tower_sight import MOST_LAYERS, Rows
+from .tower_layers import FUSED_QKV, LayerShape, load_blocks
+from .tower_ops import ACTIVATIONS, WorkerPool, gelu
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, Rows
 
 if TYPE_CHECKING:
     from .video_file import Frame
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 EPS = 1e-6
 USUAL = {"depth": 27, "hidden_size": 1152, "hidden_act": "gelu_pytorch_tanh", "intermediate_size": 4304, "num_heads": 16,
          "patch_size": 16, "num_position_embeddings": 2304}
-LAYER = replace(JOINED, ffn=("mlp.linear_fc1", "mlp.linear_fc2"))
+LAYER = replace(FUSED_QKV, ffn=("mlp.linear_fc1", "mlp.linear_fc2"))
 FILM = 4096, 25_165_824  # points of all frames, where nothing says it
 DEEP = {**USUAL, "deepstack_visual_indexes": [8, 16, 24]}
 
@@ -54,7 +54,7 @@ class Qwen3Vl(QwenPatches):
     def load(self, weights: Weights) -> Rows:
         keys, width, hidden = self.said, self.width, self.config.hidden_size
         inner, together = keys.integer("intermediate_size"), width * self.joined**2
-        curve = keys.choice("hidden_act", CURVES, "gelu_pytorch_tanh")
+        curve = keys.choice("hidden_act", ACTIVATIONS, "gelu_pytorch_tanh")
         depth = keys.integer("depth", high=MOST_LAYERS)
         numbers = sorted(keys.layers("deepstack_visual_indexes", depth))
         side = int(keys.integer("num_position_embeddings", high=1 << 20) ** 0.5)
@@ -67,14 +67,14 @@ class Qwen3Vl(QwenPatches):
             project = weights.two_layers(f"{name}.", (together, together, hidden), gelu, parts=tuple(parts))
             return lambda x, crew: project(norm(x.reshape(-1, together) if after else x).reshape(-1, together), crew)
 
-        blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, Shape(width, inner, self.heads, curve, EPS))
+        blocks = load_blocks(weights, "visual.blocks.", depth, LAYER, LayerShape(width, inner, self.heads, curve, EPS))
         last = merger("visual.merger", False)
         deep = {number: merger(f"{self.DEEPER}.{index}", True) for index, number in enumerate(numbers)}
 
-        def rows(values: tuple[np.ndarray, np.ndarray], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[np.ndarray, np.ndarray], crew: WorkerPool) -> np.ndarray:
             patches, places = values
             x = embedded(patches, crew)
-            x += between(table.reshape(side, side, width), places)
+            x += bilinear_aligned(table.reshape(side, side, width), places)
             rope, spans, found = self.rope(places), frames_at(places), []
             crew.work.total += len(blocks)
             for number, block in enumerate(blocks):

@@ -13,13 +13,13 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
+from .mrope import FRAME_STEP
 from .preprocessor import resized, sides
-from .tower_parts import Matrix, Rope, Span, patches_of, product, turns
-from .tower_sight import Rows, TowerSight, demand_shape
+from .tower_ops import Matrix, Rope, Span, inverse_frequencies, matmul, patches_of
 from .tower_weights import Weights
-from .turning import FILMED
 from .video_file import MOST_POINTS
+from .vision_tower import Rows, VisionTower, check_aspect_ratio
 
 if TYPE_CHECKING:
     from .video_file import Frame
@@ -29,7 +29,7 @@ MOST_PLANNED = 16_384  # patches: some allow four times as many, which takes a p
 THETA = 10_000.0
 
 
-class QwenPatches(TowerSight):
+class QwenPatches(VisionTower):
     """`most` and `least`: points of a picture that is made ready; `SIZE`: where nothing says them, the least first. `FILMS`: several frames
     are seen as one. `BY_PLACE`: the text part's positions go by rows and columns too."""
 
@@ -64,7 +64,7 @@ class QwenPatches(TowerSight):
 
     def fitted(self, height: int, width: int, least: float, most: float, frames: int = 1) -> tuple[int, int]:
         """A size in whole squares, of which so many frames together have these bounds."""
-        demand_shape(height, width)
+        check_aspect_ratio(height, width)
         unit = self.patch * self.joined
         high, wide = round(height / unit) * unit, round(width / unit) * unit
         together = high * wide * (frames if frames == 1 else round(frames / self.frames) * self.frames)
@@ -91,7 +91,7 @@ class QwenPatches(TowerSight):
 
     def tokens(self, *size: int) -> tuple[int, ...]:
         rows, columns = self.squares(*size)
-        return (PLACE,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
+        return (ROW_PLACEHOLDER,) * (rows * columns * (size[0] // self.frames if len(size) == 3 else 1))
 
     def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
         """The whole film behind no word: time is told by positions."""
@@ -103,7 +103,7 @@ class QwenPatches(TowerSight):
     def film_of(self, frames: Sequence[Frame]) -> np.ndarray:
         """Of the size that they are given, as many as are seen as one each time: the last comes again."""
         high, wide = self.film_sized(max(len(frames), self.frames), *frames[0].points.shape[:2])
-        if wide // (self.patch * self.joined) >= FILMED:
+        if wide // (self.patch * self.joined) >= FRAME_STEP:
             raise UsageError(f"a video of {wide} × {high} is too wide for this model", "cut it into narrower ones")
         made = [resized(each.points, high, wide, self.resample) for each in frames]
         return np.stack([*made, *made[-1:] * (-len(made) % self.frames)])
@@ -143,7 +143,7 @@ class QwenPatches(TowerSight):
         once, whole = self.embedding(weights, bias), None
         if self.FILMS:
             whole = Matrix(weights.stored(f"{EMBEDDING}.weight", self.width, 3 * self.frames * self.patch**2), once.bias)
-        return lambda patches, crew: product(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, crew)
+        return lambda patches, crew: matmul(patches, once if patches.shape[1] == once.stored.shape[1] or whole is None else whole, crew)
 
     def embedding(self, weights: Weights, bias: bool) -> Matrix:
         """Of a patch."""
@@ -159,7 +159,7 @@ class QwenPatches(TowerSight):
     def rope(self, places: np.ndarray, theta: float = THETA) -> Rope:
         """Of patches at these rows and columns, int64 [n, 2]."""
         quarter = self.width // self.heads // 4
-        return Rope.of((places[:, :, None].astype(np.float32) * turns(theta, quarter)).reshape(len(places), -1))
+        return Rope.of((places[:, :, None].astype(np.float32) * inverse_frequencies(theta, quarter)).reshape(len(places), -1))
 
 
 def frames_at(places: np.ndarray) -> list[Span]:

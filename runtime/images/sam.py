@@ -13,10 +13,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .places import by_weights, cubic, taps
-from .tower_parts import CURVES, QUERIES, SHORT, Crew, Curve, Matrix, Norm, patches_of, product, two_layers
-from .tower_sight import TowerSight
+from .position_embeddings import cubic_weights, resample, taps
+from .tower_ops import ACTIVATIONS, QUERIES, SHORT, Activation, Matrix, Norm, WorkerPool, matmul, mlp, patches_of
 from .tower_weights import Weights
+from .vision_tower import VisionTower
 from .vision_transformer import layer_count
 
 USUAL: Mapping[str, object] = {
@@ -36,17 +36,17 @@ class SamLayer:
     out: Matrix
     up: Matrix
     down: Matrix
-    curve: Curve
+    curve: Activation
     heads: int
     side: int | None
     tables: tuple[np.ndarray, np.ndarray] | None
 
-    def run(self, x: np.ndarray, crew: Crew) -> np.ndarray:
+    def run(self, x: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of patches float32 [rows, columns, D]."""
         rows, columns, width = x.shape
         side = self.side or rows
         windows = _windows(self.norms[0](x), side)
-        made = product(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), side**2, 3, self.heads, -1)
+        made = matmul(windows.reshape(-1, width), self.qkv, crew).reshape(len(windows), side**2, 3, self.heads, -1)
         seen = np.empty((len(windows), side**2, self.heads, width // self.heads), np.float32)
         queries, keys, values = made.transpose(2, 0, 3, 1, 4)  # [windows, heads, patches, depth]
         is_short = side**2 <= SHORT
@@ -56,9 +56,9 @@ class SamLayer:
         far = None if self.tables is None else tuple(_distances(table, side) for table in self.tables)
         crew.all([_look(queries[window, which], keys[window, which], values[window, which], seen[window, :, which], some, far)
                   for window in range(len(windows)) for which in heads for some in lines])
-        x = x + _whole(product(seen.reshape(-1, width), self.out, crew).reshape(windows.shape), rows, columns)
+        x = x + _whole(matmul(seen.reshape(-1, width), self.out, crew).reshape(windows.shape), rows, columns)
         crew.work.done += 1
-        return x + two_layers(self.norms[1](x), self.up, self.down, self.curve, crew)
+        return x + mlp(self.norms[1](x), self.up, self.down, self.curve, crew)
 
 
 @dataclass(frozen=True)
@@ -71,25 +71,25 @@ class Sam:
     neck: tuple[Matrix, Norm, Matrix, Norm]
     patch: int
 
-    def seen(self, values: np.ndarray, crew: Crew) -> np.ndarray:
+    def seen(self, values: np.ndarray, crew: WorkerPool) -> np.ndarray:
         """Of a picture float32 [side, side, 3] -> float32 [rows, columns, channels]."""
         rows = values.shape[0] // self.patch
-        x = product(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
+        x = matmul(patches_of(values, self.patch), self.patches, crew).reshape(rows, rows, -1)
         if self.places is not None:
-            x += self.places if len(self.places) == rows else by_weights(self.places, rows, rows, cubic).reshape(x.shape)
+            x += self.places if len(self.places) == rows else resample(self.places, rows, rows, cubic_weights).reshape(x.shape)
         for block in self.blocks:
             x = block.run(x, crew)
         narrow, first, near, second = self.neck
-        x = first(product(x.reshape(-1, x.shape[-1]), narrow, crew)).reshape(rows, rows, -1)
+        x = first(matmul(x.reshape(-1, x.shape[-1]), narrow, crew)).reshape(rows, rows, -1)
         return second(convolved(x, near, 1, crew))
 
 
-def convolved(x: np.ndarray, matrix: Matrix, stride: int, crew: Crew) -> np.ndarray:
+def convolved(x: np.ndarray, matrix: Matrix, stride: int, crew: WorkerPool) -> np.ndarray:
     """Of 3 × 3 neighbours, nothing beyond the borders: [rows, columns, C] -> [rows / stride, columns / stride, N], rounded up."""
     rows, columns, _ = x.shape
     wide = np.pad(x, ((1, 1), (1, 1), (0, 0)))
     near = [wide[down : down + rows : stride, across : across + columns : stride] for down in range(3) for across in range(3)]
-    made = product(np.stack(near, axis=-1).reshape(near[0].shape[0] * near[0].shape[1], -1), matrix, crew)
+    made = matmul(np.stack(near, axis=-1).reshape(near[0].shape[0] * near[0].shape[1], -1), matrix, crew)
     return made.reshape(*near[0].shape[:2], -1)
 
 
@@ -128,10 +128,10 @@ def _distances(table: np.ndarray, side: int) -> np.ndarray:
     return table[np.arange(side)[:, None] - np.arange(side) + side - 1]
 
 
-def load_sam(weights: Weights, sight: TowerSight, name: str) -> Sam:
+def load_sam(weights: Weights, sight: VisionTower, name: str) -> Sam:
     keys, width, across = sight.said, sight.width, sight.side // sight.patch
     eps, inner, channels = keys.number("layer_norm_eps"), keys.integer("mlp_dim"), keys.integer("output_channels")
-    curve = keys.choice("hidden_act", CURVES, "gelu")
+    curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
     count = layer_count(sight)
     whole, window = keys.layers("global_attn_indexes", count), keys.integer("window_size", low=0, high=1 << 10)
 

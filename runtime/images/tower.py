@@ -15,9 +15,9 @@ from ...offload.hardware import cpu_threads
 from ..config_reader import ConfigError, Keys, show
 from ..stores.composite import THINKER
 from ..text import Tokenizer
-from . import PLACE, Work
-from .senses import Sense
-from .tower_parts import CURVES, Crew
+from . import ROW_PLACEHOLDER, EncodingJob
+from .modality import Modality
+from .tower_ops import ACTIVATIONS, WorkerPool
 from .tower_weights import Weights
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 MULTIPLIED = ("granite",)  # families of text parts whose embeddings are multiplied after a picture's rows are among them
 # What `values` made, and threads -> rows float32 [n, hidden]; [1 + layers, n, hidden] where there are some that early layers add.
-Rows = Callable[[Any, Crew], np.ndarray]
+Rows = Callable[[Any, WorkerPool], np.ndarray]
 
 
 class Family(Protocol):
@@ -57,10 +57,10 @@ class Tower(Family):
 
     KINDS: Mapping[str, Mapping[str, object]]
     SECTION: str
-    sense: Sense
+    sense: Modality
     placeholder: str
     threads: int | None = None
-    together = bordered = False  # as of `Sight`
+    together = bordered = False  # as of `MediaEncoder`
     narrowing: Callable[[Sequence[int], bool, np.ndarray], None] | None = None
     multiplied = True  # as embeddings are, of a family of MULTIPLIED
 
@@ -78,14 +78,14 @@ class Tower(Family):
         self._once = threading.Lock()
         self.settle(self.ready())
 
-    def computed(self, taken: np.ndarray, work: Work) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
-        """Rows, tokens and what early layers add, as of `Seen`."""
+    def computed(self, taken: np.ndarray, work: EncodingJob) -> tuple[np.ndarray, tuple[int, ...], np.ndarray | None]:
+        """Rows, tokens and what early layers add, as of `EncodedMedia`."""
         with self._once, self.source.saying():
             tokens = self.tokens(*(taken.shape if taken.ndim == 1 else taken.shape[:-1]))
             if self._rows is None:
                 with self.source.weights() as weights:
                     self._rows = self.load(weights)
-        with Crew(self.workers, work) as crew:
+        with WorkerPool(self.workers, work) as crew:
             rows, deep = self._rows(self.values(taken), crew), None
         if rows.ndim == 3:
             rows, deep = rows[0], rows[1:]
@@ -98,12 +98,12 @@ class Tower(Family):
 
     def to_text(self, weights: Weights, inside: int, between: int = 0, bias: bool | None = None) -> Rows:
         """The two layers to the width of the text part, from such a width by way of another or of its own, that most families have."""
-        hidden, curve = self.config.hidden_size, self.outer.choice("projector_hidden_act", CURVES, "gelu")
+        hidden, curve = self.config.hidden_size, self.outer.choice("projector_hidden_act", ACTIVATIONS, "gelu")
         return weights.two_layers("multi_modal_projector.", (inside, between or hidden, hidden), curve, bias)
 
     def row_count(self, tokens: tuple[int, ...], taken: np.ndarray) -> int:
         """How many rows there are of what was taken, which becomes these tokens."""
-        return tokens.count(PLACE)
+        return tokens.count(ROW_PLACEHOLDER)
 
     @property
     def workers(self) -> int:

@@ -7,17 +7,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .tower_parts import Block, Crew, Curve, Matrix, Norm, Rope, Span
+from .tower_ops import Activation, Block, Matrix, Norm, Rope, Span, WorkerPool
 from .tower_weights import Weights
 
 
-def apart(name: str, which: Sequence[str] = "qkv") -> tuple[str, ...]:
+def qkv_names(name: str, which: Sequence[str] = "qkv") -> tuple[str, ...]:
     """Names that differ in a letter."""
     return tuple(name.format(each) for each in which)
 
 
 @dataclass(frozen=True)
-class Stored:
+class LayerNames:
     """What the parts of a layer are called: both norms; what makes queries, keys and values, each by itself or all at once; what follows
     attention; and the FFN's matrices: the first, the last, and of a gated one the gate."""
 
@@ -27,12 +27,12 @@ class Stored:
     ffn: tuple[str, ...]
 
 
-JOINED = Stored(("norm1", "norm2"), ("attn.qkv",), "attn.proj", ("mlp.fc1", "mlp.fc2"))  # as timm has it
-APART = Stored(("layer_norm1", "layer_norm2"), apart("self_attn.{}_proj"), "self_attn.out_proj", ("mlp.fc1", "mlp.fc2"))
+FUSED_QKV = LayerNames(("norm1", "norm2"), ("attn.qkv",), "attn.proj", ("mlp.fc1", "mlp.fc2"))  # as timm has it
+SEPARATE_QKV = LayerNames(("layer_norm1", "layer_norm2"), qkv_names("self_attn.{}_proj"), "self_attn.out_proj", ("mlp.fc1", "mlp.fc2"))
 
 
 @dataclass(frozen=True)
-class Shape:
+class LayerShape:
     """Of all layers of a tower: how wide it is, and its FFN; heads, which all have `through` channels together where that is not the
     width; the curve, and what norms add, which are roots of mean squares where they are not `centered`. `bias`: of what attention
     multiplies, and of the FFN: with one, without, or as it is stored. `neighbours`: channels of queries and keys that turn together are
@@ -41,7 +41,7 @@ class Shape:
     width: int
     inner: int
     heads: int
-    curve: Curve
+    curve: Activation
     eps: float
     centered: bool = True
     bias: tuple[bool | None, bool | None] = (None, None)
@@ -52,7 +52,7 @@ class Shape:
         return (weights.layer_norm if self.centered else weights.rms_norm)(name, self.width, self.eps)
 
 
-def load_blocks(weights: Weights, name: str, count: int, stored: Stored, shape: Shape,
+def load_blocks(weights: Weights, name: str, count: int, stored: LayerNames, shape: LayerShape,
                 looked: Callable[[str], Sequence[Matrix]] | None = None,
                 more: Callable[[str], dict[str, object]] = lambda own: {}) -> list[Block]:
     """So many layers, whose tensors begin with `name` and their number. `looked`: what makes queries, keys and values of the layer whose
@@ -79,7 +79,7 @@ def load_blocks(weights: Weights, name: str, count: int, stored: Stored, shape: 
     return [block(f"{name}{number}.") for number in range(count)]
 
 
-def through(blocks: Sequence[Block], x: np.ndarray, crew: Crew, rope: Rope | None = None,
+def run_blocks(blocks: Sequence[Block], x: np.ndarray, crew: WorkerPool, rope: Rope | None = None,
             spans: Sequence[Span] | None = None) -> np.ndarray:
     """Rows float32 [T, D] behind all layers, in place: those of one picture, or of several `spans`."""
     for block in blocks:

@@ -1,5 +1,5 @@
 """Where a tower is described, and where its weights lie: in the folder of a model, or in a file of their own beside a GGUF file
-(`projector.py`)."""
+(`mmproj.py`)."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from typing import Protocol
 
 from ..audio.log_mel import read_extractor
 from ..config_reader import Keys, read_model
+from .modality import Modality
 from .preprocessor import read_films, read_processor
-from .senses import Sense
-from .tower_weights import Weights, demand_tower, tower_store
+from .tower_weights import Weights, check_has_tower, tower_store
 
 
 class TowerSource(Protocol):
@@ -44,8 +44,8 @@ class FolderSource:
 
     without_word = "fetch its tokenizer.json again"
 
-    def __init__(self, folder: Path, sense: Sense) -> None:
-        demand_tower(folder, sense)
+    def __init__(self, folder: Path, sense: Modality) -> None:
+        check_has_tower(folder, sense)
         self.model, self.config, self.sense = folder, read_model(folder), sense
 
     def processor(self, known: Sequence[str]) -> tuple[Keys, Keys]:

@@ -16,11 +16,11 @@ import numpy as np
 from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.safetensors_header import AGAIN, TensorInfo
-from ..audio import HEARING
+from ..audio import AUDIO_ENCODERS
 from ..files.written import TOWER
-from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
-from .senses import PICTURES, SOUNDS, Sense
-from .tower_parts import Crew, Curve, Matrix, Norm, two_layers, widened
+from . import MLX_VISION_PREFIXES, VISION_ENCODERS, is_mlx_quantized, model_type_of, raw_config
+from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
+from .tower_ops import Activation, Matrix, Norm, WorkerPool, mlp, to_float32
 
 STORED = {"F32": np.float32, "F16": np.float16, "BF16": np.uint16}
 PARTS = ("vision_tower.", "vision_model.", "visual.", "multi_modal_projector.", "connector.", "image_newline", "embed_vision.",
@@ -60,7 +60,7 @@ OF_STEPS = {"lkb_reparam.": "reparam_conv.", "convffn.": "mlp.", "patch_embed.":
 HEARING_PARTS = ("audio_tower.", "embed_audio.", "multi_modal_projector.", "encoder.", "projector.")  # the last two of Granite Speech
 
 
-def own_name(name: str) -> str:
+def canonical_name(name: str) -> str:
     """Without what writers put before it."""
     name = name.removeprefix("thinker.").removeprefix("model.")
     for theirs, ours in RENAMED.items():
@@ -87,36 +87,36 @@ def _of_mobile(name: str) -> str:
     return re.sub(r"layer_scale(_\d)?$", r"layer_scale\1.gamma", name)
 
 
-def parts_of(sense: Sense) -> tuple[str, ...]:
+def tower_prefixes(sense: Modality) -> tuple[str, ...]:
     """How names of the tensors begin that a model sees, or hears, with."""
-    return HEARING_PARTS if sense is SOUNDS else PARTS
+    return HEARING_PARTS if sense is AUDIO_INPUT else PARTS
 
 
 def is_of_tower(name: str, kind: str | None = None) -> bool:
     """By a tensor's name in a checkpoint of a model of this type, as far as what it takes is read here."""
-    own, hears = own_name(name), kind in HEARING
-    return hears and own.startswith(HEARING_PARTS) or (kind in SIGHTS or not hears) and own.startswith(PARTS)
+    own, hears = canonical_name(name), kind in AUDIO_ENCODERS
+    return hears and own.startswith(HEARING_PARTS) or (kind in VISION_ENCODERS or not hears) and own.startswith(PARTS)
 
 
 def tower_store(folder: Path) -> TensorStore:
     """The files that hold a folder's tower: its weights, or one file beside them where those are quantized. Raises what `TensorStore.open`
     does."""
-    apart, raw = folder / TOWER, raw_of(folder)
+    apart, raw = folder / TOWER, raw_config(folder)
     if apart.is_file():
         return TensorStore.of_file(apart)
     store = TensorStore.open(folder)
-    if not of_mlx(raw) or raw.get("model_type") not in MLX_SIGHTS:
+    if not is_mlx_quantized(raw) or raw.get("model_type") not in MLX_VISION_PREFIXES:
         return store
     from .mlx_tower import as_published
 
     return as_published(store, str(raw["model_type"]))
 
 
-def demand_tower(folder: Path, sense: Sense) -> None:
+def check_has_tower(folder: Path, sense: Modality) -> None:
     """Raises UsageError for a folder that holds nothing of what sees, or hears."""
-    kind = kind_of(folder)
+    kind = model_type_of(folder)
     with tower_store(folder) as store:
-        if any(own_name(name).startswith(parts_of(sense)) for name in store.tensors):
+        if any(canonical_name(name).startswith(tower_prefixes(sense)) for name in store.tensors):
             return
         alone = not any(is_of_tower(name, kind) for name in store.tensors)
     if alone:
@@ -130,11 +130,11 @@ class Weights:
     """The tensors of a store that one sense has, by their own names, whose shapes `described` states. A context manager, which closes the
     store."""
 
-    def __init__(self, store: TensorStore, described: str, sense: Sense = PICTURES) -> None:
+    def __init__(self, store: TensorStore, described: str, sense: Modality = IMAGE_INPUT) -> None:
         self._store, self._described = store, described
-        named = ((own_name(name), info) for name, info in self._store.tensors.items())
+        named = ((canonical_name(name), info) for name, info in self._store.tensors.items())
         self._infos: dict[str, TensorInfo] = {name: info for name, info in named
-                                              if name.startswith(parts_of(sense))}
+                                              if name.startswith(tower_prefixes(sense))}
 
     @property
     def nbytes(self) -> int:
@@ -174,19 +174,19 @@ class Weights:
 
     def numbers(self, name: str, *shape: int) -> np.ndarray:
         """As float32."""
-        return np.ascontiguousarray(widened(self.stored(name, *shape)))
+        return np.ascontiguousarray(to_float32(self.stored(name, *shape)))
 
     def matrix(self, name: str, rows: int, depth: int, bias: bool | None = None) -> Matrix:
         """`name`.weight and its bias: with one, without, or as it is stored."""
         with_bias = self.has(f"{name}.bias") if bias is None else bias
         return Matrix(self.stored(f"{name}.weight", rows, depth), self.numbers(f"{name}.bias", rows) if with_bias else None)
 
-    def two_layers(self, name: str, widths: tuple[int, int, int], curve: Curve, bias: bool | None = None,
-                   parts: tuple[str, str] = ("linear_1", "linear_2")) -> Callable[[np.ndarray, Crew], np.ndarray]:
+    def two_layers(self, name: str, widths: tuple[int, int, int], curve: Activation, bias: bool | None = None,
+                   parts: tuple[str, str] = ("linear_1", "linear_2")) -> Callable[[np.ndarray, WorkerPool], np.ndarray]:
         """From one width by way of another to a third, by the matrices that are called `name` and a part: rows [..., K] -> [..., N]."""
         inside, between, out = widths
         first, second = self.matrix(name + parts[0], between, inside, bias), self.matrix(name + parts[1], out, between, bias)
-        return lambda x, crew: two_layers(x, first, second, curve, crew)
+        return lambda x, crew: mlp(x, first, second, curve, crew)
 
     def layer_norm(self, name: str, width: int, eps: float) -> Norm:
         return Norm(self.numbers(f"{name}.weight", width), self.numbers(f"{name}.bias", width), eps)

@@ -6,14 +6,14 @@ from __future__ import annotations
 import numpy as np
 
 from ..config_reader import Keys
-from . import PLACE
+from . import ROW_PLACEHOLDER
 from .deepseek_ocr2 import TiledPages, load_pages
-from .places import by_weights, cubic
+from .position_embeddings import cubic_weights, resample
 from .preprocessor import resized
-from .tower_layers import APART, Shape, load_blocks, through
-from .tower_parts import CURVES, TOGETHER, Crew, Matrix, product
-from .tower_sight import MOST_LAYERS, MOST_WIDTH, Rows
+from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks, run_blocks
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Matrix, WorkerPool, matmul
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, MOST_WIDTH, Rows
 from .vision_transformer import CLIP, layer_count
 
 NAMES = ("vision_tower.vision_encoder.", "encoder.layers"), ("vision_model.", "transformer.layers")  # the second as it was published
@@ -31,7 +31,7 @@ class UnlimitedOcr(TiledPages):
 
     def tokens(self, height: int, width: int) -> tuple[int, ...]:
         (rows, columns), tile, whole = self.grid(height, width), self.across(self.tile), self.across(self.whole)
-        return (PLACE,) * (rows * tile * (columns * tile + 1) + whole * (whole + 1) + 1)
+        return (ROW_PLACEHOLDER,) * (rows * tile * (columns * tile + 1) + whole * (whole + 1) + 1)
 
     def made_small(self, picture: np.ndarray) -> np.ndarray:
         if not self.crops and self.whole <= self.squeezed:
@@ -48,13 +48,13 @@ class UnlimitedOcr(TiledPages):
             """A grid [lines, columns, hidden] as rows."""
             return np.concatenate([made, np.broadcast_to(newline, (len(made), 1, hidden))], axis=1).reshape(-1, hidden)
 
-        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: Crew) -> np.ndarray:
+        def rows(values: tuple[list[np.ndarray], tuple[int, int]], crew: WorkerPool) -> np.ndarray:
             parts, (down, across) = values
             tiles, whole = parts[:-1], parts[-1:]
-            few = max(1, TOGETHER // (self.across(self.tile) ** 2 + 1))
+            few = max(1, BATCH_PATCHES // (self.across(self.tile) ** 2 + 1))
             groups = [tiles[at : at + few] for at in range(0, len(tiles), few)] + [whole]
             crew.work.total += len(parts) * count + len(groups) * len(reading.blocks)
-            made = [product(reading.read([tower(part, crew) for part in group], crew), project, crew) for group in groups]
+            made = [matmul(reading.read([tower(part, crew) for part in group], crew), project, crew) for group in groups]
             side = self.across(self.whole)
             found = [lined(made.pop().reshape(side, side, hidden)), separator[None]]
             if tiles:
@@ -83,28 +83,28 @@ class Clip:
         if self.width != sight.widths[-1] or self.width % heads:
             raise keys.fail("hidden_size", f"the {sight.widths[-1]} of downsample_channels, and a multiple of {heads} heads")
         self.side = keys.integer("image_size", high=1 << 14) // keys.integer("patch_size", high=1 << 10)
-        curve, width = keys.choice("hidden_act", CURVES, "quick_gelu"), self.width
+        curve, width = keys.choice("hidden_act", ACTIVATIONS, "quick_gelu"), self.width
 
         def looked(own: str) -> list[Matrix]:
             if weights.has(f"{own}qkv_proj.weight"):
                 return weights.matrix(f"{own}qkv_proj", 3 * width, width, bias=True).parts(3)
             return [weights.matrix(f"{own}{which}_proj", width, width, bias=True) for which in "qkv"]
 
-        self.blocks = load_blocks(weights, f"{name}{layers}.", count, APART,
-                                  Shape(width, inner, heads, curve, eps, bias=(True, True)), lambda own: looked(f"{own}self_attn."))
+        self.blocks = load_blocks(weights, f"{name}{layers}.", count, SEPARATE_QKV,
+                                  LayerShape(width, inner, heads, curve, eps, bias=(True, True)), lambda own: looked(f"{own}self_attn."))
         self.first = weights.numbers(f"{name}embeddings.class_embedding", width)
         self.places = weights.numbers(f"{name}embeddings.position_embedding.weight", self.side**2 + 1, width)
         self.before = weights.layer_norm(f"{name}pre_layrnorm", width, eps)  # so it is written
 
-    def read(self, parts: list[np.ndarray], crew: Crew) -> np.ndarray:
+    def read(self, parts: list[np.ndarray], crew: WorkerPool) -> np.ndarray:
         """What SAM made of some parts, [rows, rows, D] each -> what both made, [parts * rows², 2 * D]."""
         rows, count = len(parts[0]), len(parts[0]) ** 2 + 1
         table = self.places[1:].reshape(self.side, self.side, -1)
-        spread = self.places[1:] if rows == self.side else by_weights(table, rows, rows, cubic)
+        spread = self.places[1:] if rows == self.side else resample(table, rows, rows, cubic_weights)
         given = np.stack(parts).reshape(len(parts), count - 1, self.width)
         x = np.concatenate([np.broadcast_to(self.first, (len(parts), 1, self.width)), given], axis=1)
         x += np.concatenate([self.places[:1], spread])
-        x = through(self.blocks, self.before(x.reshape(-1, self.width)), crew,
+        x = run_blocks(self.blocks, self.before(x.reshape(-1, self.width)), crew,
                     spans=[(at, at + count) for at in range(0, len(parts) * count, count)])
         return np.concatenate([x.reshape(len(parts), count, -1)[:, 1:], given], axis=-1).reshape(-1, 2 * self.width)
 

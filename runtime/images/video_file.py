@@ -17,7 +17,7 @@ import numpy as np
 
 from ... import UsageError
 from ..files.given import not_read
-from . import picture_file
+from . import image_file
 
 if TYPE_CHECKING:
     from av.container import InputContainer
@@ -142,8 +142,8 @@ def _thinned(container: InputContainer, stream: VideoStream, begin: float, most:
 
 def _points(frame: VideoFrame, most: int, source: str) -> np.ndarray:
     """As whoever took it saw it, uint8 [height, width, 3] of at most so many points."""
-    if frame.width * frame.height > picture_file.MOST_POINTS:
-        raise UsageError(f"{source} has {frame.width} × {frame.height} points, more than {picture_file.MOST_POINTS:,}", "make it smaller")
+    if frame.width * frame.height > image_file.MOST_POINTS:
+        raise UsageError(f"{source} has {frame.width} × {frame.height} points, more than {image_file.MOST_POINTS:,}", "make it smaller")
     scale = min(1.0, (most / (frame.width * frame.height)) ** 0.5)
     size: dict[str, Any] = {"width": max(1, int(frame.width * scale)), "height": max(1, int(frame.height * scale))}
     points = frame.reformat(**size, format="rgb24").to_ndarray()

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..config_reader import ConfigError
-from .tower_layers import APART, Shape, load_blocks
-from .tower_parts import CURVES, TOGETHER, Block, Crew, Matrix, Norm, patches_of
-from .tower_sight import MOST_LAYERS, TowerSight
+from .tower_layers import SEPARATE_QKV, LayerShape, load_blocks
+from .tower_ops import ACTIVATIONS, BATCH_PATCHES, Block, Matrix, Norm, WorkerPool, patches_of
 from .tower_weights import Weights
+from .vision_tower import MOST_LAYERS, VisionTower
 
 CLIP: Mapping[str, object] = {
     "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12, "image_size": 224, "patch_size": 32,
@@ -33,14 +33,14 @@ class VisionTransformer:
     after: Norm | None
     patch: int
 
-    def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None = None) -> np.ndarray:
+    def layers(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: WorkerPool, places: np.ndarray | None = None) -> np.ndarray:
         """Tiles float32 [side, side, 3], all of a size -> what layers number `wanted` made of them, side by side, [tiles, n, D * layers];
         number 0 is what goes in. `places`: which of the learned places its patches are at, by default each at its own."""
         length = (tiles[0].shape[0] // self.patch) * (tiles[0].shape[1] // self.patch) + (self.first is not None)
-        groups = crew.groups(tiles, TOGETHER // length, max(wanted))
+        groups = crew.groups(tiles, BATCH_PATCHES // length, max(wanted))
         return np.concatenate([self._few(each, wanted, crew, places) for each in groups])
 
-    def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: Crew, places: np.ndarray | None) -> np.ndarray:
+    def _few(self, tiles: Sequence[np.ndarray], wanted: Sequence[int], crew: WorkerPool, places: np.ndarray | None) -> np.ndarray:
         embed, at = self.patches.wide(), self.places if places is None else self.places[places]
         parts = []
         for tile in tiles:
@@ -62,12 +62,12 @@ class VisionTransformer:
         return np.concatenate([made[number] for number in wanted], axis=-1).reshape(len(tiles), length, -1)
 
 
-def load_transformer(weights: Weights, sight: TowerSight, name: str, finished: bool) -> VisionTransformer:
+def load_transformer(weights: Weights, sight: VisionTower, name: str, finished: bool) -> VisionTransformer:
     """The tower whose tensors begin with `name`. `finished`: with the norm behind its last layer."""
     keys, width, patch = sight.said, sight.width, sight.patch
     clip = sight.tower.startswith("clip")
     eps, inner = keys.number("layer_norm_eps"), keys.integer("intermediate_size")
-    curve = keys.choice("hidden_act", CURVES, "gelu")
+    curve = keys.choice("hidden_act", ACTIVATIONS, "gelu")
     places = (sight.side // patch) ** 2 + clip
 
     return VisionTransformer(
@@ -75,20 +75,21 @@ def load_transformer(weights: Weights, sight: TowerSight, name: str, finished: b
         places=weights.numbers(f"{name}embeddings.position_embedding.weight", places, width),
         first=weights.numbers(f"{name}embeddings.class_embedding", width) if clip else None,
         before=weights.layer_norm(f"{name}pre_layrnorm", width, eps) if clip else None,  # so it is written
-        blocks=load_blocks(weights, f"{name}encoder.layers.", layer_count(sight), APART, Shape(width, inner, sight.heads, curve, eps)),
+        blocks=load_blocks(weights, f"{name}encoder.layers.", layer_count(sight), SEPARATE_QKV,
+                           LayerShape(width, inner, sight.heads, curve, eps)),
         after=weights.layer_norm(f"{name}post_layernorm", width, eps) if finished else None, patch=patch)
 
 
-def layer_count(sight: TowerSight) -> int:
+def layer_count(sight: VisionTower) -> int:
     return sight.said.integer("num_hidden_layers", high=MOST_LAYERS)
 
 
-def drops_first(sight: TowerSight, usual: str) -> bool:
+def drops_first(sight: VisionTower, usual: str) -> bool:
     """Whether what stands before patches is not projected."""
     return sight.outer.choice("vision_feature_select_strategy", {"default": True, "full": False}, usual)
 
 
-def wanted_layers(sight: TowerSight, default: int) -> list[int]:
+def wanted_layers(sight: VisionTower, default: int) -> list[int]:
     """Numbers of the layers whose rows are projected, counted from 0, which is what goes in."""
     stated, count = sight.outer.raw.get("vision_feature_layer"), layer_count(sight)
     numbers = [default] if stated is None else stated if isinstance(stated, list) else [stated]

@@ -21,7 +21,7 @@ from .kv_setting import AUTO
 if TYPE_CHECKING:
     from ..cache import KVCache
     from ..config import ModelConfig
-    from ..images.album import Shown
+    from ..images.media import MediaEmbeddings
     from ..prepare import EngineOptions
 
 WHOLE = "32bit"  # keys and values are kept for one pass, so what they are rounded by saves little
@@ -31,7 +31,7 @@ TOGETHER = ("molmo2_text",)
 Ends = Mapping["int | None", tuple[np.ndarray, "np.ndarray | None"]]
 
 
-def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: Shown | None) -> Ends | None:
+def ends_of(config: ModelConfig, cache: KVCache, tokens: int, shown: MediaEmbeddings | None) -> Ends | None:
     """The last position int64 [T] that each token of a pass sees behind those that are held, by the window of a layer, and which tokens
     those before them see, int64 [T] or None for all. Of a layer whose window is not there, and of all for None, each sees itself last."""
     if config.both_ways:

@@ -21,7 +21,7 @@ from ... import UsageError
 from ...kernels.layout import PAGE, PageLayout
 from ...offload.memory import anonymous
 from ...quant.kv import PackedFormat, RawCodec
-from ..images.turning import PICTURED, parts_of
+from ..images.mrope import FIRST_MEDIA_ID, split_media_token
 from .cache_shape import index_type
 
 if TYPE_CHECKING:
@@ -59,10 +59,10 @@ class Watched:
 
     def after(self, token: int) -> tuple[int, ...]:
         """The numbers of the pictures that a token sees, which is the next one."""
-        if token >= PICTURED:
+        if token >= FIRST_MEDIA_ID:
             before = () if self.ended else self.seen
-            self.seen = tuple(dict.fromkeys((*before, parts_of(token)[0])))
-        self.ended = token < PICTURED
+            self.seen = tuple(dict.fromkeys((*before, split_media_token(token)[0])))
+        self.ended = token < FIRST_MEDIA_ID
         return self.seen
 
     def caught_up(self) -> Watched:

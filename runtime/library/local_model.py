@@ -129,19 +129,19 @@ def _taken_as_before(folder: Path, config: ModelConfig | EncoderConfig | DraftSh
 
 
 def _may_take(folder: Path) -> bool:
-    from ..images import HEARING, SIGHTS, kind_of
+    from ..images import AUDIO_ENCODERS, VISION_ENCODERS, model_type_of
 
-    return kind_of(folder) in SIGHTS.keys() | HEARING.keys()
+    return model_type_of(folder) in VISION_ENCODERS.keys() | AUDIO_ENCODERS.keys()
 
 
 def _taken(model: Path, config: ModelConfig | EncoderConfig | DraftShape, projectors: Sequence[Path] = ()) -> tuple[str, ...]:
     """What a model takes beside text. Heads of towers are read of those alone that may have one."""
     if model.is_dir() and not _may_take(model):
         return ()
-    from ..images.album import album_of
+    from ..images.media import open_media
 
     try:
-        album = album_of(model, config, str(projectors[0]) if len(projectors) == 1 else None)
+        album = open_media(model, config, str(projectors[0]) if len(projectors) == 1 else None)
     except EffllmError:  # of another model, or of a type that is not read: text works
         return ()
     return () if album is None else tuple(f"{sense.noun}s" for sense in album.sights)

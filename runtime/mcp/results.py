@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ..images.marks import BEGIN, END
+from ..images.media_markers import BEGIN, END
 from ..tokens.plain_text import CUT
 from ..tokens.terminal_text import sanitize
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ... import EffllmError
 from ..events import Call, Event, Notice, Progress
-from ..images.picture_file import decode_picture
+from ..images.image_file import decode_image
 from ..session import Session
 from .client import LetGo
 from .results import Returned
@@ -159,7 +159,7 @@ def tell(session: Session, call: Call, tool: Tool | None, otherwise: str, found:
     text, remarks, pictures = found.text, [], []
     for number, data in enumerate(found.pictures, 1):
         try:
-            pictures.append(session.picture(decode_picture(data, f"picture {number} of {call.name}")))
+            pictures.append(session.picture(decode_image(data, f"picture {number} of {call.name}")))
         except EffllmError as error:  # a model that takes none, or what is none
             remarks.append(f"picture {number} of {call.name} is left out: {error.message}")
             text += f"\n[picture {number} is left out: {error.message}]"

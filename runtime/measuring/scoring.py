@@ -10,7 +10,7 @@ import numpy as np
 from ... import ContextOverflow
 from ...kernels.layout import PAGE
 from ..adapters.choosing import scales_of
-from ..images.album import demand_known
+from ..images.media import check_token_ids
 from ..kv.both_ways import demand_writing
 from ..kv.texts_cache import TextsCache
 from ..passes import common_prefix
@@ -18,7 +18,7 @@ from ..planning.demands import LOGIT_ROWS
 
 if TYPE_CHECKING:
     from ..cache import KVCache
-    from ..images.album import Album
+    from ..images.media import MediaCache
     from ..model import Model
     from ..planning.pressure import Watch
     from ..prepare import Prepared
@@ -34,12 +34,12 @@ class Scoring:
     tokens: list[int]
     anew: int
     n_ctx: int
-    album: Album | None
+    album: MediaCache | None
 
     def demand_prompt(self, ids: Sequence[int]) -> None:
         """Raises UsageError for ids behind which this model writes nothing."""
         demand_writing(self.model.config)
-        demand_known(ids, self.model.config.vocab_size, self.album)
+        check_token_ids(ids, self.model.config.vocab_size, self.album)
 
     def forward_logits(self, ids: Sequence[int]) -> np.ndarray:
         """Run `ids` after what is held; logits float32 [len(ids), V], a view. For measurements."""

@@ -154,7 +154,7 @@ def work(prepared: Prepared, tensors: Tensors) -> Work:
 
 
 def attention_work(prepared: Prepared) -> dict[str, object]:
-    """What attention adds to `Work`: layers that differ by themselves, those too that read another's keys and values again, and what
+    """What attention adds to `EncodingJob`: layers that differ by themselves, those too that read another's keys and values again, and what
     chooses the tokens that a layer sees as one more, which sees all."""
     config, every = prepared.config, prepared.placement.kv_bytes_per_token // prepared.options.parallel  # of one text
     attending = [layer for layer in range(config.num_hidden_layers) if config.attends(layer)]
@@ -204,7 +204,7 @@ def _compressed_work(config: ModelConfig, widths: tuple[int, ...], tokens: Seque
 
 
 def window_work(prepared: Prepared, sparsity: Sparsity | None) -> dict[str, float]:
-    """What neurons on the disk add to `Work`: nothing where none are."""
+    """What neurons on the disk add to `EncodingJob`: nothing where none are."""
     if prepared.streams is None or prepared.streams.windows is None:
         return {}
     places, slots = prepared.streams.windows.places, prepared.streams.windows.slots

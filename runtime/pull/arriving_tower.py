@@ -11,7 +11,7 @@ from ...offload.checkpoint import READ_NBYTES
 from ...offload.folder_writer import FolderWriter
 from ...offload.safetensors_header import TensorInfo
 from ..events import Progress
-from ..images.kept_tower import pieces_of, tower_tensors, write_tower
+from ..images.tower_copy import pieces_of, tower_tensors, write_tower
 from ..images.tower_weights import tower_store
 
 ENDING = ".sight"

@@ -28,7 +28,7 @@ from ..cache import KVCache
 from ..config import ModelConfig, read_config
 from ..engine import Engine
 from ..events import Progress
-from ..images.album import PICTURED, words
+from ..images.media import FIRST_MEDIA_ID, text_ids
 from ..kv.kv_profile_file import identity_of
 from .saved_format import SavedCache, SavedSession, Spoken
 from .session_name import removing
@@ -165,7 +165,7 @@ def tail_key(last: str, tokens: Sequence[int]) -> str:
 
 def token_bytes(tokens: Sequence[int]) -> bytes:
     """Words have 4 bytes each, as ever; where there are pictures among them, all have 8."""
-    return np.array(tokens, "<u8" if any(token >= PICTURED for token in tokens) else "<u4").tobytes()
+    return np.array(tokens, "<u8" if any(token >= FIRST_MEDIA_ID for token in tokens) else "<u4").tobytes()
 
 
 def state_key(tail: str) -> str:
@@ -227,7 +227,7 @@ def restore_cache(engine: Engine, store: SessionStore, session: SavedSession) ->
         raise ContextOverflow(f"session {session.name} holds {len(tokens)} tokens and the context {engine.n_ctx}",
                               f"-c {len(tokens) + 1} or more")
     try:
-        if any(token >= engine.config.vocab_size for token in words((*tokens, *(saved.spoken.ids if saved.spoken else ())))):
+        if any(token >= engine.config.vocab_size for token in text_ids((*tokens, *(saved.spoken.ids if saved.spoken else ())))):
             raise ValueError("tokens that the model does not have")
         keys = page_keys(saved.identity, tokens, cache.shape.sinks, saved.sealed)
         keys.append(tail_key(keys[-1], tokens[cache.shape.sinks + PAGE * saved.sealed :]))

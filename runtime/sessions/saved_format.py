@@ -12,8 +12,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from ...offload.page_file import PageFile
-from ..images.album import PICTURED
-from ..images.marks import unmarked
+from ..images.media import FIRST_MEDIA_ID
+from ..images.media_markers import describe_markers
 
 FORMAT, VERSION = "effllm-saved-session", 1
 LARGEST = 256 << 20  # bytes of such a file
@@ -86,7 +86,7 @@ class SavedSession:
         """The first words that a person said in it, in one line."""
         said = (each.get("content") for each in self.messages if isinstance(each, dict) and each.get("role") == "user")
         text = next((each for each in said if isinstance(each, str) and each.strip()), "")
-        return " ".join(unmarked(text[: 4 * FIRST_WORDS]).split())[:FIRST_WORDS]
+        return " ".join(describe_markers(text[: 4 * FIRST_WORDS]).split())[:FIRST_WORDS]
 
     def to_json(self) -> str:
         """The text of its file, checksum included."""
@@ -161,7 +161,8 @@ def _is_identity(value: object) -> bool:
 
 
 def _ids(raw: object) -> tuple[int, ...]:
-    if not isinstance(raw, list) or not all(_is_count(each) or type(each) is int and PICTURED <= each < 2 * PICTURED for each in raw):
+    if not isinstance(raw, list) or not all(_is_count(each) or type(each) is int and FIRST_MEDIA_ID <= each < 2 * FIRST_MEDIA_ID for each
+                                            in raw):
         raise Malformed("it lists no tokens")
     return tuple(raw)
 

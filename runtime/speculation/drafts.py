@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from ..images.album import PICTURED
+from ..images.media import FIRST_MEDIA_ID
 
 if TYPE_CHECKING:
     from ..events import Progress
@@ -166,7 +166,7 @@ class SuffixMatch:
         period = len(self._tokens) - 1 - place
         while len(drafted) < most:
             drafted.append(drafted[len(drafted) - period])
-        return tuple(takewhile(PICTURED.__gt__, drafted))
+        return tuple(takewhile(FIRST_MEDIA_ID.__gt__, drafted))
 
     def observe(self, tokens: Sequence[int], logits: np.ndarray) -> None:
         """The text alone counts."""

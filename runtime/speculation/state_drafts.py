@@ -22,7 +22,7 @@ from ...kernels.cpu.ops import FEW
 from ...kernels.layout import PAGE
 from ...kernels.reference import normalise
 from ...quant.kv import codec
-from ..images.album import PICTURED
+from ..images.media import FIRST_MEDIA_ID
 from ..kv.cache_made import open_cache
 from ..kv.cache_shape import CacheShape, cache_nbytes
 from .draft_length import GuessCosts
@@ -203,7 +203,7 @@ class StateDrafts(StateLayer):
 
 def known_tokens(ids: Sequence[int]) -> np.ndarray:
     """Tokens int64 [T] of which a table has rows: a guess may know nothing of a picture's."""
-    return np.array([0 if token >= PICTURED else token for token in ids], np.int64)
+    return np.array([0 if token >= FIRST_MEDIA_ID else token for token in ids], np.int64)
 
 
 def normalised(x: np.ndarray, norm: Norm, out: np.ndarray) -> np.ndarray:

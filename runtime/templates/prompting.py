@@ -10,9 +10,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from ... import UsageError
-from ..images.album import Album
-from ..images.marks import BEGIN, BESIDE, MARK, Message, Render, digests, sense_marked
-from ..images.marks import rendered as with_marks
+from ..images.media import MediaCache
+from ..images.media_markers import ADJACENT_MARKER, BEGIN, MARKER, Message, Render, marker_digests, marker_modality
+from ..images.media_markers import render_with_media as with_marks
 from ..passes import too_long
 from ..text import Tokenizer
 from ..tokens.plain_text import CUT, PlainText
@@ -32,10 +32,10 @@ class Prompts:
 
     `folds`: whether the system prompt goes in front of the first message, since the template refuses or drops it. `held`: what the cache
     holds, as a text and as the ids that it was sampled in; ("", []) where that is not known. Texts have marks where pictures are
-    (`images/marks.py`), which are in the `album` of a model that sees, None for others.
+    (`images/media_markers.py`), which are in the `album` of a model that sees, None for others.
     """
 
-    def __init__(self, tokenizer: Tokenizer, raw: bool = False, album: Album | None = None) -> None:
+    def __init__(self, tokenizer: Tokenizer, raw: bool = False, album: MediaCache | None = None) -> None:
         self.tokenizer, self.raw, self.folds = tokenizer, raw or tokenizer.template is None, False
         self.album = album if album is not None and album.sights else None
         self.held: tuple[str, list[int]] = ("", [])
@@ -71,10 +71,10 @@ class Prompts:
     def _render(self, render: Render, messages: Sequence[Message]) -> str:
         """Messages through the template. One that takes a message in parts alone drops what is said in a text."""
         said = [each["content"] or "" for each in messages]
-        has_pictures = [found for each in said for found in MARK.finditer(each)]
+        has_pictures = [found for each in said for found in MARKER.finditer(each)]
         if self.album is None:
             if has_pictures:
-                noun = sense_marked(has_pictures[0]).noun
+                noun = marker_modality(has_pictures[0]).noun
                 raise UsageError(f"there are {noun}s in this conversation, and the model takes none", "continue with a model that does")
             return render(messages)
         if not has_pictures:
@@ -102,8 +102,8 @@ class Prompts:
         if self.album is None:
             return
         held = self.held[0] if prompt.startswith(self.held[0]) else ""
-        found = [picture for digest in digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
-        if not (found := [*found, *(self.album.find(digest) for digest in digests(prompt[len(held) :]))]):
+        found = [picture for digest in marker_digests(held) for picture in self.album.unseen(digest)]  # looking at them was left
+        if not (found := [*found, *(self.album.find(digest) for digest in marker_digests(prompt[len(held) :]))]):
             return
         tokens = self.count(prompt[len(held) :]) + len(self.held[1] if held else ())  # pictures of what is held may be gone
         if engine.options.overflow != "shift" and tokens >= engine.n_ctx:
@@ -112,52 +112,52 @@ class Prompts:
 
     def count(self, prompt: str) -> int:
         """How many tokens a prompt has; its pictures need not be seen."""
-        if self.album is None or not (found := digests(prompt)):
+        if self.album is None or not (found := marker_digests(prompt)):
             return len(self.encoded(prompt))
         prompt = self._spaced(prompt)
-        own = self._letters(MARK.sub("", prompt), self.raw)
-        shared = sum(self.album.sights[sense_marked(mark)].bordered for mark in BESIDE.finditer(prompt))
+        own = self._letters(MARKER.sub("", prompt), self.raw)
+        shared = sum(self.album.sights[marker_modality(mark)].bordered for mark in ADJACENT_MARKER.finditer(prompt))
         return len(own) + sum(map(self.album.places, found)) - shared
 
     def _ids(self, text: str, add_special_tokens: bool, before: int = 0) -> list[int]:
         """Token ids of a text behind so many pictures, in which marks are the tokens of theirs. Raises PictureGone."""
-        if self.album is None or not (found := digests(text)):
+        if self.album is None or not (found := marker_digests(text)):
             return self._letters(text, add_special_tokens)
         text = self._spaced(text)
         within = self._within(text)
         shown = [self.album.ids(digest, number, within) for number, digest in enumerate(found, start=before)]
-        places = [self.album.sights[sense_marked(mark)].placeholder for mark in MARK.finditer(text)]
+        places = [self.album.sights[marker_modality(mark)].placeholder for mark in MARKER.finditer(text)]
         numbers, waiting = {self.tokenizer.added.get(each) for each in places}, iter(places)
-        ids = self._letters(MARK.sub(lambda mark: next(waiting), text), add_special_tokens)
+        ids = self._letters(MARKER.sub(lambda mark: next(waiting), text), add_special_tokens)
         if None in numbers or sum(token in numbers for token in ids) != len(shown):
             # one is letters for this vocabulary, or the text has another one
-            first, *rest = MARK.split(text)[::2]
+            first, *rest = MARKER.split(text)[::2]
             ids = self._letters(first, add_special_tokens)
-            for own, piece, mark in zip(shown, rest, MARK.finditer(text), strict=True):
+            for own, piece, mark in zip(shown, rest, MARKER.finditer(text), strict=True):
                 ids += self._beside(ids, own, mark) + self._letters(piece, False)
             return ids
-        made, waiting = [], zip(shown, MARK.finditer(text), strict=True)
+        made, waiting = [], zip(shown, MARKER.finditer(text), strict=True)
         for token in ids:
             made += self._beside(made, *next(waiting)) if token in numbers else (token,)
         return made
 
     def _within(self, text: str) -> bytes:
         """A hash of the text from the first to the last of pictures that see each other; empty where there are no two."""
-        found = [mark for mark in MARK.finditer(text) if self.album is not None and self.album.sights[sense_marked(mark)].together]
+        found = [mark for mark in MARKER.finditer(text) if self.album is not None and self.album.sights[marker_modality(mark)].together]
         return hashlib.sha256(text[found[0].start() : found[-1].end()].encode()).digest() if len(found) > 1 else b""
 
     def _spaced(self, text: str) -> str:
         """A text with a space behind pictures that ask for one."""
         def behind(mark: re.Match[str]) -> str:
             follows = text[mark.end() : mark.end() + 1]
-            spaced = self.album.sights[sense_marked(mark)].bordered and follows and not follows.isspace() and follows not in f"<{BEGIN}"
+            spaced = self.album.sights[marker_modality(mark)].bordered and follows and not follows.isspace() and follows not in f"<{BEGIN}"
             return f"{mark[0]} " if spaced else mark[0]
 
-        return MARK.sub(behind, text)
+        return MARKER.sub(behind, text)
 
     def _beside(self, before: Sequence[int], own: list[int], mark: re.Match[str]) -> list[int]:
         """A picture's tokens behind others, without the word that it shares with a picture before it."""
-        shares = self.album.sights[sense_marked(mark)].bordered and before[-1:] == own[:1]
+        shares = self.album.sights[marker_modality(mark)].bordered and before[-1:] == own[:1]
         return own[1:] if shares else own
 
     def _letters(self, text: str, add_special_tokens: bool) -> list[int]:
@@ -175,8 +175,8 @@ class Prompts:
 
     def rest(self, text: str, prompt: str) -> list[int] | None:
         """Token ids of what stands in a prompt behind a text that is held; None where it does not go on from there."""
-        if text and prompt.startswith(text) and not (digests(prompt[len(text) :]) and self._within(prompt)):
-            rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(digests(text)))
+        if text and prompt.startswith(text) and not (marker_digests(prompt[len(text) :]) and self._within(prompt)):
+            rest = self._ids(prompt[len(text) :], add_special_tokens=False, before=len(marker_digests(text)))
             if not rest or rest[0] in self.tokenizer.stop_ids:
                 return rest
         return None

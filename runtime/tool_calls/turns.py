@@ -12,7 +12,7 @@ from typing import Any
 
 from ... import UsageError
 from ..events import Call
-from ..images.marks import MARK
+from ..images.media_markers import MARKER
 from ..templates.prompting import Prompts
 from ..text import Tokenizer
 from ..tokens.plain_text import PlainText
@@ -86,7 +86,7 @@ class ToolTurns:
 
 def shown_by_tools(messages: Sequence[Message]) -> bool:
     """Is a picture among what tools gave back?"""
-    return any(each["role"] == TOOL and MARK.search(text_of(each.get("content"))) for each in messages)
+    return any(each["role"] == TOOL and MARKER.search(text_of(each.get("content"))) for each in messages)
 
 
 def pictures_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
@@ -98,8 +98,8 @@ def pictures_apart(messages: Sequence[Message]) -> list[dict[str, Any]]:
             made.append({"role": "user", "content": "\n".join([*waiting, "What the tool showed."])})
             waiting = []
         said = text_of(message.get("content"))
-        if message["role"] == TOOL and (found := [each.group() for each in MARK.finditer(said)]):
+        if message["role"] == TOOL and (found := [each.group() for each in MARKER.finditer(said)]):
             waiting += found
-            message = {**message, "content": MARK.sub("", said).strip() or "A picture, which follows."}
+            message = {**message, "content": MARKER.sub("", said).strip() or "A picture, which follows."}
         made.append(dict(message))
     return made[:-1]

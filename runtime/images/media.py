@@ -5,7 +5,7 @@ columns where they count, and which of its rows stands there. So whatever compar
 goes on from) tells pictures apart and knows one again that is sent a second time, without knowing of pictures. Only the embedding looks up
 what the ids stand for, and what counts words leaves them out.
 
-Rows are kept as long as somebody holds the `Picture`: a conversation those of its messages, a request its own. Of those that nobody holds
+Rows are kept as long as somebody holds the `MediaItem`: a conversation those of its messages, a request its own. Of those that nobody holds
 the newest stay, up to KEPT bytes: programs send every picture again with each question.
 """
 
@@ -27,11 +27,11 @@ import numpy as np
 from ... import EffllmError, UsageError
 from ...offload.safetensors_header import is_gguf
 from ..events import Notice, Progress
-from . import PLACE, Left, Seen, Sight, Work, raw_of, senses_of, sights_of
-from .canvas import markers_of
-from .marks import PictureGone, mark
-from .senses import PICTURES, SOUNDS, Sense, sense_of
-from .turning import COLUMN_BITS, FILMED, HASH_BITS, PICTURED, ROW_BITS, axes_of, id_of, parts_of
+from . import ROW_PLACEHOLDER, EncodedMedia, EncodingCancelled, EncodingJob, MediaEncoder, encoders_of, modalities_of, raw_config
+from .canvas import canvas_markers
+from .media_markers import MediaGone, media_marker
+from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality, modality_of
+from .mrope import COLUMN_BITS, FIRST_MEDIA_ID, FRAME_STEP, HASH_BITS, ROW_BITS, media_token_id, mrope_axes, split_media_token
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -50,22 +50,22 @@ class Ops(Protocol):
 
 
 @dataclass(eq=False)
-class Picture:
+class MediaItem:
     """One picture, film or sound. `digest` is made from its points and its `size`: height and width, of a film the frames before them, or
     how many samples; `points` uint8 [height, width, 3], [frames, height, width, 3] or float32 [samples] until it is `seen`. `apart`:
     seconds from what is seen as one frame of a film to the next."""
 
     digest: str
     size: tuple[int, ...]
-    sense: Sense
+    sense: Modality
     points: np.ndarray | None = field(repr=False)
-    seen: Seen | None = field(default=None, repr=False)
+    seen: EncodedMedia | None = field(default=None, repr=False)
     apart: float = 0.0
 
     @property
     def mark(self) -> str:
         """What stands for it in a text."""
-        return mark(self.digest, self.sense is SOUNDS)
+        return media_marker(self.digest, self.sense is AUDIO_INPUT)
 
     @property
     def number(self) -> int:
@@ -84,13 +84,13 @@ class Picture:
         row, ids, columns = 0, list(self.seen.numbered(before) if self.seen.numbered else ()), self.seen.grid[1] if self.seen.grid else 0
         placed = range(self.seen.framed, len(self.seen.rows) - self.seen.framed)
         for token in self.seen.tokens:
-            if token == PLACE:
+            if token == ROW_PLACEHOLDER:
                 said = self.seen.stated[row] if self.seen.stated else columns if row in placed else 0
                 if (later := self._later(row)) is not None:
-                    said = FILMED + min(later, (1 << COLUMN_BITS) - 1 - FILMED)
+                    said = FRAME_STEP + min(later, (1 << COLUMN_BITS) - 1 - FRAME_STEP)
                 if within:
                     said = int.from_bytes(within[(at := 2 * row % len(within)) : at + 2]) & (1 << COLUMN_BITS) - 1
-                token, row = id_of(self.number, said, row), row + 1
+                token, row = media_token_id(self.number, said, row), row + 1
             ids.append(token)
         return ids
 
@@ -104,7 +104,7 @@ class Picture:
 
 
 @dataclass(frozen=True)
-class Shown:
+class MediaEmbeddings:
     """Of a pass: the `places` int64 [n] at which `rows` float32 [n, hidden] stand in place of embeddings, and what is added there behind
     each of the first layers, or of those that `behind` lists: float32 [layers, n, hidden] or None. `reach`: how many tokens behind itself
     each of the pass sees, int64 [T]; None for none. `in_windows`: it does in layers with a window alone; `among`: which of the pass those
@@ -142,27 +142,28 @@ class Shown:
         return ops.from_host(states)
 
 
-class Album:
+class MediaCache:
     """The pictures of one model, and its sounds, by what it has for each of its senses: `sights` see and hear; what it has and cannot use
-    here is in `refused`, with what is said of each that comes. `axes`: as of `axes_of`, `markers` as of `markers_of`; `both_ways`:
+    here is in `refused`, with what is said of each that comes. `axes`: as of `mrope_axes`, `markers` as of `canvas_markers`; `both_ways`:
     tokens of a picture that was seen see each other. Pictures may come from any thread; they are seen in the one that answers."""
 
-    def __init__(self, senses: Mapping[Sense, Sight | EffllmError], axes: np.ndarray | None = None, markers: tuple[int, ...] = ()) -> None:
+    def __init__(self, senses: Mapping[Modality, MediaEncoder | EffllmError], axes: np.ndarray | None = None,
+                 markers: tuple[int, ...] = ()) -> None:
         self.refused = {sense: found for sense, found in senses.items() if isinstance(found, EffllmError)}
-        self.sights: dict[Sense, Sight] = {sense: found for sense, found in senses.items() if sense not in self.refused}
+        self.sights: dict[Modality, MediaEncoder] = {sense: found for sense, found in senses.items() if sense not in self.refused}
         self.axes, self.markers, self.both_ways = axes, markers, False
         self._lock = threading.Lock()
-        self._known: WeakValueDictionary[str, Picture] = WeakValueDictionary()
-        self._numbered: WeakValueDictionary[int, Picture] = WeakValueDictionary()
-        self._kept: OrderedDict[str, tuple[Picture, int]] = OrderedDict()  # and what it was counted as
+        self._known: WeakValueDictionary[str, MediaItem] = WeakValueDictionary()
+        self._numbered: WeakValueDictionary[int, MediaItem] = WeakValueDictionary()
+        self._kept: OrderedDict[str, tuple[MediaItem, int]] = OrderedDict()  # and what it was counted as
         self._kept_nbytes = 0
         self._looks = threading.Lock()
 
-    def film(self, frames: Sequence[Frame]) -> list[tuple[str, Picture]]:
+    def film(self, frames: Sequence[Frame]) -> list[tuple[str, MediaItem]]:
         """Moments of a video: what stands before each picture, or film, and that."""
-        return [(caption, self.take(points, apart)) for caption, points, apart in self.sights[PICTURES].filmed(frames)]
+        return [(caption, self.take(points, apart)) for caption, points, apart in self.sights[IMAGE_INPUT].filmed(frames)]
 
-    def take(self, points: np.ndarray, apart: float = 0.0) -> Picture:
+    def take(self, points: np.ndarray, apart: float = 0.0) -> MediaItem:
         """The picture of these points, uint8 [height, width, 3], the film [frames, height, width, 3] whose frames are so many seconds
         `apart`, or the sound of samples float32 [n]: the same one for the same points."""
         size = points.shape if points.ndim == 1 else points.shape[:-1]
@@ -171,7 +172,7 @@ class Album:
         with self._lock:
             found = self._known.get(digest)
             if found is None:
-                found = Picture(digest, size, sense_of(points), points, apart=apart)
+                found = MediaItem(digest, size, modality_of(points), points, apart=apart)
                 if found.number in self._numbered:
                     raise UsageError(f"two {found.sense.noun}s have the same number here, by a rare chance",
                                      "change one of them in a point")
@@ -184,18 +185,18 @@ class Album:
         with self._lock:
             return sum(each.nbytes for each in self._known.values() if each.seen is None)
 
-    def find(self, digest: str) -> Picture:
+    def find(self, digest: str) -> MediaItem:
         """Raises PictureGone."""
         found = self._known.get(digest)
         if found is None:
             raise self._gone(digest[:8])
         return found
 
-    def see(self, pictures: Sequence[Picture], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
+    def see(self, pictures: Sequence[MediaItem], left: Callable[[], bool] = lambda: False) -> Iterator[Progress | Notice]:
         """Look at those that were not seen yet, until `left` says that nobody waits any more: the others stay unseen. Where several
         answers do, each picture is looked at once, and one at a time: a plan has room for one."""
         new = [each for each in dict.fromkeys(pictures) if each.seen is None]
-        counts: Counter[Sense] = Counter()
+        counts: Counter[Modality] = Counter()
         for picture in new:
             sense, alike = picture.sense, sum(each.sense is picture.sense for each in new)
             counts[sense] += 1
@@ -211,7 +212,7 @@ class Album:
             if seen is None:
                 return
             self.both_ways = self.both_ways or seen.both_ways
-            rows = seen.tokens.count(PLACE)
+            rows = seen.tokens.count(ROW_PLACEHOLDER)
             if seen.word is None and rows != len(seen.rows) or rows > 1 << ROW_BITS or seen.grid and seen.grid[1] >= 1 << COLUMN_BITS:
                 raise UsageError(f"a {picture.sense.called(picture.size)} takes {rows} tokens", f"a smaller {picture.sense.noun}")
             with self._lock:
@@ -221,9 +222,9 @@ class Album:
             beside = "" if seen.word is None else f", and {len(seen.rows)} rows that some layers attend to"
             yield Notice(f"{picture.sense.called(picture.size)}: {tokens} token{'' if tokens == 1 else 's'}{beside}")
 
-    def _looked(self, picture: Picture, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, Seen | None]:
+    def _looked(self, picture: MediaItem, phase: str, left: Callable[[], bool]) -> Generator[Progress, None, EncodedMedia | None]:
         """What a picture is; None where nobody waits any more."""
-        work = Work()
+        work = EncodingJob()
         with ThreadPoolExecutor(1, "sight") as beside:
             looking = beside.submit(self.sights[picture.sense].see, picture.points, work)
             try:
@@ -232,18 +233,20 @@ class Album:
                     yield Progress(phase, min(work.done, work.total), work.total, "layers")
                     if wait([looking], LOOK_S).done:
                         return looking.result()
-            except Left:
+            except EncodingCancelled:
                 return None
             finally:
                 work.is_left = True
 
     def ids(self, digest: str, before: int = 0, within: bytes = b"") -> list[int]:
-        """The tokens that stand for a picture behind so many others, as of `Picture.ids`; of one that was left unseen as many, which
+        """The tokens that stand for a picture behind so many others, as of `MediaItem.ids`; of one that was left unseen as many, which
         nothing is read by. Raises PictureGone."""
         picture = self.find(digest)
-        return picture.ids(before, within) if picture.seen else [id_of(picture.number, 0, row) for row in range(self.places(digest))]
+        if picture.seen:
+            return picture.ids(before, within)
+        return [media_token_id(picture.number, 0, row) for row in range(self.places(digest))]
 
-    def unseen(self, digest: str) -> list[Picture]:
+    def unseen(self, digest: str) -> list[MediaItem]:
         """The picture, where it is at hand and was not looked at."""
         picture = self._known.get(digest)
         return [picture] if picture is not None and picture.seen is None else []
@@ -253,15 +256,15 @@ class Album:
         picture = self.find(digest)
         return self.sights[picture.sense].places(*picture.size) if picture.seen is None else len(picture.ids())
 
-    def shown(self, ids: Sequence[int]) -> tuple[list[int], Shown | None]:
+    def shown(self, ids: Sequence[int]) -> tuple[list[int], MediaEmbeddings | None]:
         """Ids as the vocabulary has them, a word's in place of each picture's, and what stands there instead. Raises PictureGone."""
-        places = [place for place, token in enumerate(ids) if token >= PICTURED]
+        places = [place for place, token in enumerate(ids) if token >= FIRST_MEDIA_ID]
         if not places:
             return list(ids), None
         rows, deep, pictured, plain, reach, narrow, behind = [], [], [], list(ids), np.zeros(len(ids), np.int64), False, None
         together: list[int] = []
         for place in places:
-            number, _, row = parts_of(ids[place])
+            number, _, row = split_media_token(ids[place])
             picture = self._numbered.get(number)
             if picture is None or picture.seen is None or row >= len(picture.seen.rows):
                 raise self._gone()
@@ -282,7 +285,7 @@ class Album:
         if together:  # words between pictures are seen by what comes behind them alone
             among = np.zeros(len(ids), np.int64)
             among[together], reach[together] = 1, together[-1] - np.array(together)
-        return plain, Shown(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
+        return plain, MediaEmbeddings(np.array(pictured, np.int64), np.stack(rows).astype(np.float32, copy=False), _joined(deep),
                             reach if reach.any() else None, narrow, behind, among)
 
     def rows_of(self, number: int) -> np.ndarray:
@@ -294,23 +297,23 @@ class Album:
 
     def alone(self, token: int) -> bool:
         """Whether a token is known to stand for a row that sees none behind it, as those of a sound."""
-        found = self._numbered.get(parts_of(token)[0])
+        found = self._numbered.get(split_media_token(token)[0])
         return found is not None and found.seen is not None and not found.seen.both_ways
 
-    def by_adapter(self, ids: Sequence[int]) -> Sense | None:
+    def by_adapter(self, ids: Sequence[int]) -> Modality | None:
         """Of which sense any of the ids is whose rows are read by an adapter; None where there is none."""
-        found = (self._numbered.get(parts_of(token)[0]) for token in ids if token >= PICTURED)
+        found = (self._numbered.get(split_media_token(token)[0]) for token in ids if token >= FIRST_MEDIA_ID)
         return next((each.sense for each in found if each is not None and each.seen is not None and each.seen.by_adapter), None)
 
-    def _gone(self, which: str = "") -> PictureGone:
+    def _gone(self, which: str = "") -> MediaGone:
         """Of what is not at hand it is not known whether it was seen or heard, where the model does both."""
-        senses = [*self.sights] or [PICTURES]
+        senses = [*self.sights] or [IMAGE_INPUT]
         nouns = " or ".join(f"{sense.noun} {which}" if which else f"a {sense.noun}" for sense in senses)
         ways = " or ".join(f"--{sense.part} FILE, /{sense.part} FILE in a chat" for sense in senses)
-        return PictureGone(f"{nouns} of this conversation is needed again and is no longer at hand",
+        return MediaGone(f"{nouns} of this conversation is needed again and is no longer at hand",
                            f"give it once more ({ways}), or begin anew (/clear)")
 
-    def _keep(self, picture: Picture) -> None:
+    def _keep(self, picture: MediaItem) -> None:
         """The newest of all; the oldest go where there are too many bytes. Under the lock."""
         _, before = self._kept.pop(picture.digest, (None, 0))
         self._kept[picture.digest] = picture, (nbytes := BESIDE + picture.nbytes)
@@ -325,39 +328,39 @@ def _joined(deep: Sequence[np.ndarray | None]) -> np.ndarray | None:
     return None if like is None else np.stack([np.zeros_like(like) if each is None else each for each in deep], axis=1)
 
 
-def album_of(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> Album | None:
+def open_media(model: Path, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> MediaCache | None:
     """For the model of a folder, or of a GGUF file, whose tower lies in a file of its own, `mmproj` or one beside it; None where it takes
     no pictures and no sounds. So many `threads` look at them. Raises EffllmError where the file that was named does not belong to the
     model."""
     try:
-        album = Album(*_senses(model, config, mmproj))
+        album = MediaCache(*_senses(model, config, mmproj))
     except EffllmError as error:
         if mmproj is not None and not config.cross_layers:  # whose pictures no file of this kind brings, and whose texts need none
             raise
-        either = (PICTURES, SOUNDS) if is_gguf(model) else (PICTURES,)  # of a file alone it is not known which it takes
-        return Album(dict.fromkeys(senses_of(raw_of(model)) or either, error))
+        either = (IMAGE_INPUT, AUDIO_INPUT) if is_gguf(model) else (IMAGE_INPUT,)  # of a file alone it is not known which it takes
+        return MediaCache(dict.fromkeys(modalities_of(raw_config(model)) or either, error))
     for sight in album.sights.values():
         sight.threads = threads
     return album if album.sights or album.refused else None
 
 
 def _senses(model: Path, config: ModelConfig,
-            mmproj: str | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None, tuple[int, ...]]:
+            mmproj: str | None) -> tuple[dict[Modality, MediaEncoder | EffllmError], np.ndarray | None, tuple[int, ...]]:
     if mmproj is None and not is_gguf(model):
-        found = sights_of(model, config)
-        return found, axes_of(model, config) if found else None, markers_of(raw_of(model)) if found else ()
-    from .projector import projected
+        found = encoders_of(model, config)
+        return found, mrope_axes(model, config) if found else None, canvas_markers(raw_config(model)) if found else ()
+    from .mmproj import mmproj_encoders
 
-    return *projected(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj))), ()
+    return *mmproj_encoders(model, config, None if mmproj is None else Path(os.path.expanduser(mmproj))), ()
 
 
-def senses_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Sense, int]:
-    """Bytes that each sense takes in a run of a model, as of `album_of`; of None, and where no picture is read, there is none."""
-    album = None if model is None else album_of(Path(model), config, mmproj, threads)
+def encoder_nbytes(model: str | None, config: ModelConfig, mmproj: str | None = None, threads: int | None = None) -> dict[Modality, int]:
+    """Bytes that each sense takes in a run of a model, as of `open_media`; of None, and where no picture is read, there is none."""
+    album = None if model is None else open_media(Path(model), config, mmproj, threads)
     return {} if album is None else {sense: sight.bytes_needed() for sense, sight in album.sights.items()}
 
 
-def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
+def require_media(album: MediaCache | None, sense: Modality = IMAGE_INPUT) -> MediaCache:
     """The album of a model whose pictures, or sounds, are read. Raises EffllmError for another."""
     if album is not None and sense in album.refused:
         raise album.refused[sense]
@@ -366,23 +369,23 @@ def sighted(album: Album | None, sense: Sense = PICTURES) -> Album:
     return album
 
 
-def demand_sight(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Sense | None = PICTURES) -> None:
-    """Raises EffllmError for a model, as of `album_of`, that takes no pictures, or no sounds, or whose are not read here; of no `sense` in
-    particular for one that takes neither."""
-    if sense is not None and not is_gguf(model) and sense not in (PICTURES, *senses_of(raw_of(model))):
+def check_modality(model: Path, config: ModelConfig, mmproj: str | None = None, sense: Modality | None = IMAGE_INPUT) -> None:
+    """Raises EffllmError for a model, as of `open_media`, that takes no pictures, or no sounds, or whose are not read here; of no `sense`
+    in particular for one that takes neither."""
+    if sense is not None and not is_gguf(model) and sense not in (IMAGE_INPUT, *modalities_of(raw_config(model))):
         raise UsageError(*sense.refusal)
-    album = Album(*_senses(model, config, mmproj))
+    album = MediaCache(*_senses(model, config, mmproj))
     if sense is not None:
-        sighted(album, sense)
+        require_media(album, sense)
 
 
-def words(ids: Sequence[int]) -> list[int]:
+def text_ids(ids: Sequence[int]) -> list[int]:
     """Ids without those of pictures."""
-    return [token for token in ids if token < PICTURED]
+    return [token for token in ids if token < FIRST_MEDIA_ID]
 
 
-def demand_known(ids: Sequence[int], vocabulary: int, album: Album | None) -> None:
+def check_token_ids(ids: Sequence[int], vocabulary: int, album: MediaCache | None) -> None:
     """Raises UsageError for a token that is neither a word of so many nor, where there are some, of a picture."""
-    if bad := [token for token in ids if not 0 <= token < vocabulary and (album is None or token < PICTURED)]:
+    if bad := [token for token in ids if not 0 <= token < vocabulary and (album is None or token < FIRST_MEDIA_ID)]:
         raise UsageError(f"token id {bad[0]} is outside the vocabulary of {vocabulary}",
                          "the tokenizer is of another model, or the text has a word in it that stands for a picture")

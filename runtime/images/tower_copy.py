@@ -14,10 +14,10 @@ from pathlib import Path
 from ...offload.checkpoint import READ_NBYTES, TensorStore
 from ...offload.folder_writer import FolderWriter
 from ...offload.safetensors_header import TensorInfo
-from ..audio import HEARING
+from ..audio import AUDIO_ENCODERS
 from ..events import Progress
 from ..files.written import TOWER
-from . import MLX_SIGHTS, SIGHTS, kind_of, of_mlx, raw_of
+from . import MLX_VISION_PREFIXES, VISION_ENCODERS, is_mlx_quantized, model_type_of, raw_config
 from .tower_weights import is_of_tower, tower_store
 
 
@@ -26,7 +26,7 @@ def tower_nbytes(folder: Path) -> int:
     return sum(info.nbytes for info in tower_tensors(folder))
 
 
-def keep_tower(folder: Path, writer: FolderWriter) -> Iterator[Progress]:
+def copy_tower(folder: Path, writer: FolderWriter) -> Iterator[Progress]:
     """Write the tower of the model in `folder` beside the weights of `writer`; returns the file's name and crc32, nothing where there is no
     tower. Raises CheckpointError, DiskFull."""
     found = tower_tensors(folder)
@@ -34,7 +34,7 @@ def keep_tower(folder: Path, writer: FolderWriter) -> Iterator[Progress]:
 
 
 def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: FolderWriter) -> Iterator[Progress]:
-    """As of `keep_tower`; `data` are the bytes of all tensors one behind the other."""
+    """As of `copy_tower`; `data` are the bytes of all tensors one behind the other."""
     if not found:
         return {}
     total, crc = sum(info.nbytes for info in found), 0
@@ -52,8 +52,9 @@ def write_tower(found: Sequence[TensorInfo], data: Iterator[bytes], writer: Fold
 
 def tower_tensors(folder: Path) -> list[TensorInfo]:
     """Those that the model in `folder` sees or hears with; none of one whose pictures and sounds are not read here."""
-    kind = kind_of(folder)
-    if kind not in SIGHTS and kind not in HEARING or of_mlx(raw_of(folder)) and kind not in MLX_SIGHTS:
+    kind = model_type_of(folder)
+    if kind not in VISION_ENCODERS and kind not in AUDIO_ENCODERS \
+            or is_mlx_quantized(raw_config(folder)) and kind not in MLX_VISION_PREFIXES:
         return []
     with tower_store(folder) as store:
         return [info for info in store.tensors.values() if is_of_tower(info.name, kind)]

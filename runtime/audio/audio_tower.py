@@ -12,25 +12,26 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import ConfigError, Keys
-from ..images import Seen, Work
-from ..images.senses import RATE, SOUNDS
+from ..images import EncodedMedia, EncodingJob
+from ..images.modality import AUDIO_INPUT, SAMPLE_RATE
 from ..images.tower import Tower
-from ..images.tower_parts import ROWS
+from ..images.tower_ops import ROWS
 from .log_mel import WHISPER, log_mel_of
-from .whisper_encoder import Sizes
+from .whisper_encoder import WhisperSizes
 
 Windows = list[tuple[np.ndarray, int]]  # spectrograms float32 [frames, bands], and how many of the frames are of the sound
 
 
-class Hearing(Tower):
-    """A `Sight` that hears. `EXTRACTORS`: kinds of those that make spectrograms, which the family has. `most_seconds`: of a sound that it
-    takes; `by_adapter` as of `Seen`, `stands_for` as its `word`. `asks_to_transcribe`: the words by which it is asked to write one down;
-    `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does nothing else, the word
-    behind which its answer says what was said, and before that in which language; `languages`: codes -> names of those that it knows."""
+class AudioTower(Tower):
+    """A `MediaEncoder` that hears. `EXTRACTORS`: kinds of those that make spectrograms, which the family has. `most_seconds`: of a sound
+    that it takes; `by_adapter` as of `EncodedMedia`, `stands_for` as its `word`. `asks_to_transcribe`: the words by which it is asked to
+    write one down; `transcribes`: a token that asks for it by itself, at the beginning of the answer. `heads_text`: of one that does
+    nothing else, the word behind which its answer says what was said, and before that in which language; `languages`: codes -> names of
+    those that it knows."""
 
     EXTRACTORS: tuple[str, ...] = WHISPER
     SECTION = "audio_config"
-    sense = SOUNDS
+    sense = AUDIO_INPUT
     by_adapter = False
     stands_for: int | None = None
     asks_to_transcribe, transcribes, heads_text = "Transcribe the speech.", "", ""
@@ -44,10 +45,10 @@ class Hearing(Tower):
     def ready(self) -> Keys:
         return self.source.extractor(self.EXTRACTORS)
 
-    def see(self, picture: np.ndarray, work: Work) -> Seen:
+    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Of a sound float32 [samples]. Raises CheckpointError where the weights are damaged, UsageError for one that is too long, Left."""
         rows, tokens, _ = self.computed(picture, work)
-        return Seen(rows, tokens, by_adapter=self.by_adapter, word=self.stands_for)
+        return EncodedMedia(rows, tokens, by_adapter=self.by_adapter, word=self.stands_for)
 
     def unlike(self, made: str, taken: str) -> ConfigError:
         """Of a spectrogram of another shape than the tower takes."""
@@ -55,16 +56,16 @@ class Hearing(Tower):
 
     def demand_length(self, samples: int) -> None:
         """Raises UsageError for a sound that the model does not take."""
-        if samples > self.most_seconds * RATE:
-            raise UsageError(f"a sound of {samples / RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
+        if samples > self.most_seconds * SAMPLE_RATE:
+            raise UsageError(f"a sound of {samples / SAMPLE_RATE:.1f} s is too long for this model, which takes {self.most_seconds:g} s",
                              "cut it into shorter ones; `effllm transcribe` writes down what is said in longer ones")
 
 
-class TowerHearing(Hearing):
+class WhisperTower(AudioTower):
     """By Whisper's encoder, which takes a sound in windows."""
 
     def settle(self, keys: Keys) -> None:
-        self.sizes, self.log_mel = Sizes.read(self.said), log_mel_of(keys)
+        self.sizes, self.log_mel = WhisperSizes.read(self.said), log_mel_of(keys)
         if self.log_mel.bands != self.sizes.bands or self.log_mel.frames != 2 * self.sizes.places:
             raise self.unlike(f"{self.log_mel.frames} frames of {self.log_mel.bands} bands",
                               f"{2 * self.sizes.places} of {self.sizes.bands}")
@@ -87,5 +88,5 @@ class TowerHearing(Hearing):
         matrices, layer = 12 * width**2, 6 * self.sizes.places * width
         pieces = 16 * width * ROWS * self.workers
         read = 4 * self.log_mel.frames * (self.sizes.bands + width)
-        whole = 2 * int(self.most_seconds * RATE) // self.log_mel.hop * (self.sizes.bands + width)
+        whole = 2 * int(self.most_seconds * SAMPLE_RATE) // self.log_mel.hop * (self.sizes.bands + width)
         return matrices + layer + pieces + read + whole

@@ -13,7 +13,7 @@ SHARPNESS = -0.75  # of the cubic of `by_cubic`
 Taps = tuple[np.ndarray, np.ndarray, np.ndarray]  # of n places along a side the two that lie next, int64 [n], and the second's share [n, 1]
 
 
-def in_a_row(lines: int, columns: int) -> np.ndarray:
+def row_major(lines: int, columns: int) -> np.ndarray:
     """Rows and columns of patches line by line, int64 [lines * columns, 2]."""
     return np.stack(np.divmod(np.arange(lines * columns), columns), axis=1)
 
@@ -26,7 +26,7 @@ def taps(count: int, wanted: int) -> Taps:
     return low, np.minimum(low + 1, count - 1), (at - low.astype(np.float32))[:, None]
 
 
-def between(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+def bilinear_aligned(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture: its corners are
     those of the square, and what lies between is read in proportion."""
     side, taps = len(table), []
@@ -34,17 +34,17 @@ def between(table: np.ndarray, places: np.ndarray) -> np.ndarray:
         at = np.linspace(0, side - 1, int(places[:, axis].max()) + 1, dtype=np.float32)[places[:, axis]]
         low = at.astype(np.int64)
         taps.append((low, np.minimum(low + 1, side - 1), (at - low.astype(np.float32))[:, None]))
-    return mixed(table, *taps)
+    return blend(table, *taps)
 
 
-def mixed(table: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
+def blend(table: np.ndarray, rows: Taps, columns: Taps) -> np.ndarray:
     """Of [side, side, D] -> [n, D], each of four."""
     (top, bottom, down), (left, right, across) = rows, columns
     return (1 - down) * ((1 - across) * table[top, left] + across * table[top, right]) \
         + down * ((1 - across) * table[bottom, left] + across * table[bottom, right])
 
 
-def within(table: np.ndarray, places: np.ndarray, across: int | None = None) -> np.ndarray:
+def bilinear(table: np.ndarray, places: np.ndarray, across: int | None = None) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
     those of the square, or those of a corner of one with so many patches `across`: in proportion to the two that lie nearest, beyond a
     border by what lies on it."""
@@ -55,10 +55,10 @@ def within(table: np.ndarray, places: np.ndarray, across: int | None = None) -> 
         low = np.floor(at)
         near = low.astype(np.int64)
         taps.append((np.clip(near, 0, side - 1), np.clip(near + 1, 0, side - 1), (at - low)[:, None]))
-    return mixed(table, *taps)
+    return blend(table, *taps)
 
 
-def by_cubic(table: np.ndarray, places: np.ndarray) -> np.ndarray:
+def bicubic(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [n, D] for patches at rows and columns int64 [n, 2] of a picture, whose borders are
     those of the square: by cubic convolution (Keys 1981), beyond a border by what lies on it."""
     side, taps = len(table), []
@@ -74,14 +74,14 @@ def by_cubic(table: np.ndarray, places: np.ndarray) -> np.ndarray:
     return sum(down * sum(across * table[row, column] for column, across in taps[1]) for row, down in taps[0]).astype(np.float32)
 
 
-def by_weights(table: np.ndarray, rows: int, columns: int, weigh: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
+def resample(table: np.ndarray, rows: int, columns: int, weigh: Callable[[int, int], np.ndarray] | None = None) -> np.ndarray:
     """Places learned for a square [side, side, D] -> [rows * columns, D]: in proportion where there are more, means where there
     are fewer. `weigh`: as `triangle`, which it is by default."""
-    down, across = ((weigh or triangle)(len(table), count) for count in (rows, columns))
+    down, across = ((weigh or linear_weights)(len(table), count) for count in (rows, columns))
     return np.einsum("rs,scd->rcd", down, np.einsum("ct,std->scd", across, table)).reshape(rows * columns, -1)
 
 
-def triangle(side: int, count: int) -> np.ndarray:
+def linear_weights(side: int, count: int) -> np.ndarray:
     """How much each of `side` numbers has of each of `count` that take their place, float32 [count, side]: a triangle around each, as wide
     as what it stands for and at least as a neighbour is away."""
     step = side / count
@@ -90,7 +90,7 @@ def triangle(side: int, count: int) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def cubic(side: int, count: int) -> np.ndarray:
+def cubic_weights(side: int, count: int) -> np.ndarray:
     """As `triangle`, by a cubic (Keys 1981, with -1/2) that is twice as wide."""
     step = side / count
     far = np.abs(np.arange(side)[None] + 0.5 - (np.arange(count)[:, None] + 0.5) * step) / max(1.0, step)
@@ -99,7 +99,7 @@ def cubic(side: int, count: int) -> np.ndarray:
     return (weights / weights.sum(1, keepdims=True)).astype(np.float32)
 
 
-def nearest(side: int, *shares: np.ndarray) -> np.ndarray:
+def nearest_indices(side: int, *shares: np.ndarray) -> np.ndarray:
     """Which places of a square of `side` are at shares of its height and of its width, float32 [lines] and [columns]: int64 [lines *
     columns]."""
     borders = (1 / side + np.arange(side - 1) * (1 / side)).astype(np.float32)
@@ -107,7 +107,7 @@ def nearest(side: int, *shares: np.ndarray) -> np.ndarray:
     return (down[:, None] * side + across).reshape(-1)
 
 
-def rounded_shares(count: int) -> np.ndarray:
+def float32_fractions(count: int) -> np.ndarray:
     """Where each of so many patches in a row begins, float32 [count], rounded as models were trained: some places are met by two, since
     i * (1 / n) may be less than i / n."""
     return np.minimum(np.arange(count, dtype=np.float32) * (np.float32(1) / np.float32(count)), np.float32(1 - 1e-6))

@@ -29,12 +29,12 @@ ORIENTATION = 0x0112  # in EXIF: 1 as it is, 2 to 8 the turns and mirrors below
 TURNS = {2: "FLIP_LEFT_RIGHT", 3: "ROTATE_180", 4: "FLIP_TOP_BOTTOM", 5: "TRANSPOSE", 6: "ROTATE_270", 7: "TRANSVERSE", 8: "ROTATE_90"}
 
 
-def read_picture(path: Path) -> np.ndarray:
+def read_image(path: Path) -> np.ndarray:
     """The points of a file, uint8 [height, width, 3]. Raises UsageError."""
-    return decode_picture(read_given(path, MOST_BYTES, "a picture"), str(path))
+    return decode_image(read_given(path, MOST_BYTES, "a picture"), str(path))
 
 
-def decode_picture(data: bytes, source: str) -> np.ndarray:
+def decode_image(data: bytes, source: str) -> np.ndarray:
     """The points of a picture in the bytes of a file, uint8 [height, width, 3]. Raises UsageError that begins with its `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a picture", "make it smaller")

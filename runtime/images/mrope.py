@@ -34,27 +34,27 @@ SECTIONS = {"ernie4_5_moe_vl": ((22, 22, 20), False), "ernie4_5_vl_moe": ((22, 2
             "qwen3_vl_moe": ((24, 20, 20), True), "qwen3_5": ((11, 11, 10), True), "qwen3_5_moe": ((11, 11, 10), True),
             "minicpmv4_7": ((11, 11, 10), True), "hunyuan_vl": ((16, 16, 16, 16), False), "cohere_compass": ((24, 20, 20), True)}
 # Of whose sections the first two, for rows and columns, take turns, and the last is for time.
-IN_PAIRS = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
-IN_ORDER = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
+HEIGHT_WIDTH_INTERLEAVED = ("ernie4_5_moe_vl", "ernie4_5_vl_moe")
+ORDERED = ("hunyuan_vl",)  # whose tokens of pictures have a number for their order too
 ORDER = 3  # of axes, which number is the first of a family that is IN_ORDER
-NAMED = ("mrope_section", "xdrope_section")  # what sections are stated by
-PICTURED = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
+SECTION_KEYS = ("mrope_section", "xdrope_section")  # what sections are stated by
+FIRST_MEDIA_ID = 1 << 62  # ids from here on are no words: behind it 36 bits of the picture's hash, 11 of its columns and 15 of the row
 HASH_BITS, COLUMN_BITS, ROW_BITS = 36, 11, 15
-FILMED = 512  # what the first row of a later frame of a film states is no number of columns: this, and how much later the frame is
+FRAME_STEP = 512  # what the first row of a later frame of a film states is no number of columns: this, and how much later the frame is
 
 
-def id_of(number: int, columns: int, row: int) -> int:
+def media_token_id(number: int, columns: int, row: int) -> int:
     """The token that stands for a row of a picture of so many columns, 0 where its places say nothing."""
-    return PICTURED | (number << COLUMN_BITS | columns) << ROW_BITS | row
+    return FIRST_MEDIA_ID | (number << COLUMN_BITS | columns) << ROW_BITS | row
 
 
-def parts_of(token: int) -> tuple[int, int, int]:
+def split_media_token(token: int) -> tuple[int, int, int]:
     """The picture's number, its columns and the row, of a token that is no word."""
-    rest = token & PICTURED - 1
+    rest = token & FIRST_MEDIA_ID - 1
     return rest >> COLUMN_BITS + ROW_BITS, rest >> ROW_BITS & (1 << COLUMN_BITS) - 1, rest & (1 << ROW_BITS) - 1
 
 
-def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
+def mrope_axes(folder: Path, config: ModelConfig) -> np.ndarray | None:
     """Which of a token's numbers turns each pair of channels, int64 [pairs], counted from ORDER where it is IN_ORDER; None for a family
     that has one number. Raises UsageError."""
     raw = json.loads(read_whole(folder / "config.json", JSON_NBYTES)) if (folder / "config.json").is_file() else {}
@@ -65,30 +65,30 @@ def axes_of(folder: Path, config: ModelConfig) -> np.ndarray | None:
     section = {**(inner.get("rope_scaling") or {}), **(inner.get("rope_parameters") or {})}
     found = []
     for own in [section[kind] for kind in (GLOBAL, LOCAL) if isinstance(section.get(kind), dict)] or [section]:
-        name = next((name for name in NAMED if own.get(name) is not None), NAMED[0])
-        found.append(shared_out(raw["model_type"], own.get(name), config, f"config.json: {name}"))
+        name = next((name for name in SECTION_KEYS if own.get(name) is not None), SECTION_KEYS[0])
+        found.append(section_axes(raw["model_type"], own.get(name), config, f"config.json: {name}"))
     if not np.array_equal(found[0], found[-1]):  # of layers with and without a window, where both turn
         raise UsageError(f"config.json: {GLOBAL} and {LOCAL} share out their channels differently among a picture's rows and columns",
                          "fetch the model's files again; text alone works")
     return found[0]
 
 
-def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
-    """`axes_of` for a model type that states its sections at `where`, or says nothing of them (None)."""
+def section_axes(kind: str, stated: object, config: ModelConfig, where: str) -> np.ndarray | None:
+    """`mrope_axes` for a model type that states its sections at `where`, or says nothing of them (None)."""
     if kind not in SECTIONS:
         return None
     usual, in_turns = SECTIONS[kind]
     stated = usual if stated is None else stated
     turned = next(each for each in config.ropes if each is not None)
     pairs = int(config.head_dim * turned.partial_rotary_factor) // 2
-    counts = (3, 4) if kind in IN_ORDER else (3,)
+    counts = (3, 4) if kind in ORDERED else (3,)
     if not isinstance(stated, list | tuple) or len(stated) not in counts or not all(type(each) is int for each in stated) \
             or min(stated) < 0 or sum(stated) != pairs:
         raise UsageError(f"{where} is {stated!r:.60}, which shares out no {pairs} pairs of channels",
                          "fetch the model's files again; text alone works")
-    if kind in IN_ORDER:  # of three there is none for their order
+    if kind in ORDERED:  # of three there is none for their order
         return np.repeat(np.arange(4)[-len(stated) :], stated) + ORDER
-    if kind in IN_PAIRS:
+    if kind in HEIGHT_WIDTH_INTERLEAVED:
         if stated[0] != stated[1]:
             raise UsageError(f"{where} is {stated!r:.60}, where rows and columns have not as many pairs of channels",
                              "fetch the model's files again; text alone works")
@@ -102,7 +102,7 @@ def shared_out(kind: str, stated: object, config: ModelConfig, where: str) -> np
 
 
 @dataclass
-class Followed:
+class MropePositions:
     """Where the tokens of a sequence stand: of the first `known` of `tokens`, a list that only grows, the next word is at `following`.
     `run`: of the picture that they end in the number, columns, first row of the frame, position, and how much later the frame is."""
 
@@ -114,7 +114,7 @@ class Followed:
 
     def place(self, token: int) -> tuple[int, int, int]:
         """The three numbers of the next token."""
-        number, said, row = parts_of(token) if token >= PICTURED else (0, 0, 0)
+        number, said, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 0)
         if not said:
             self.following, self.run = self.following + 1, None
             return (self.following - 1,) * 3
@@ -122,7 +122,7 @@ class Followed:
             self.run = number, said, row - row % said, self.following, 0
         elif said != self.run[1]:
             _, columns, _, start, later = self.run
-            self.run = number, columns, row, start, later + max(said - FILMED, 0)
+            self.run = number, columns, row, start, later + max(said - FRAME_STEP, 0)
         _, columns, first, start, later = self.run
         line, column = divmod(row - first, columns)
         self.following = max(self.following, start + max(line + 1, columns, later + 1))
@@ -131,7 +131,7 @@ class Followed:
     def behind(self, ids: Sequence[int], axes: np.ndarray) -> np.ndarray | None:
         """What turns tokens behind all of the sequence: int64 [T], with pictures among them [T, pairs]; None where their order does."""
         places = self.placed(ids)
-        if any(token >= PICTURED for token in ids):
+        if any(token >= FIRST_MEDIA_ID for token in ids):
             return places[:, axes - self.FIRST]
         return None if self.following == self.known else places[:, 0]
 
@@ -145,7 +145,7 @@ class Followed:
 
 
 @dataclass
-class FollowedInOrder(Followed):
+class OrderedMropePositions(MropePositions):
     """Of a family that is IN_ORDER. `pictures`: how many have begun. A picture's first and last row are placed as words are, so the tokens
     of these say no columns; the lines between begin with the second row."""
 
@@ -154,7 +154,7 @@ class FollowedInOrder(Followed):
 
     def place(self, token: int) -> tuple[int, int, int, int]:
         """The four numbers of the next token: its order, column, line and picture."""
-        _, columns, row = parts_of(token) if token >= PICTURED else (0, 0, 1)
+        _, columns, row = split_media_token(token) if token >= FIRST_MEDIA_ID else (0, 0, 1)
         here, self.following = self.following, self.following + 1
         self.pictures += not row
         if not columns:
@@ -163,10 +163,10 @@ class FollowedInOrder(Followed):
         return here, column, line, self.pictures - 1
 
 
-def followed(tokens: list[int], axes: np.ndarray, markers: tuple[int, ...] = ()) -> Followed:
+def track_positions(tokens: list[int], axes: np.ndarray, markers: tuple[int, ...] = ()) -> MropePositions:
     """What follows the tokens of a sequence of a family that has these axes, and `markers` where its pictures are laid out on a canvas."""
     if markers:
-        from .canvas import FollowedOnCanvas
+        from .canvas import CanvasPositions
 
-        return FollowedOnCanvas(tokens, markers=markers)
-    return (FollowedInOrder if axes.min() >= ORDER else Followed)(tokens)
+        return CanvasPositions(tokens, markers=markers)
+    return (OrderedMropePositions if axes.min() >= ORDER else MropePositions)(tokens)

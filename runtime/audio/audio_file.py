@@ -1,7 +1,7 @@
 """Files of sounds as samples, at the one rate that models hear at, all channels in one.
 
-WAV is read here (`wav.py`), FLAC, Ogg and MP3 by the optional library soundfile, M4A and what has pictures too by PyAV (`film_sound.py`).
-A file is a stranger's: no more is made of it than MOST_SECONDS, whatever it claims.
+WAV is read here (`wav.py`), FLAC, Ogg and MP3 by the optional library soundfile, M4A and what has pictures too by PyAV
+(`container_audio.py`). A file is a stranger's: no more is made of it than MOST_SECONDS, whatever it claims.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import numpy as np
 
 from ... import UsageError
 from ..files.given import read_given
-from ..images.senses import RATE
-from .film_sound import ANOTHER, is_film, read_film_sound
-from .resampling import resampled
+from ..images.modality import SAMPLE_RATE
+from .container_audio import ANOTHER, is_container, read_container_audio
+from .resampling import resample
 from .wav import HIGHEST_RATE, LOWEST_RATE, MOST_CHANNELS, PIECE, is_wav, read_wav
 
 if TYPE_CHECKING:
@@ -30,20 +30,20 @@ LEAST_SAMPLES = 400  # of a spectrogram's window: less is nothing that can be he
 INSTALL = 'WAV is read without it; for FLAC, MP3 and Ogg: pip install "effllm[sound]"'
 
 
-def read_sound(path: Path) -> np.ndarray:
+def read_audio(path: Path) -> np.ndarray:
     """The samples of a file, float32 [n] at RATE. Raises UsageError."""
-    return decode_sound(read_given(path, MOST_BYTES, "a sound"), str(path))
+    return decode_audio(read_given(path, MOST_BYTES, "a sound"), str(path))
 
 
-def decode_sound(data: bytes, source: str) -> np.ndarray:
+def decode_audio(data: bytes, source: str) -> np.ndarray:
     """The samples of a sound in the bytes of a file, float32 [n] at RATE. Raises UsageError that begins with its `source`."""
     if len(data) > MOST_BYTES:
         raise UsageError(f"{source} has more than {MOST_BYTES >> 20} MiB, too much for a sound", "cut it into shorter ones")
-    read = read_wav if is_wav(data) else read_film_sound if is_film(data) else _by_library
+    read = read_wav if is_wav(data) else read_container_audio if is_container(data) else _by_library
     pieces, rate = read(data, source)
-    made = resampled(_in_one(pieces, rate, source), rate, RATE)
+    made = resample(_in_one(pieces, rate, source), rate, SAMPLE_RATE)
     if len(made) < LEAST_SAMPLES:
-        raise UsageError(f"{source} lasts {len(made) / RATE:.3f} s, too short to be heard", "give a longer sound")
+        raise UsageError(f"{source} lasts {len(made) / SAMPLE_RATE:.3f} s, too short to be heard", "give a longer sound")
     return made
 
 

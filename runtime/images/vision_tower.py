@@ -14,32 +14,32 @@ import numpy as np
 
 from ... import UsageError
 from ..config_reader import ConfigError, Keys
-from . import PLACE, Seen, Work
+from . import ROW_PLACEHOLDER, EncodedMedia, EncodingJob
+from .modality import IMAGE_INPUT
 from .preprocessor import BICUBIC, CLIP_MEAN, CLIP_STD, Scale, filter_of, square
-from .senses import PICTURES
 from .tower import Family, Rows, Tower
-from .tower_parts import ROWS
+from .tower_ops import ROWS
 
 if TYPE_CHECKING:
     from .video_file import Frame
 
-__all__ = ["Family", "Rows", "TowerSight"]
+__all__ = ["Family", "Rows", "VisionTower"]
 
 MOST_LAYERS, MOST_WIDTH, MOST_ASPECT = 512, 1 << 16, 200
 
 
-class TowerSight(Tower):
-    """A `Sight`. `PROCESSORS`: kinds of preprocessors that the family has, and the `LOOK` of those that say nothing: mean, deviation and
-    filter. A picture becomes values by its `scale` and `resample`."""
+class VisionTower(Tower):
+    """A `MediaEncoder`. `PROCESSORS`: kinds of preprocessors that the family has, and the `LOOK` of those that say nothing: mean, deviation
+    and filter. A picture becomes values by its `scale` and `resample`."""
 
     PROCESSORS: tuple[str, ...]
     LOOK: tuple[Sequence[float], Sequence[float], int] = (CLIP_MEAN, CLIP_STD, BICUBIC)
     SECTION = "vision_config"
     HEADS, TURNED = "num_attention_heads", 1  # what says how many there are, and of what number of channels each has a multiple
-    sense = PICTURES
+    sense = IMAGE_INPUT
     placeholder = "<image>"
     both_ways = in_windows = False
-    behind: tuple[int, ...] | None = None  # as of `Seen`
+    behind: tuple[int, ...] | None = None  # as of `EncodedMedia`
     framed = 0
     most_patches: int  # of those that are in the tower at once
     whole_patches = 0  # of all parts of a picture that has several
@@ -58,36 +58,36 @@ class TowerSight(Tower):
         """What a preprocessor's file says, by the names of transformers."""
         return keys
 
-    def see(self, picture: np.ndarray, work: Work) -> Seen:
+    def see(self, picture: np.ndarray, work: EncodingJob) -> EncodedMedia:
         """Raises CheckpointError where the weights are damaged, UsageError for a picture that the model cannot take, and Left."""
         rows, tokens, deep = self.computed(picture, work)
-        return Seen(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.both_ways, self.in_windows, deep, behind=self.behind,
+        return EncodedMedia(rows, tokens, self.rope_grid(*picture.shape[:-1]), self.both_ways, self.in_windows, deep, behind=self.behind,
                     word=self.stands_for, framed=self.framed, together=self.together, pace=self.pace)
 
     def filmed(self, frames: Sequence[Frame]) -> list[tuple[str, np.ndarray, float]]:
-        """As of `Sight`: each is a picture behind its second."""
+        """As of `MediaEncoder`: each is a picture behind its second."""
         return [(f"<{each.second:.1f} seconds>", each.points, 0.0) for each in frames]
 
     def spelled(self, text: str, word: str) -> tuple[int, ...]:
         """Tokens of what a picture is in words, of which `word` stands for a row. Texts are kept: pictures of a shape have the same."""
         if text not in self._spelled:
             number = self.word(word)
-            self._spelled[text] = tuple(PLACE if token == number else token for token in
+            self._spelled[text] = tuple(ROW_PLACEHOLDER if token == number else token for token in
                                         self.words.encode(text, add_special_tokens=False))
         return self._spelled[text]
 
     def rope_grid(self, *size: int) -> tuple[int, int] | None:
-        """`Seen.grid` of a picture of this size."""
+        """`EncodedMedia.grid` of a picture of this size."""
         return None
 
     @property
     def pace(self) -> float | None:
-        """As of `Seen`."""
+        """As of `EncodedMedia`."""
         return None
 
     @property
     def stands_for(self) -> int | None:
-        """`Seen.word`."""
+        """`EncodedMedia.word`."""
         return None
 
     def numbers_needed(self) -> int:
@@ -144,7 +144,7 @@ class TowerSight(Tower):
         return self.said.integer(name, high=high)
 
 
-def demand_shape(height: int, width: int) -> None:
+def check_aspect_ratio(height: int, width: int) -> None:
     """Raises UsageError for a picture that is so long that its shorter side would be made of next to nothing."""
     if max(height, width) > MOST_ASPECT * min(height, width):
         raise UsageError(f"a picture of {width} × {height} is too long for this model", "cut it into shorter ones")

@@ -14,7 +14,7 @@ FLOOR, EPS = np.float32(2**-24), 1e-5
 
 
 @dataclass(frozen=True)
-class NormedMel:
+class NormalizedMel:
     """`window`: samples of a transform, of which the `heard` in the middle count; `hop` from one to the next. `emphasis`: how much of the
     sample before each is taken off it."""
 
@@ -25,10 +25,10 @@ class NormedMel:
     emphasis: float
 
     @staticmethod
-    def read(keys: Keys) -> NormedMel:
+    def read(keys: Keys) -> NormalizedMel:
         window = keys.integer("n_fft", 512, low=16, high=4096)
         emphasis = keys.number("preemphasis", 0.97) if keys.raw.get("preemphasis", 0.97) else 0.0
-        return NormedMel(keys.integer("feature_size", 80, high=512), window, keys.integer("win_length", 400, low=16, high=window),
+        return NormalizedMel(keys.integer("feature_size", 80, high=512), window, keys.integer("win_length", 400, low=16, high=window),
                          keys.integer("hop_length", 160, high=4096), emphasis)
 
     def frames(self, samples: int) -> int:

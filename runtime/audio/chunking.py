@@ -10,9 +10,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..images.senses import RATE
+from ..images.modality import SAMPLE_RATE
 
-FRAME = RATE // 50  # samples whose loudness is one number
+FRAME = SAMPLE_RATE // 50  # samples whose loudness is one number
 PAUSE = 15  # frames that a cut lies in the middle of
 SILENCE = 1e-3  # as loud as this a frame is heard: -60 dB of what a file holds
 QUIET, NOTHING = 0.05, 1e-6  # of the loudest frame, where all of a sound is quieter; what no recording is
@@ -20,7 +20,7 @@ TIMED_S = 10.0  # of a piece whose times are told
 
 
 @dataclass(frozen=True)
-class Piece:
+class AudioChunk:
     """`samples` float32 [n] of a sound, and when what is heard in them begins and ends there, in seconds."""
 
     samples: np.ndarray
@@ -28,24 +28,25 @@ class Piece:
     end_s: float
 
 
-def pieces(samples: np.ndarray, most_s: float) -> list[Piece]:
+def split_at_pauses(samples: np.ndarray, most_s: float) -> list[AudioChunk]:
     """float32 [n] in pieces of so many seconds at most, of which one at least is heard, or is all there is."""
     loud = _loudness(samples)
     least = min(SILENCE, max(NOTHING, QUIET * float(loud.max(initial=0.0))))
-    cuts, most = [0], max(PAUSE, int(most_s * RATE) // FRAME)
+    cuts, most = [0], max(PAUSE, int(most_s * SAMPLE_RATE) // FRAME)
     while len(loud) - cuts[-1] > most:
         cuts.append(_quietest(loud, cuts[-1] + most // 3, cuts[-1] + most))
     found = [_piece(samples, loud >= least, begin, end) for begin, end in zip(cuts, [*cuts[1:], len(loud)], strict=True)]
-    return [each for each in found if each is not None] or [Piece(samples[: int(most_s * RATE)], 0.0, len(samples) / RATE)]
+    chunks = [each for each in found if each is not None]
+    return chunks or [AudioChunk(samples[: int(most_s * SAMPLE_RATE)], 0.0, len(samples) / SAMPLE_RATE)]
 
 
-def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> Piece | None:
+def _piece(samples: np.ndarray, is_heard: np.ndarray, begin: int, end: int) -> AudioChunk | None:
     """The frames from one to another; None where nothing is heard in them."""
     heard = np.flatnonzero(is_heard[begin:end])
     if not len(heard):
         return None
     last = min(len(samples), (begin + int(heard[-1]) + 1) * FRAME)
-    return Piece(samples[begin * FRAME : end * FRAME], (begin + int(heard[0])) * FRAME / RATE, last / RATE)
+    return AudioChunk(samples[begin * FRAME : end * FRAME], (begin + int(heard[0])) * FRAME / SAMPLE_RATE, last / SAMPLE_RATE)
 
 
 def _loudness(samples: np.ndarray) -> np.ndarray:

@@ -12,44 +12,44 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ... import EffllmError, UsageError
-from .senses import PICTURES, SOUNDS, Sense
+from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
-BEGIN, END, HEARD = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
-MARK = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{HEARD}]")
-BESIDE = re.compile(f"(?<=[{END}{HEARD}]){MARK.pattern}")  # one that stands side by side with another before it
+BEGIN, END, AUDIO_END = "\ue7a0", "\ue7a1", "\ue7a2"  # HEARD ends the mark of a sound
+MARKER = re.compile(f"{BEGIN}([0-9a-f]{{32}})[{END}{AUDIO_END}]")
+ADJACENT_MARKER = re.compile(f"(?<=[{END}{AUDIO_END}]){MARKER.pattern}")  # one that stands side by side with another before it
 Message = Mapping[str, Any]
 Render = Callable[[Sequence[Message]], str]
 
 
-class PictureGone(EffllmError):
+class MediaGone(EffllmError):
     """A picture has to be looked at again and is not at hand."""
 
 
-def mark(digest: str, heard: bool = False) -> str:
+def media_marker(digest: str, heard: bool = False) -> str:
     """What stands in a text for the picture, or the sound, of this hash."""
-    return f"{BEGIN}{digest}{HEARD if heard else END}"
+    return f"{BEGIN}{digest}{AUDIO_END if heard else END}"
 
 
-def digests(text: str) -> list[str]:
+def marker_digests(text: str) -> list[str]:
     """The pictures and sounds of a text, in order."""
-    return MARK.findall(text)
+    return MARKER.findall(text)
 
 
-def unmarked(text: str) -> str:
+def describe_markers(text: str) -> str:
     """A text that a person reads: a picture, or a sound, is called one."""
-    return MARK.sub(lambda found: f"[{sense_marked(found).noun} {found[1][:8]}]", text)
+    return MARKER.sub(lambda found: f"[{marker_modality(found).noun} {found[1][:8]}]", text)
 
 
-def sense_marked(found: re.Match[str]) -> Sense:
+def marker_modality(found: re.Match[str]) -> Modality:
     """What a MARK stands for."""
-    return SOUNDS if found[0].endswith(HEARD) else PICTURES
+    return AUDIO_INPUT if found[0].endswith(AUDIO_END) else IMAGE_INPUT
 
 
-def parts_of(text: str) -> list[dict[str, str]]:
+def content_parts(text: str) -> list[dict[str, str]]:
     """A text as a template takes it that knows of pictures or sounds: `{"type": "image"}`, or "audio", for each, in its place."""
     parts: list[dict[str, str]] = []
-    kinds = [{"type": sense_marked(found).part} for found in MARK.finditer(text)]
-    for number, piece in enumerate(MARK.split(text)):
+    kinds = [{"type": marker_modality(found).part} for found in MARKER.finditer(text)]
+    for number, piece in enumerate(MARKER.split(text)):
         if number % 2:
             parts.append(kinds[number // 2])
         elif piece := piece.strip("\n") if kinds else piece:
@@ -57,13 +57,13 @@ def parts_of(text: str) -> list[dict[str, str]]:
     return parts
 
 
-def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense, tuple[str, str]]) -> str:
+def render_with_media(render: Render, messages: Sequence[Message], places: Mapping[Modality, tuple[str, str]]) -> str:
     """A prompt of messages that have marks, by a template. `places`: what it writes for each picture, or each sound, and what is written
     by ourselves where it knows of none. Templates differ in what they take as parts: the first way counts in which all pictures are there
     in their order, and all that the person said. Raises UsageError, and what `render` raises of the last way."""
     said = [each["content"] or "" for each in messages]
-    marks = [found for each in said for found in MARK.finditer(each)]
-    senses = [sense_marked(found) for found in marks]
+    marks = [found for each in said for found in MARKER.finditer(each)]
+    senses = [marker_modality(found) for found in marks]
     if strange := [sense for sense in senses if sense not in places]:
         raise UsageError(f"there are {strange[0].noun}s in this conversation, and the model takes none", "continue with a model that does")
     for text in said:
@@ -71,9 +71,9 @@ def rendered(render: Render, messages: Sequence[Message], places: Mapping[Sense,
             if placeholder in text:
                 raise UsageError(f"a message has {placeholder} in it, which stands for a {sense.noun} here",
                                  "write it otherwise, as with a space in it")
-    ways = (lambda text: parts_of(text) if MARK.search(text) else text, parts_of,
-            lambda text: MARK.sub(lambda found: places[sense_marked(found)][1], text))
-    texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in parts_of(each["content"] or "")
+    ways = (lambda text: content_parts(text) if MARKER.search(text) else text, content_parts,
+            lambda text: MARKER.sub(lambda found: places[marker_modality(found)][1], text))
+    texts = [part["text"].strip() for each in messages if each["role"] == "user" for part in content_parts(each["content"] or "")
              if part["type"] == "text"]
     written = re.compile("|".join(f"({re.escape(placeholder)})" for placeholder, _ in places.values()))
     wanted, failed, drops = [places[sense][0] for sense in senses], None, False

@@ -24,9 +24,9 @@ from ..gguf.beside import beside
 from ..gguf.projector_config import Described, described, types_of
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
-from . import Sight, made_of
-from .senses import PICTURES, Sense
-from .turning import IN_ORDER, shared_out
+from . import MediaEncoder, build_encoder
+from .modality import IMAGE_INPUT, Modality
+from .mrope import ORDERED, section_axes
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 SAYS = re.compile(r"config\.json(: (?:audio|encoder|projector|vision)_config)?")  # in errors, where the file says it
 
 
-class ProjectorSource:
+class MmprojSource:
     """A file beside that of a text part. Raises CheckpointError, ModelNotFound."""
 
     without_word = "the two files are of different models, or the model's was made without its vocabulary for pictures"
@@ -66,10 +66,11 @@ class ProjectorSource:
             raise ConfigError(SAYS.sub(lambda found: str(self.path), error.message), AGAIN) from error
 
 
-def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dict[Sense, Sight | EffllmError], np.ndarray | None]:
+def mmproj_encoders(model: Path, config: ModelConfig, named: Path | None) -> tuple[dict[Modality, MediaEncoder | EffllmError],
+                                                                                   np.ndarray | None]:
     """How a model sees, and hears, through the file that is `named`, or else lies beside the model's own, or why it cannot do one of both,
-    and which of three numbers turns each pair of channels (`axes_of`). Raises UsageError where there is none, and EffllmError for one that
-    does not belong to the model."""
+    and which of three numbers turns each pair of channels (`mrope_axes`). Raises UsageError where there is none, and EffllmError for one
+    that does not belong to the model."""
     if not is_gguf(model):
         raise UsageError(f"--mmproj is for GGUF files, and {model} is a folder, which has its own towers",
                          "leave it out")
@@ -83,13 +84,13 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
     if not os.path.isfile(path):
         raise ModelNotFound(f"there is no file {path}", "--mmproj takes the file that lies beside a model's, named mmproj-*.gguf")
     header, text = read_projector_header(path), read_header(model).metadata
-    found: dict[Sense, Sight | EffllmError] = {}
+    found: dict[Modality, MediaEncoder | EffllmError] = {}
     axes = None
     for sense in types_of(header):
         try:
             said = described(header, str(text.get("general.architecture")), sense)
             found[sense] = _sight(header, said, model, config)
-            axes = _axes(str(said.config["model_type"]), text, config) if sense is PICTURES else axes
+            axes = _axes(str(said.config["model_type"]), text, config) if sense is IMAGE_INPUT else axes
         except EffllmError as error:
             found[sense] = error
     if all(isinstance(each, EffllmError) for each in found.values()):
@@ -97,11 +98,11 @@ def projected(model: Path, config: ModelConfig, named: Path | None) -> tuple[dic
     return found, axes
 
 
-def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig) -> Sight:
+def _sight(header: GgufHeader, said: Described, model: Path, config: ModelConfig) -> MediaEncoder:
     _demand_width(header, said, config)
-    source = ProjectorSource(model, header.path, said)
+    source = MmprojSource(model, header.path, said)
     with source.saying():
-        return made_of(str(said.config["model_type"]), source, config, said.sense)
+        return build_encoder(str(said.config["model_type"]), source, config, said.sense)
 
 
 def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> None:
@@ -119,5 +120,5 @@ def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndar
     """Of a model type."""
     key = f"{text.get('general.architecture')}.{sections.KEY}"
     stated = text.get(key)
-    stated = stated.tolist()[: 4 if kind in IN_ORDER else 3] if isinstance(stated, np.ndarray) else None
-    return shared_out(kind, stated, config, key)
+    stated = stated.tolist()[: 4 if kind in ORDERED else 3] if isinstance(stated, np.ndarray) else None
+    return section_axes(kind, stated, config, key)

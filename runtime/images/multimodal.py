@@ -13,8 +13,8 @@ from ... import UsageError
 from ...offload.direct_io import Interrupted
 from ...quant.kv import codec
 from ..kv.picture_keys import Look, PictureKeys, Watched
-from .marks import PictureGone
-from .turning import PICTURED, Followed, followed, parts_of
+from .media_markers import MediaGone
+from .mrope import FIRST_MEDIA_ID, MropePositions, split_media_token, track_positions
 
 if TYPE_CHECKING:
     from ...offload.placement import Placement
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
     from ..config import ModelConfig
     from ..model import Model
     from ..prepare import EngineOptions
-    from .album import Album
+    from .media import MediaCache
 
 
-class Seeing:
+class MultimodalInputs:
     """`album`: of the pictures in prompts, where the model sees."""
 
     tokens: list[int]
@@ -35,11 +35,11 @@ class Seeing:
     config: ModelConfig
     options: EngineOptions
     placement: Placement
-    album: Album | None = None
+    album: MediaCache | None = None
     model: Model
     config: ModelConfig
     choice: tuple[float, ...]
-    _followed: Followed | None = None
+    _followed: MropePositions | None = None
     _watched: Watched | None = None
 
     def seen(self, ids: Sequence[int]) -> tuple[np.ndarray, dict[str, object]]:
@@ -50,7 +50,7 @@ class Seeing:
         try:
             plain, shown = self.album.shown(ids)
             looks = self._looks(ids)
-        except PictureGone:
+        except MediaGone:
             if self.cancelled():
                 raise Interrupted from None
             raise
@@ -64,16 +64,16 @@ class Seeing:
         return np.array(plain, np.int64), {"shown": shown, "turned": self.turned(ids), "looks": looks}
 
     def turned(self, ids: Sequence[int]) -> np.ndarray | None:
-        """What turns tokens behind those that are held, as of `Followed.behind`."""
+        """What turns tokens behind those that are held, as of `MropePositions.behind`."""
         if self.album is None or self.album.axes is None:
             return None
         if self._followed is None or self._followed.tokens is not self.tokens:
-            self._followed = followed(self.tokens, self.album.axes, self.album.markers)
+            self._followed = track_positions(self.tokens, self.album.axes, self.album.markers)
         return self._followed.behind(ids, self.album.axes)
 
     def reads_whole(self, ids: Sequence[int]) -> bool:
         """Whether a prompt is read in one pass, all of whose tokens see each other: what is held of another was read with another end."""
-        return self.config.prefixed and any(token >= PICTURED for token in ids)
+        return self.config.prefixed and any(token >= FIRST_MEDIA_ID for token in ids)
 
     def watched(self) -> Watched | None:
         """What tokens behind those that are held see, where layers attend to pictures."""
@@ -163,13 +163,13 @@ class Seeing:
 def _spans(ids: Sequence[int], alone: Callable[[int], bool]) -> Iterator[tuple[int, int]]:
     """Where pictures begin and end, but for those whose tokens are read `alone`; each begins with its first row, also where the same one
     comes again."""
-    for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= PICTURED and not alone(ids[place])):
+    for is_picture, group in groupby(range(len(ids)), lambda place: ids[place] >= FIRST_MEDIA_ID and not alone(ids[place])):
         places = list(group) if is_picture else []
-        begins = [place for place in places if place == places[0] or parts_of(ids[place])[2] == 0]
+        begins = [place for place in places if place == places[0] or split_media_token(ids[place])[2] == 0]
         yield from zip(begins, [*begins[1:], places[-1] + 1] if places else [], strict=True)
 
 
-def looked_together(engines: Sequence[Seeing]) -> list[Look]:
+def batch_image_views(engines: Sequence[MultimodalInputs]) -> list[Look]:
     """Which pictures a word behind each of several sequences sees, once there is room for these. Raises PictureGone and UsageError."""
     looks = [Look(slice(row, row + 1), tuple((number, engine.choice) for number in watched.seen), row)
              for row, engine in enumerate(engines) if (watched := engine.watched()) is not None and watched.seen]
@@ -177,8 +177,8 @@ def looked_together(engines: Sequence[Seeing]) -> list[Look]:
     return looks
 
 
-def turned_together(engines: Sequence[Seeing]) -> np.ndarray | None:
-    """`Seeing.turned` of a word behind each of several sequences, int64 [T]; None where their order does."""
+def batch_positions(engines: Sequence[MultimodalInputs]) -> np.ndarray | None:
+    """`MultimodalInputs.turned` of a word behind each of several sequences, int64 [T]; None where their order does."""
     each = [engine.turned([0]) for engine in engines]
     if all(own is None for own in each):
         return None

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-RATE = 16_000  # samples of a sound in a second, at which all models here hear
+SAMPLE_RATE = 16_000  # samples of a sound in a second, at which all models here hear
 
 
 @dataclass(frozen=True)
-class Sense:
+class Modality:
     """`noun`: what is taken; `part`: the type of a message's part that is one, and the name of the flag; `phase`: what is said while a
     tower works on one; `done`: of one that was worked on; `does`: what the tower does."""
 
@@ -32,13 +32,13 @@ class Sense:
         """One of this size: (height, width) of a picture, (frames, height, width) of a film, (samples,) of a sound."""
         if len(size) == 3:
             return f"video of {size[2]} × {size[1]}, {size[0]} frames"
-        return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / RATE:.1f} s'}"
+        return f"{self.noun} of {f'{size[1]} × {size[0]}' if len(size) == 2 else f'{size[0] / SAMPLE_RATE:.1f} s'}"
 
 
-PICTURES = Sense("picture", "image", "looking at", "seen", "sees")
-SOUNDS = Sense("sound", "audio", "listening to", "heard", "hears")
+IMAGE_INPUT = Modality("picture", "image", "looking at", "seen", "sees")
+AUDIO_INPUT = Modality("sound", "audio", "listening to", "heard", "hears")
 
 
-def sense_of(values: np.ndarray) -> Sense:
+def modality_of(values: np.ndarray) -> Modality:
     """Of the points of a picture uint8 [height, width, 3], or a film [frames, height, width, 3], or the samples of a sound float32 [n]."""
-    return SOUNDS if values.ndim == 1 else PICTURES
+    return AUDIO_INPUT if values.ndim == 1 else IMAGE_INPUT

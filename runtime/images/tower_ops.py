@@ -17,24 +17,24 @@ from types import TracebackType
 import numpy as np
 
 from ...kernels.blas import one_thread
-from . import Work
+from . import EncodingJob
 
 ROWS = 384  # rows of a piece of work, about
 SHORT = 256  # patches that see each other, up to which all heads are one piece of work
 QUERIES = 128  # rows of a matrix of scores
-TOGETHER = 4096  # patches that go through the layers at once, but for a tile that has more
+BATCH_PATCHES = 4096  # patches that go through the layers at once, but for a tile that has more
 
-Curve = Callable[[np.ndarray], np.ndarray]
+Activation = Callable[[np.ndarray], np.ndarray]
 Span = tuple[int, int]  # patches that see each other: the first, and the one behind the last
 
 
-class Crew:
+class WorkerPool:
     """Threads that share out rows, for as long as `work` is wanted. A context manager, of which one at a time is entered: how many threads
     BLAS has is the process's own."""
 
     _entered = Lock()
 
-    def __init__(self, threads: int, work: Work) -> None:
+    def __init__(self, threads: int, work: EncodingJob) -> None:
         self._threads, self._pool, self._blas, self.work = threads, ThreadPoolExecutor(threads, "tower"), one_thread(), work
 
     def each(self, do: Callable[[slice], None], count: int) -> None:
@@ -68,7 +68,7 @@ class Crew:
         for done in begun:
             done.result()
 
-    def __enter__(self) -> Crew:
+    def __enter__(self) -> WorkerPool:
         self._entered.acquire()
         self._blas.__enter__()
         return self
@@ -79,7 +79,7 @@ class Crew:
         self._entered.release()
 
 
-def widened(stored: np.ndarray) -> np.ndarray:
+def to_float32(stored: np.ndarray) -> np.ndarray:
     """Weights as float32: bfloat16 is stored as uint16."""
     if stored.dtype != np.uint16:
         return stored.astype(np.float32, copy=False)
@@ -97,8 +97,8 @@ class Matrix:
     bias: np.ndarray | None = None
     limits: tuple[float, float, float, float] | None = None
 
-    def wide(self) -> Wide:
-        return Wide(widened(self.stored).T, self.bias, self.limits)
+    def wide(self) -> Float32Matrix:
+        return Float32Matrix(to_float32(self.stored).T, self.bias, self.limits)
 
     def parts(self, count: int) -> list[Matrix]:
         """Of so many that are stored one behind the other."""
@@ -119,7 +119,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Wide:
+class Float32Matrix:
     """A matrix [K, N] that is at hand in float32."""
 
     weight: np.ndarray
@@ -132,9 +132,9 @@ class Wide:
             y += self.bias
         return y if self.limits is None else np.clip(y, *self.limits[2:], out=y)
 
-    def columns(self, which: slice) -> Wide:
+    def columns(self, which: slice) -> Float32Matrix:
         """What makes these of its outputs."""
-        return Wide(self.weight[:, which], None if self.bias is None else self.bias[which], self.limits)
+        return Float32Matrix(self.weight[:, which], None if self.bias is None else self.bias[which], self.limits)
 
 
 @dataclass(frozen=True)
@@ -154,7 +154,7 @@ class Norm:
             y += self.bias
         return y
 
-    def over(self, x: np.ndarray, crew: Crew) -> None:
+    def over(self, x: np.ndarray, crew: WorkerPool) -> None:
         """In place on rows x float32 [T, D]."""
         def norm(rows: slice) -> None:
             x[rows] = self(x[rows])
@@ -205,11 +205,12 @@ def quick_gelu(x: np.ndarray) -> np.ndarray:
     return sigmoid_times(x, 1.702)
 
 
-CURVES: dict[str, Curve] = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "gelu_new": gelu_tanh, "quick_gelu": quick_gelu, "silu": silu,
+ACTIVATIONS: dict[str, Activation] = {"gelu": gelu, "gelu_pytorch_tanh": gelu_tanh, "gelu_new": gelu_tanh, "quick_gelu": quick_gelu,
+                                      "silu": silu,
                             "relu": lambda x: np.maximum(x, 0)}
 
 
-def turns(theta: float, pairs: int) -> np.ndarray:
+def inverse_frequencies(theta: float, pairs: int) -> np.ndarray:
     """By what angle each of so many pairs of channels turns from one place to the next, float32 [pairs]."""
     return (1 / theta ** (np.arange(pairs, dtype=np.float32) / np.float32(pairs))).astype(np.float32)
 
@@ -254,7 +255,7 @@ class Block:
     out: Matrix
     up: Matrix
     down: Matrix
-    curve: Curve
+    curve: Activation
     heads: int
     gate: Matrix | None = None
     scales: tuple[np.ndarray, np.ndarray] | None = None
@@ -262,7 +263,7 @@ class Block:
     own_norms: tuple[Norm, ...] = ()
     after: tuple[Norm, Norm] | None = None
 
-    def run(self, x: np.ndarray, spans: Sequence[Span], crew: Crew, rope: Rope | None = None, seen: Sequence[Span] = (),
+    def run(self, x: np.ndarray, spans: Sequence[Span], crew: WorkerPool, rope: Rope | None = None, seen: Sequence[Span] = (),
             causal: Sequence[bool] = ()) -> None:
         """In place on x float32 [T, D]. Patches see those of their span, or those that are `seen` by it; where a span is `causal`, none
         that come after them."""
@@ -301,7 +302,7 @@ class Block:
         return y if self.scales is None else y * self.scales[which]
 
 
-def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: Crew,
+def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.ndarray, spans: Sequence[Span], crew: WorkerPool,
            seen: Sequence[Span] = (), causal: Sequence[bool] = ()) -> None:
     """Attention both ways within each span, or to what is `seen` by each, where it is `causal` not to what comes after: queries, keys,
     values [H, T, d] -> `out` [T, H * d]."""
@@ -334,7 +335,7 @@ def attend(queries: np.ndarray, keys: np.ndarray, values: np.ndarray, out: np.nd
     crew.all(work)
 
 
-def product(x: np.ndarray, matrix: Matrix, crew: Crew) -> np.ndarray:
+def matmul(x: np.ndarray, matrix: Matrix, crew: WorkerPool) -> np.ndarray:
     """Rows float32 [n, K] -> [n, N]."""
     wide, out = matrix.wide(), np.empty((len(x), matrix.stored.shape[0]), np.float32)
 
@@ -345,7 +346,7 @@ def product(x: np.ndarray, matrix: Matrix, crew: Crew) -> np.ndarray:
     return out
 
 
-def two_layers(x: np.ndarray, first: Matrix, second: Matrix, curve: Curve, crew: Crew) -> np.ndarray:
+def mlp(x: np.ndarray, first: Matrix, second: Matrix, curve: Activation, crew: WorkerPool) -> np.ndarray:
     """Of rows float32 [..., K] -> [..., N]."""
     flat, one, two = x.reshape(-1, x.shape[-1]), first.wide(), second.wide()
     out = np.empty((len(flat), second.stored.shape[0]), np.float32)
@@ -365,13 +366,13 @@ def patches_of(values: np.ndarray, size: int) -> np.ndarray:
     return np.ascontiguousarray(cut.transpose(0, 2, 4, 1, 3)).reshape(rows * columns, 3 * size * size)
 
 
-def squares(x: np.ndarray, columns: int, factor: int) -> np.ndarray:
+def merge_patches(x: np.ndarray, columns: int, factor: int) -> np.ndarray:
     """Of patches [n, D] in so many columns, squares side by side: [n / factor², D * factor²]."""
     cut = x.reshape(len(x) // columns // factor, factor, columns // factor, factor, -1).swapaxes(1, 2)
     return np.ascontiguousarray(cut).reshape(len(x) // factor**2, -1)
 
 
-def joined(x: np.ndarray, factor: int) -> np.ndarray:
+def merge_tile_patches(x: np.ndarray, factor: int) -> np.ndarray:
     """The same of square tiles: [tiles, n, D] -> [tiles, n / factor², D * factor²]."""
     tiles, count, width = x.shape
-    return squares(x.reshape(-1, width), math.isqrt(count), factor).reshape(tiles, count // factor**2, -1)
+    return merge_patches(x.reshape(-1, width), math.isqrt(count), factor).reshape(tiles, count // factor**2, -1)

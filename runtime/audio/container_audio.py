@@ -20,12 +20,12 @@ ANOTHER = "give one as WAV, FLAC, MP3, Ogg or M4A"
 EBML = b"\x1a\x45\xdf\xa3"  # of WebM and MKV
 
 
-def is_film(data: bytes) -> bool:
+def is_container(data: bytes) -> bool:
     """Whether bytes begin as such a file does."""
     return data[4:8] == b"ftyp" or data[:4] == EBML
 
 
-def read_film_sound(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
+def read_container_audio(data: bytes, source: str) -> tuple[Iterator[np.ndarray], int]:
     """Pieces float32 [n, channels] of the first sound in the bytes of a file, and their rate. Raises UsageError, also as they are read."""
     av = library(source)
     try:

@@ -8,10 +8,10 @@ import numpy as np
 
 if TYPE_CHECKING:
     from ..mixture import Mixture
-    from .album import Shown
+    from .media import MediaEmbeddings
 
 
-def by_sort(own: Mixture | None, ids: np.ndarray, shown: Shown | None) -> dict[int, tuple[bool, ...]] | None:
+def vision_routing(own: Mixture | None, ids: np.ndarray, shown: MediaEmbeddings | None) -> dict[int, tuple[bool, ...]] | None:
     """By layer with two sorts of experts, of each token of a pass whether it visits those of pictures; None where none does."""
     if own is None or not own.seen_words:
         return None

@@ -12,7 +12,7 @@ from functools import cached_property
 import numpy as np
 
 from ..config_reader import Keys
-from .log_mel import FRAMES, HIGHEST_HZ, hann, triangles
+from .log_mel import FRAMES, HIGHEST_HZ, hann, triangular_filters
 
 GEMMA_4: Mapping[str, object] = {"frame_length": 320, "fft_overdrive": False, "min_frequency": 0.0, "max_frequency": HIGHEST_HZ,
                                  "mel_floor": 1e-3, "preemphasis": 0.0}
@@ -22,7 +22,7 @@ FILLED = 128  # samples of which a sound of the earlier ones is made a multiple,
 
 
 @dataclass(frozen=True)
-class LogMagnitudes:
+class GemmaLogMel:
     """`frame`: samples that a transform of `window` sees, the rest of which is nothing; `hop` from one to the next; `lowest` and `highest`
     hertz of the bands; `emphasis`: how much of the sample before each is taken off it. `floor`: what silence has a logarithm by. The later
     of two kinds adds it, and has half a frame of silence before the sound, so that the first frame has its beginning in the middle; the
@@ -40,7 +40,7 @@ class LogMagnitudes:
     earlier: bool
 
     @staticmethod
-    def read(keys: Keys, usual: Mapping[str, object]) -> LogMagnitudes:
+    def read(keys: Keys, usual: Mapping[str, object]) -> GemmaLogMel:
         """`usual`: what an extractor of this kind says by saying nothing. Raises ConfigError for what no model that is known has."""
         keys = Keys({**usual, **{name: value for name, value in keys.raw.items() if value is not None}}, keys.where)
         for name in ("per_bin_mean", "per_bin_stddev"):
@@ -54,7 +54,7 @@ class LogMagnitudes:
             raise keys.fail("max_frequency", f"more than min_frequency, and {HIGHEST_HZ:g} at most")
         frame = keys.integer("frame_length", low=16, high=4096)
         window = 1 << (frame - 1).bit_length() + keys.flag("fft_overdrive")
-        return LogMagnitudes(keys.integer("feature_size", 128, high=512), frame, keys.integer("hop_length", 160, high=4096), window, lowest,
+        return GemmaLogMel(keys.integer("feature_size", 128, high=512), frame, keys.integer("hop_length", 160, high=4096), window, lowest,
                              highest, emphasis, keys.number("mel_floor"), keys.number("input_scale_factor", 1.0), usual is GEMMA_3N)
 
     @cached_property
@@ -62,7 +62,7 @@ class LogMagnitudes:
         """float32 [1 + window // 2, bands]."""
         low, high = (2595 * np.log10(1 + hertz / 700) for hertz in (self.lowest, self.highest))
         edges = 700 * (10 ** (np.linspace(low, high, self.bands + 2) / 2595) - 1)
-        return triangles(edges, self.window).astype(np.float32)
+        return triangular_filters(edges, self.window).astype(np.float32)
 
     def around(self, samples: int) -> tuple[int, int]:
         """Silence before and behind a sound of so many samples."""
