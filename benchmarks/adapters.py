@@ -19,7 +19,7 @@ import numpy as np
 from safetensors.numpy import save_file
 
 from effllm.offload.hardware import cpu_threads
-from effllm.runtime.adapters.adapter_lengths import MEASURING
+from effllm.runtime.adapters.dora import MEASURING
 from effllm.runtime.engine import Engine, open_prepared
 from effllm.runtime.events import Progress
 from effllm.runtime.measuring.bench import prepare_synthetic

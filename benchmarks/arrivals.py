@@ -13,11 +13,11 @@ from time import perf_counter
 
 import numpy as np
 
+from effllm.quant.codebooks import MXFP
 from effllm.quant.codes import Codes
 from effllm.quant.imports import awq, compressed_tensors, fp8, gptq, groups, mxfp4
-from effllm.quant.imports.arranged import MXFP4, put_blocks, put_halves, put_pairs, put_words
 from effllm.quant.imports.gguf import DECODERS, KEPT, kept
-from effllm.quant.levels import MXFP
+from effllm.quant.imports.repack import MXFP4, put_blocks, put_halves, put_pairs, put_words
 from effllm.quant.pack import put_factors, put_rows, put_tables
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import from_f32

@@ -20,7 +20,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from effllm.quant.kv_basis import KVBasis
-from effllm.quant.kv_price import Moments, Reading, trials
+from effllm.quant.kv_noise_cost import Moments, Reading, trials
 from effllm.runtime.config import read_config
 from effllm.runtime.kv.kv_profile import Profile
 from effllm.runtime.kv.kv_recording import ROWS, echoed

@@ -37,7 +37,7 @@ def calibrate_sparsity(context: typer.Context, model: Model, text: Sample = None
                        predictor: Predictor = None, threads: Threads = None, json: Json = False) -> None:
     """Record which neurons of a ReLU model a text activates, so that plan can predict what it reads from the disk."""
     from ..runtime.calibrate import built_in_text
-    from ..runtime.library.programs import demand_place_beside
+    from ..runtime.library.external_models import demand_place_beside
     from ..runtime.prepare import EngineOptions
     from ..runtime.sparse import predictors, sparsity, sparsity_file
     from ..runtime.sparse.bundles import together_of

@@ -152,7 +152,7 @@ def show_nearest(question: str, lines: Sequence[str], vectors: Sequence[np.ndarr
 
 def demand_place(path: Path) -> None:
     """Raises EffllmError where no file can be made, before the work whose result it will hold."""
-    from ..runtime.files.whole_file import try_whole
+    from ..runtime.files.atomic_write import try_whole
 
     try:
         try_whole(path)
@@ -164,7 +164,7 @@ def write_array(path: Path, vectors: Sequence[np.ndarray]) -> None:
     """Vectors as one array, whole or not at all. Raises EffllmError."""
     import numpy as np
 
-    from ..runtime.files.whole_file import whole
+    from ..runtime.files.atomic_write import whole
 
     array, form = np.stack(vectors), np.lib.format
     try:

@@ -190,8 +190,8 @@ class Environment:
         return library_aliases(self.variables)
 
     def _stored_elsewhere(self, model: str) -> Stored | None:
+        from ..runtime.library.external_models import find
         from ..runtime.library.model_name import parse_reference
-        from ..runtime.library.programs import find
 
         try:
             reference = parse_reference(model, self.variables)

@@ -141,7 +141,7 @@ def kv_profile(context: typer.Context, model: Model, text: Sample = None, second
     from ..runtime.kv.kv_profile import Profile
     from ..runtime.kv.kv_profile_run import recorded, report
     from ..runtime.kv.kv_recording import SECONDS
-    from ..runtime.library.programs import demand_place_beside
+    from ..runtime.library.external_models import demand_place_beside
 
     screen = Screen(context.obj)
     if seconds is not None and not seconds > 0:

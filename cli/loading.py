@@ -266,7 +266,7 @@ def tokenizer_of(ref: ModelRef, options: EngineOptions) -> Tokenizer:
     tokenizer = read_tokenizer(ref.folder, options)
     if tokenizer.template is not None or ref.go_template is None:
         return tokenizer
-    from ..runtime.files.small_file import read_whole
+    from ..runtime.files.bounded_read import read_whole
     from ..runtime.templates.go_templates import format_of, take
     from ..runtime.templates.template import SOURCE_LIMIT
 

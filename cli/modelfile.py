@@ -68,8 +68,8 @@ def settings_of(said: Sequence[Instruction], path: Path) -> tuple[dict[str, obje
 
 def entry_of(name: str, said: Sequence[Instruction], path: Path, environment: Environment) -> tuple[CatalogEntry, list[str]]:
     """The alias for what the file is FROM, and what is to be said of it."""
+    from ..runtime.library.external_models import here_as
     from ..runtime.library.listing import entry_for
-    from ..runtime.library.programs import here_as
 
     first, *others = [each for each in said if each.name == "FROM"]
     model = _beside(path, first.value)

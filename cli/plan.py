@@ -135,7 +135,7 @@ def before_pull(absent: Absent, weights: BitsFlag, engine: RunFlags, screen: Scr
 def machine_roofs(prepared: Prepared, screen: Screen, no_probe: bool, coming: Path | None = None) -> Roofs:
     """What is known of this machine; what the prediction lacks is measured first. `coming`: where a model will be that is not here."""
     from ..runtime.planning import forecast, roofs
-    from ..runtime.pull.reckon import nearest
+    from ..runtime.pull.run_estimate import nearest
 
     wanted = forecast.wanted(prepared)
     known = roofs.known(wanted if coming is None else replace(wanted, file=nearest(coming)))
@@ -147,7 +147,7 @@ def report(model: str, prepared: Prepared, known: Roofs, found: Forecast, better
     """What `--json` prints. Keys stay; bytes, seconds, tokens a second. Of a tier, `weights_bytes` are those of its memory, or what a token
     reads, and `tensor_bytes` those of the model's tensors that lie there: over all tiers, all of them. Where pages of the
     cache are picked, those of a token from the disk are the most that it could read."""
-    from ..runtime.adapters.adapter_lengths import measuring_s
+    from ..runtime.adapters.dora import measuring_s
     from ..runtime.planning.chosen_kernels import chosen_kernels
     from ..runtime.weights.weight_tiers import weight_tiers
 
@@ -222,7 +222,7 @@ def lines(model: str, prepared: Prepared, known: Roofs, found: Forecast, better:
               + f", up to {format_size(work.kv_at(placement.ctx))} of cache{paged_cache(prepared, work)}"),
              *products(prepared), *speeds(found)]
     if prepared.adapted.names:
-        from ..runtime.adapters.adapter_lengths import measuring_s
+        from ..runtime.adapters.dora import measuring_s
 
         own = prepared.adapted
         rows = f"; measuring rows for DoRA takes about {seconds(measuring_s(prepared))} of each start" if own.lengths else ""

@@ -172,7 +172,7 @@ def measured(plan: PullPlan, screen: Screen, at_all: bool = True) -> PullPlan:
     """The plan with a speed for the person who is about to decide: a machine of which nothing is known is measured, some seconds, once;
     where that would begin with compiling kernels, or not `at_all`, the memory alone."""
     from ..runtime.planning import roofs
-    from ..runtime.pull.reckon import lacking, roughly, with_roofs
+    from ..runtime.pull.run_estimate import lacking, roughly, with_roofs
 
     if not screen.environment.can_ask:
         return plan

@@ -323,7 +323,7 @@ def kept_prompts(engine: Engine, ref: ModelRef, flags: SessionFlags, for_good: b
                  lasting: ExitStack) -> KeptPrompts | None:
     """What keeps the caches of conversations while others are answered: in a folder that goes with `lasting`, or `for_good` among the
     sessions. None where nothing is to be kept, or can be."""
-    from ..runtime.files.lasting_folder import lasting_folder
+    from ..runtime.files.scratch_folder import lasting_folder
     from ..runtime.library.storage import served_folder
     from ..runtime.sessions.kept_prompts import KeptPrompts, hindrance
     from ..runtime.sessions.saved import SavedSessions

@@ -110,7 +110,7 @@ def serve_many(context: typer.Context, served: Served, answer: AnswerFlags, samp
 
 def joined(models: Sequence[ModelRef], screen: Screen) -> list[ModelRef]:
     """Each model once: of one that lies in several GGUF files any part stands for all of them, and more than one was typed."""
-    from ..runtime.gguf.names import all_parts
+    from ..runtime.gguf.file_names import all_parts
 
     made: dict[Path, ModelRef] = {}
     for ref in models:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 
 from .. import UsageError
-from ..runtime.files.small_file import read_whole
+from ..runtime.files.bounded_read import read_whole
 from .flags import names_and_types, token_count, variable
 from .habits import meant_variable
 from .options import CONTRADICTIONS, AnswerFlags, RunFlags, SamplingFlags, SessionFlags, ShowFlags, WeightFlags, most_tokens

@@ -189,7 +189,7 @@ def edit(chat: Conversation, rest: str) -> None:
 
 
 def export(chat: Conversation, rest: str) -> None:
-    from ..runtime.files.whole_file import write_whole
+    from ..runtime.files.atomic_write import write_whole
     from .transcript import transcript
 
     demand_turn(chat)

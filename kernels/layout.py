@@ -38,7 +38,7 @@ ONE_SCALE, LEAST_TOP = 16, 1e-5
 
 PAGE = 128  # tokens in a page
 REPEATED = 8  # tokens at most of a pass that may come again, an answer's or a draft's: kernels take more as a prompt
-THIN_RANKS, THIN_INPUTS, THIN_OUTPUTS = 16, 256, 64  # of a block of an adapter's matrices (`quant/thin.py`)
+THIN_RANKS, THIN_INPUTS, THIN_OUTPUTS = 16, 256, 64  # of a block of an adapter's matrices (`quant/lora_layout.py`)
 ALIGN = 64  # a cache line: alignment of every tensor in memory
 EXTENT = 4096  # alignment of a layer-page: what direct I/O asks for
 

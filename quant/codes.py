@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..kernels.tiles import ROWS, SUPER_BLOCK
-from .levels import E4M3
+from .codebooks import E4M3
 from .spec import QuantSpec
 from .weight import from_f32, to_f32
 

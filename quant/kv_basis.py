@@ -58,7 +58,7 @@ class KVBasis:
     def from_moments(cls, k: np.ndarray, price_k: np.ndarray, v: np.ndarray, price_v: np.ndarray, k_page: np.ndarray | None = None,
                      k_mean: np.ndarray | None = None, profile: int = 0) -> KVBasis:
         """From second moments [H, D, D] of recorded K after RoPE (around the mean of 32 tokens: a zero removes the rest) and of V, and
-        from what noise in them costs (`kv_price.Moments`). Strengths keep the unit of the prices, so layers can be compared. `k_page`
+        from what noise in them costs (`kv_noise_cost.Moments`). Strengths keep the unit of the prices, so layers can be compared. `k_page`
         [H, D]: the usual power of K's channels in a page, against which a page shows a pair that is far above it."""
         pairs = _pairs(np.diagonal(k, axis1=1, axis2=2) if k_page is None else k_page) / 2
         (k_matrix, strength_k), (v_matrix, strength_v) = _by_groups(k, price_k), _by_groups(v, price_v)

@@ -21,8 +21,8 @@ from ..kernels.tiles import (
     tile_nbytes,
 )
 from . import super_blocks
+from .codebooks import E4M3
 from .codes import Codes, Sparse
-from .levels import E4M3
 from .spec import QuantSpec
 from .weight import RAW_NUMPY, from_f32, to_f32
 

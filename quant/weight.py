@@ -18,7 +18,7 @@ from ..kernels.tiles import ROWS, SCHEME_SHIFT, SCHEMES, TILE, block_nbytes, row
 from .spec import QuantSpec
 
 if TYPE_CHECKING:
-    from .thin import Added
+    from .lora_layout import Added
 
 SECTIONS = ("codes", "scales", "zeros", "row_scales", "tables")  # of a low-bit weight without outliers, as uint8
 RAW_NUMPY = {"f32": np.dtype(np.float32), "f16": np.dtype(np.uint16), "bf16": np.dtype(np.uint16)}

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from ..kernels.latent_shape import LatentShape
     from ..kernels.reference_moe import Routing
-    from ..quant.state_weights import Ngrams
+    from ..quant.recurrent_weights import Ngrams
     from ..quant.weight import (
         Apart,
         Bundles,

@@ -23,8 +23,8 @@ from ..quant.stats import Stats
 from ..quant.weight import Norm
 from .cache import KVCache
 from .config import ModelConfig, read_config
+from .conversion.calibration_stats import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
 from .conversion.convert_stream import DAMAGED
-from .conversion.gathered import LEAST_VISITS, ExpertRoles, Gathered, expert_roles
 from .events import Notice, Progress
 from .families import EXPERT, SHARED, kind_of
 from .kv.cache_made import open_cache

@@ -13,11 +13,11 @@ from ..offload.safetensors_header import is_gguf
 from ..offload.size import format_size
 from . import hub
 from .config_reader import show, show_name
-from .gguf import names
-from .library import storage, unfinished
+from .gguf import file_names
+from .library import storage, unfinished_downloads
 from .library.aliases import NOT_STATED, CatalogEntry, catalog, entry_folder, parse_catalog
 from .library.model_name import ELSEWHERE, LOOK, Reference, exists, parse_reference
-from .library.near_names import OLLAMAS, called_elsewhere, near, slips, tagged
+from .library.name_suggestions import OLLAMAS, called_elsewhere, near, slips, tagged
 
 __all__ = ["Absent", "CatalogEntry", "ModelRef", "catalog", "entry_folder", "find_entry", "parse_catalog", "pull_hint", "resolve"]
 
@@ -101,7 +101,7 @@ def _resolve(reference: Reference, env: Mapping[str, str]) -> ModelRef:
 
 def _from_program(reference: Reference, own: Reference, env: Mapping[str, str], alias: str | None = None) -> ModelRef:
     """The file of a model of another program that `own` names."""
-    from .library.programs import find
+    from .library.external_models import find
 
     kept = find(own, env)
     stored = kept.stored
@@ -135,8 +135,8 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         path = path / (_meant(reference, path, show_name(str(path))) or reference.file)
     try:
         if path.is_dir():
-            files = [] if (path / "config.json").is_file() else names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
-            if (file := names.usual(files)) is not None and reference.file is None:
+            files = [] if (path / "config.json").is_file() else file_names.models(hub.gguf_files(path, deep=False))  # "/" is a path too
+            if (file := file_names.usual(files)) is not None and reference.file is None:
                 return _from_gguf(reference, path / file)
             if files:
                 raise ModelNotFound(f"{show_name(text)} holds GGUF files and no config.json", f"name one: {_listed(reference, files)}")
@@ -149,7 +149,7 @@ def _from_path(reference: Reference, path: Path) -> ModelRef:
         if plain := _without_end(reference, folder):
             raise ModelNotFound(f"{show_name(text)}: what lies on the disk has neither revisions nor tags",
                                 f"leave that out: {typed(plain)}")
-        others = names.models(hub.gguf_files(folder)) if reference.file else []
+        others = file_names.models(hub.gguf_files(folder)) if reference.file else []
         if reference.file and folder.is_dir() and not is_gguf(path):
             raise ModelNotFound(f"{show_name(text)}: no name of a GGUF file in {folder} states {reference.file}",
                                 f"name one: {_listed(reference, others)}" if others else f"leave it out: {reference.base}")
@@ -177,9 +177,9 @@ def _from_gguf(reference: Reference, path: Path, **facts: object) -> ModelRef:
 
 def _meant(reference: Reference, folder: Path, where: str) -> str | None:
     """The file below `folder` that a reference names or states by its tag, None for none. Raises ModelNotFound for several."""
-    if reference.file.lower().endswith(names.SUFFIX):
+    if reference.file.lower().endswith(file_names.SUFFIX):
         return reference.file if exists(folder / reference.file) else None
-    found = names.meant(reference.file, hub.gguf_files(folder))
+    found = file_names.meant(reference.file, hub.gguf_files(folder))
     if len(found) > 1:
         raise ModelNotFound(f"{where} has {len(found)} files of {reference.file}",
                             f"name one: {_listed(reference, found)}")
@@ -236,8 +236,8 @@ def _from_repo(reference: Reference, repo: str, revision: str, env: Mapping[str,
         best = next((each for each in kept if each.spec == usual), kept[-1])
         notice = "" if reference.variant else f"{reference.text}: its weights of {best.spec}; the full ones are not on this machine"
         return _of_folder(ModelRef(reference.text, best.folder, repo=repo, revision=best.revision, notice=notice, **facts))
-    if "config.json" in missing and (files := names.models(hub.gguf_files(found.folder))):
-        if (file := names.usual(files)) is not None and reference.variant is None:
+    if "config.json" in missing and (files := file_names.models(hub.gguf_files(found.folder))):
+        if (file := file_names.usual(files)) is not None and reference.variant is None:
             return _from_cached_file(replace(reference, file=file), found, facts, env)
         raise _absent(reference, repo, f"only GGUF files of {repo} are here", f"name one: {_listed(reference, files)}")
     if missing:
@@ -252,14 +252,14 @@ def _refuse_begun(reference: Reference, repo: str, revision: str, env: Mapping[s
     """Raises Absent where a download was stopped, with how much of it is here; nothing where none was begun."""
     begun = []
     if reference.variant and not reference.file:
-        from .library import half_made  # not for the shell, which waits for names
+        from .library import unfinished_builds  # not for the shell, which waits for names
 
-        begun = half_made.meant(env, repo, revision, reference.variant)
+        begun = unfinished_builds.meant(env, repo, revision, reference.variant)
     for each in begun[:1]:
         raise _absent(reference, repo, f"{repo}:{each.spec} is only partly made: {format_size(each.held)} of {format_size(each.size)} have "
                       "come",
                       f"to complete it: effllm pull {reference.to_pull}")
-    for each in unfinished.meant(env, repo, revision, reference.file)[:1]:
+    for each in unfinished_downloads.meant(env, repo, revision, reference.file)[:1]:
         what = f"{reference.file} of {repo}" if reference.file else repo
         raise _absent(reference, repo, f"{what} is only partly downloaded: {format_size(each.held)} of {format_size(each.size)} are here",
                       f"to complete it: effllm pull {reference.to_pull}")
@@ -270,7 +270,7 @@ def _from_cached_file(reference: Reference, found: hub.Snapshot, facts: Mapping[
     name = _meant(reference, found.folder, found.repo)
     if name is None:
         return None
-    if lost := [part for part in names.all_parts(name) if not (found.folder / part).exists()]:
+    if lost := [part for part in file_names.all_parts(name) if not (found.folder / part).exists()]:
         raise _absent(reference, found.repo, f"{name} of {found.repo} is only partly downloaded: {lost[0]} is missing"
                       + (f" and {len(lost) - 1} more" if len(lost) > 1 else ""), f"to complete it: effllm pull {reference.to_pull}")
     own = {key: facts[key] for key in ("alias", "licence", "gated") if key in facts} or {"licence": _licence_of_file(found, name, env)}
@@ -303,7 +303,7 @@ def _absent_entry(reference: Reference, entry: CatalogEntry) -> Absent:
 
 def _next_step(reference: Reference, entry: CatalogEntry) -> str:
     """For a precision of GGUF files (`qwen3-8b:Q4_K_M`), which repositories of safetensors do not have, what comes near it."""
-    if not reference.file or reference.file.lower().endswith(names.SUFFIX):
+    if not reference.file or reference.file.lower().endswith(file_names.SUFFIX):
         return pull_hint(entry, reference.to_pull)
     bits = next((each for each in reference.file if each in "234568"), "4")
     return f"it holds no GGUF files: {pull_hint(entry, f'{reference.base} --bits {bits}')}; of others: org/repo:{reference.file}"
@@ -333,7 +333,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
     if is_repo:
         meant = slips(name, repos | {entry.repo for entry in entries if entry.repo})
     else:  # what ends in a precision may state a size before it: qwen3:8b-q4_K_M
-        meant = tagged(name, reference.file, entries) if re.fullmatch(names.TAG, reference.file or "", re.IGNORECASE) else []
+        meant = tagged(name, reference.file, entries) if re.fullmatch(file_names.TAG, reference.file or "", re.IGNORECASE) else []
         meant = meant or _meant_by(name, entries, repos)
     if (there := _in_ollama(name, env)) is not None:
         meant = [there]
@@ -346,7 +346,7 @@ def _not_found(reference: Reference, entries: Iterable[CatalogEntry], env: Mappi
 
 def _in_ollama(name: str, env: Mapping[str, str]) -> str | None:
     """What to type for a name that leads nowhere here and is one of Ollama's library."""
-    from .library.programs import here_as
+    from .library.external_models import here_as
 
     return here_as(name, env)
 

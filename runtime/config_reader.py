@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from .. import EffllmError, ModelNotFound, ls, typed
-from .files.small_file import OddFile, read_whole
+from .files.bounded_read import OddFile, read_whole
 
 ADAPTER = "adapter_config.json"  # what stands in the place of config.json beside a LoRA adapter
 FILE_LIMIT = 10 * 2**20

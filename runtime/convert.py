@@ -37,8 +37,8 @@ from .conversion.convert_plan import MATRICES, ConversionPlan, SizeRow, plan_con
 from .conversion.convert_tensors import Converter
 from .engine import Engine, EngineOptions, open_engine
 from .events import Notice, Progress
-from .files.small_file import TOKENIZER_NBYTES
-from .files.written import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
+from .files.bounded_read import TOKENIZER_NBYTES
+from .files.model_folder_files import KV_PROFILE, demand_folder, foreign, what_lies_at, whole_already
 from .hub import COMPANIONS, NESTED
 from .images.tower_copy import copy_tower, tower_nbytes
 from .planning.compiled import compiled

@@ -24,8 +24,8 @@ from ..offload.direct_io import Interrupted, ReadStats
 from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.page_stream import PagesLost
 from ..quant.kv import codec
-from .adapters.adapter_lengths import measured
-from .adapters.choosing import Choosing, scales_of
+from .adapters.adapter_selection import Choosing, scales_of
+from .adapters.dora import measured
 from .cache import KVCache
 from .events import Notice, Progress, Yield
 from .images.multimodal import MultimodalInputs

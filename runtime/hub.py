@@ -15,7 +15,7 @@ from pathlib import Path
 from string import Template
 
 from .config_reader import ConfigError, read_json
-from .gguf.names import PATH, SUFFIX
+from .gguf.file_names import PATH, SUFFIX
 
 REPO = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*(/[A-Za-z0-9_][A-Za-z0-9_.-]*)?")
 REVISION = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_./-]*")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..quant.state_weights import Ngrams
+    from ..quant.recurrent_weights import Ngrams
     from ..quant.weight import (
         Apart,
         Bundles,

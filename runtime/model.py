@@ -18,7 +18,7 @@ from ..offload.checkpoint import TensorStore
 from ..offload.notes import Fallback
 from ..offload.resident_pager import ResidentPager
 from . import families
-from .adapters.adapted import NOTHING, Adapted
+from .adapters.loaded_adapters import NOTHING, Adapted
 from .cache import KVCache
 from .config import ModelConfig
 from .families import SEEN, expert_of

@@ -21,7 +21,7 @@ from ..offload.notes import Fallback, refuse_fallbacks
 from ..offload.placement import Budget, Placement
 from ..offload.size import SPARE, format_size, parse_size
 from ..quant.kv import PackedCodec, RawCodec, codec, of_types
-from .adapters.adapted import NOTHING, Adapted, adapted
+from .adapters.loaded_adapters import NOTHING, Adapted, adapted
 from .cache import CacheShape
 from .config import ModelConfig, read_config
 from .generation import parallel
@@ -46,7 +46,7 @@ from .speculation.mtp import own_cache_nbytes
 from .speculation.mtp_tensors import MTP
 from .speculation.speculation_plan import Speculating, decide, demand_own_layer, reads_of, wants_own_layer
 from .stores.container import Container
-from .stores.unread import unread_notices
+from .stores.unused_tensors import unread_notices
 from .tensors import check_tensors, with_own_layer
 from .weights.paged_experts import PagedExperts
 from .weights.parts import Parts

@@ -14,17 +14,17 @@ from ..offload.safetensors_header import is_gguf, shown
 from .config_reader import read_model
 from .families import BY_PREFIX
 from .hub import stated_licence
+from .stores.canonical_names import cut_groups, give_names, give_text_names
 from .stores.composite import text_alone
 from .stores.container import FILE, Container, made_here, read_container
-from .stores.double_store import DoubleStore, has_doubles
-from .stores.stored_names import cut_groups, give_names, give_text_names
+from .stores.float64_store import DoubleStore, has_doubles
 from .weights.tied_head import leave_out_copied_parts, leave_out_copy, outer_rules
 
 if TYPE_CHECKING:
     from ..quant.spec import QuantSpec
 
-# Models whose folders hold matrices of experts with inputs before outputs (`turned_experts.py`), and whether all of them do.
-BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`expert_rows.py`)
+# Models whose folders hold matrices of experts with inputs before outputs (`transposed_experts.py`), and whether all of them do.
+BY_ROWS = ("dbrx",)  # and those of all experts of a layer in one matrix, row by row (`dbrx_experts.py`)
 TURNED = {"llama4": True, "llama4_text": True, "qwen3_vl_moe": False}
 
 
@@ -65,16 +65,16 @@ def _rearranged(store: TensorStore, wide: str, low_bit: bool, kept: Callable[[st
     if outer.get("model_type") in BY_PREFIX:
         give_text_names(store)
     if outer.get("model_type") in TURNED:
-        from .stores.turned_experts import turned
+        from .stores.transposed_experts import turned
 
         store = turned(store, raw, TURNED[outer["model_type"]])
     if raw.get("model_type") in BY_ROWS:
-        from .stores.expert_rows import experts_of_rows
+        from .stores.dbrx_experts import experts_of_rows
 
         store = experts_of_rows(store, raw)
-    from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, parted
-    from .stores.scaled_tables import with_tables, without_tables
-    from .stores.whole_numbers import with_numbers
+    from .stores.fp8_ngram_tables import with_tables, without_tables
+    from .stores.integer_tables import with_numbers
+    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, parted
 
     give_names(store, raw.get("model_type"))
     tables = without_tables(store, wide)
@@ -97,7 +97,7 @@ def _in_own_form(store: TensorStore, raw: Mapping[str, object], wide: str, low_b
     if raw.get("model_type") == "deepseek_v4":
         cut_groups(store, raw.get("o_groups", 8))
     if raw.get("model_type") == "gpt_oss":
-        from .stores.expert_store import ExpertStore
+        from .stores.gpt_oss_experts import ExpertStore
 
         return ExpertStore(store, kept or (lambda name: low_bit))
     if section is not None:
@@ -121,7 +121,7 @@ def _of_mlx(store: TensorStore, raw: Mapping[str, object], wide: str, kept: Call
     from .stores.imported_mlx import MlxStore
     from .stores.mlx_latent import latent_rules, with_heads_joined
     from .stores.mlx_names import give_mlx_names
-    from .stores.parted_rows import places
+    from .stores.tensor_views import places
 
     config = read_config(store.folder)
     family = families.get(config.family)
@@ -172,7 +172,7 @@ def _parted(path: Path) -> frozenset[str]:
     family = families.get(config.family)
     rules = (rule for i in range(config.num_hidden_layers) for rule in family.layer_tensors(config, i).values())
     found = frozenset(rule.part_of[0] if rule.part_of else rule.name for rule in rules if rule.part_of or rule.plain)
-    from .stores.parted_rows import joins, places
+    from .stores.tensor_views import joins, places
 
     return found | {whole for whole, _ in places(config).values()} | {name for named in joins(config).values() for name, _ in named}
 
@@ -181,7 +181,7 @@ def _depths(path: Path) -> dict[str, int]:
     """Name -> inputs of the matrices that a model reads, whole or in parts."""
     from . import families
     from .config import read_config
-    from .stores.parted_rows import joins, places, stacks
+    from .stores.tensor_views import joins, places, stacks
 
     config = read_config(path)
     family = families.get(config.family)
@@ -251,7 +251,7 @@ def _imports_codes(path: Path) -> bool:
 
 def _is_rearranged(path: Path) -> bool:
     from .config import read_config
-    from .stores.parted_rows import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, stacks
+    from .stores.tensor_views import IN_ONE, JOINED, ROUTERS_TURNED, STACKED, stacks
 
     kind = read_model(path).get("model_type")
     made = ("gpt_oss", *IN_ONE, *JOINED, *ROUTERS_TURNED, *TURNED, *BY_ROWS)
@@ -265,7 +265,7 @@ def settings_of(path: Path) -> dict[str, object] | None:
     """The sampling settings that a GGUF file recommends, under the names of generation_config.json; None for a folder."""
     if not is_gguf(path):
         return None
-    from .gguf.settings import generation_config
+    from .gguf.folder_files import generation_config
 
     return generation_config(path)
 
@@ -274,17 +274,17 @@ def licence_of(path: Path) -> str | None:
     """The licence that a GGUF file, or the card of a folder, states."""
     if not is_gguf(path):
         return stated_licence(path)
-    from .gguf import settings
+    from .gguf import folder_files
     from .gguf.store import read_header
 
-    return settings.stated_licence(read_header(path))
+    return folder_files.stated_licence(read_header(path))
 
 
 def folder_files(path: Path) -> dict[str, str]:
     """Name -> text of the files that a folder made of this model needs beside its weights, where the model is no folder to copy from."""
     if not is_gguf(path):
         return {}
-    from .gguf.settings import folder_texts
+    from .gguf.folder_files import folder_texts
 
     return folder_texts(path)
 

@@ -6,7 +6,7 @@ from effllm import EffllmError
 from effllm.runtime import families
 from effllm.runtime.config import ModelConfig, parse_config
 from effllm.runtime.config_reader import Keys
-from effllm.runtime.stores.parted_rows import joins, places, stacks
+from effllm.runtime.stores.tensor_views import joins, places, stacks
 
 SMALL = {"vocab_size": 300, "hidden_size": 96, "intermediate_size": 88, "num_hidden_layers": 4, "num_attention_heads": 6,
          "num_key_value_heads": 2}

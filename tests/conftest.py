@@ -23,7 +23,7 @@ from served import MINUTE, Served, serving
 from effllm.cli.server.answer_queue import AnswerQueue
 from effllm.kernels import blas, warm
 from effllm.kernels.threads import ThreadPool
-from effllm.runtime.conversion import damage_notes
+from effllm.runtime.conversion import bit_search_cache
 from effllm.runtime.library import ollama
 
 # Sixteen thousand tests and the libraries that they import stay until the end. By Python's own numbers a collector goes through all of
@@ -111,7 +111,8 @@ def terminals_are_those_of_tests() -> Iterator[None]:
 def measured_by_nobody(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
     """A search for formats begins at its beginning."""
     place: list[Path] = []
-    monkeypatch.setattr(damage_notes, "folder", lambda: place[0] if place else place.append(tmp_path_factory.mktemp("damage")) or place[0])
+    monkeypatch.setattr(bit_search_cache, "folder",
+                        lambda: place[0] if place else place.append(tmp_path_factory.mktemp("damage")) or place[0])
 
 
 @pytest.fixture(scope="session", autouse=True)

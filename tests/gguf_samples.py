@@ -15,10 +15,10 @@ from tokenizers import Tokenizer
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.offload.shards import PAD
-from effllm.quant.imports.gguf_levels import KINDS as LEVELED
-from effllm.quant.levels import E4M3, MXFP
+from effllm.quant.codebooks import E4M3, MXFP
+from effllm.quant.imports.gguf_codebooks import KINDS as LEVELED
 from effllm.quant.weight import RAW_NUMPY, to_f32
-from effllm.runtime.stores.stored_names import give_names
+from effllm.runtime.stores.canonical_names import give_names
 
 if TYPE_CHECKING:
     from family_models import Case

@@ -17,7 +17,7 @@ from safetensors.numpy import save
 
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
-from effllm.runtime.pull import reckon
+from effllm.runtime.pull import run_estimate
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"
 MINUTE = 60
@@ -25,7 +25,7 @@ MINUTE = 60
 
 def measure_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     """At a terminal a pull measures a machine that nobody has measured: some seconds for each test, and figures in the person's cache."""
-    monkeypatch.setattr(reckon, "lacking", lambda run: None)
+    monkeypatch.setattr(run_estimate, "lacking", lambda run: None)
 
 
 class Terminal(io.StringIO):

@@ -12,7 +12,7 @@ import effllm
 from effllm.offload.expert_cache import PolicyChoice
 from effllm.offload.placement import Residency
 from effllm.offload.shards import Planned, plan_files
-from effllm.runtime.adapters.adapter_lengths import measured
+from effllm.runtime.adapters.dora import measured
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine
 from effllm.runtime.measuring.synthetic import SyntheticStore

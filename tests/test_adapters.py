@@ -27,9 +27,9 @@ import effllm
 from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.quant.weight import Weight, to_f32
-from effllm.runtime.adapters.adapted import BESIDE, adapted
 from effllm.runtime.adapters.adapter import named_alike
-from effllm.runtime.adapters.adapter_places import places as places_of
+from effllm.runtime.adapters.adapter_targets import places as places_of
+from effllm.runtime.adapters.loaded_adapters import BESIDE, adapted
 from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine

@@ -30,8 +30,8 @@ from test_chosen_adapters import CHOICES, alone_and_together, logits_of
 from test_cli_eval import Ran
 
 from effllm import EffllmError
-from effllm.runtime.adapters.adapted import adapted
-from effllm.runtime.adapters.adapter_lengths import OPENING, RATE
+from effllm.runtime.adapters.dora import OPENING, RATE
+from effllm.runtime.adapters.loaded_adapters import adapted
 from effllm.runtime.adapters.merge import merge
 from effllm.runtime.config import read_config
 

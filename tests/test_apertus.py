@@ -28,7 +28,7 @@ from effllm.quant.weight import Curve, Linear, Norm, Weight
 from effllm.runtime.config import parse_config, read_config
 from effllm.runtime.config_rope import RopeConfig
 from effllm.runtime.gguf import apertus
-from effllm.runtime.stores.unread import unread
+from effllm.runtime.stores.unused_tensors import unread
 from effllm.runtime.tensors import check_tensors
 
 OWN = Curve(0.83, 1.27)

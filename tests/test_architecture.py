@@ -35,7 +35,7 @@ CONFINED = {
     "rich": ("cli/screen.py",),
     "typer": ("cli/",),
     "prompt_toolkit": ("cli/",),
-    "gguf": ("quant/imports/gguf_levels.py",),
+    "gguf": ("quant/imports/gguf_codebooks.py",),
     "tokenizers": ("runtime/",),
     "jinja2": ("runtime/",),
     "huggingface_hub": ("runtime/hub.py",),

@@ -20,11 +20,11 @@ from effllm.offload.direct_io import BLOCK, THREADS, Read
 from effllm.offload.repack import Repack, RepackedPart, RepackJob, RepackStep, StagingBuffers, plan_staging, staging_buffer
 from effllm.offload.safetensors_header import TensorInfo
 from effllm.offload.streaming_pager import Part, Range, lay_out
-from effllm.runtime.gguf import sources
+from effllm.runtime.gguf import tensor_sources
 from effllm.runtime.planning.needed_kernels import folder_kinds
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.source import open_store, open_weights
-from effllm.runtime.stores import expert_store, made_store
+from effllm.runtime.stores import converting_store, gpt_oss_experts
 
 KINDS = ("Q8_0", "Q5_0", "Q4_0", "Q4_K", "Q5_K", "Q6_K", "MXFP4", "Q5_1", "Q4_1", "NVFP4")
 SMALL = Case("qwen3_moe", {"hidden_size": 256, "intermediate_size": 256, "num_experts": 3, "num_experts_per_tok": 2, "head_dim": 32,
@@ -84,9 +84,9 @@ def check(store: TensorStore) -> int:
 def cut(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As small as pieces and steps can be."""
     if request.param:
-        monkeypatch.setattr(made_store, "STEP_VALUES", 1)
-        monkeypatch.setattr(sources, "READ_NBYTES", 1)
-        monkeypatch.setattr(expert_store, "READ_NBYTES", 1)
+        monkeypatch.setattr(converting_store, "STEP_VALUES", 1)
+        monkeypatch.setattr(tensor_sources, "READ_NBYTES", 1)
+        monkeypatch.setattr(gpt_oss_experts, "READ_NBYTES", 1)
     return request.param
 
 
@@ -160,14 +160,14 @@ def test_a_piece_of_a_file_takes_no_more_than_is_counted(source: Path, tmp_path:
 
 @pytest.mark.parametrize("values", (1 << 13, 1 << 17))
 def test_a_weight_of_other_tools_takes_no_more_than_is_counted(imported: Path, monkeypatch: pytest.MonkeyPatch, values: int) -> None:
-    monkeypatch.setattr(made_store, "STEP_VALUES", values)
+    monkeypatch.setattr(converting_store, "STEP_VALUES", values)
     for low_bit in (True, False):
         with open_store(imported, low_bit=low_bit) as store:
             assert 0.05 < most(store) <= 1
 
 
 def test_published_codes_take_no_more_than_is_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(made_store, "STEP_VALUES", 1 << 12)
+    monkeypatch.setattr(converting_store, "STEP_VALUES", 1 << 12)
     packed_model(tmp_path / "oss")
     for low_bit in (True, False):
         with open_store(tmp_path / "oss", low_bit=low_bit) as store:

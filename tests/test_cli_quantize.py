@@ -22,7 +22,7 @@ from effllm.offload.folder_writer import JOURNAL, partial_folder
 from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.on_load import PREFIX
-from effllm.runtime.files.lasting_folder import LOCK
+from effllm.runtime.files.scratch_folder import LOCK
 from effllm.runtime.kv.kv_profile_file import load_profile
 
 FABLE = Path(__file__).resolve().parent.parent / "models" / "fable"

@@ -11,7 +11,7 @@ from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYu
 from effllm import EffllmError
 from effllm.runtime import families
 from effllm.runtime.config import parse_config
-from effllm.runtime.gguf.config_out import exported_as
+from effllm.runtime.gguf.config_export import exported_as
 from effllm.runtime.rope import rope_table
 
 ALPHA = {"alpha": 1000.0, "beta_fast": 32, "beta_slow": 1, "factor": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "type": "dynamic"}

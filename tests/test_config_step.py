@@ -11,7 +11,7 @@ from effllm.offload.gguf_header import GgufHeader
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import parse_config
 from effllm.runtime.gguf import step35
-from effllm.runtime.gguf.windows import Given
+from effllm.runtime.gguf.family_context import Given
 
 GLOBAL, LOCAL = "full_attention", "sliding_attention"
 KINDS = [GLOBAL, LOCAL, LOCAL, LOCAL] * 12  # of 45 layers and three that guess ahead

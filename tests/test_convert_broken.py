@@ -23,7 +23,7 @@ from effllm.quant.pack import unpack
 from effllm.runtime.config_reader import ConfigError
 from effllm.runtime.conversion import convert_stream
 from effllm.runtime.convert import ConvertOptions, convert, recipe_of
-from effllm.runtime.files.written import foreign
+from effllm.runtime.files.model_folder_files import foreign
 from effllm.runtime.stores.container import read_container
 
 MINUTE = 60

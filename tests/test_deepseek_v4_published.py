@@ -26,9 +26,9 @@ from effllm.runtime.config import read_config
 from effllm.runtime.conversion.convert_plan import plan_conversion
 from effllm.runtime.library.local_model import local_model
 from effllm.runtime.source import is_low_bit, open_store, open_weights, quantization_of
+from effllm.runtime.stores.canonical_names import cut_groups
 from effllm.runtime.stores.container import read_container
 from effllm.runtime.stores.expected_formats import expected_formats
-from effllm.runtime.stores.stored_names import cut_groups
 from effllm.runtime.tensors import check_tensors, parameters
 
 STATED = {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128], "activation_scheme": "dynamic"}

@@ -14,7 +14,7 @@ from effllm import DiskFull, DoesNotFit, EffllmError, lacks_room, not_written
 from effllm.offload.page_pool import DiskTier
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.conversion.on_load import temporary_folder
-from effllm.runtime.files.whole_file import write_whole
+from effllm.runtime.files.atomic_write import write_whole
 from effllm.runtime.planning.pressure import Watch
 from effllm.runtime.sparse.sparsity import Trace
 

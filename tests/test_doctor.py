@@ -16,7 +16,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.screen import Screen
 from effllm.kernels.cpu.candidates import default_registry
-from effllm.runtime.files.places import places
+from effllm.runtime.files.storage_locations import places
 from effllm.runtime.planning import diagnose, roofs
 from effllm.runtime.planning.forecast import no_roofs
 from effllm.runtime.planning.roofs import MachineRoofs, Roofs

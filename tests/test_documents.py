@@ -27,7 +27,7 @@ from effllm.cli.errors import INTERRUPTED
 from effllm.cli.screen import Screen
 from effllm.runtime.conversion import compressed_tensors
 from effllm.runtime.families import COMPOSITE, FAMILIES, RENAMED
-from effllm.runtime.gguf import config_out
+from effllm.runtime.gguf import config_export
 from effllm.runtime.gguf.architectures import BY_FAMILY
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.kv.kv_profile import Profile
@@ -129,7 +129,7 @@ def test_the_readme_counts_the_families_that_hear() -> None:
     assert ("seven", "eight", "nine", "ten", "eleven", "twelve").index(count) + 7 == len(rows)
 
 
-@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_out.NOT_WRITTEN),
+@pytest.mark.parametrize(("format_", "not_written"), [("GGUF", config_export.NOT_WRITTEN),
                                                       ("compressed-tensors", compressed_tensors.NOT_WRITTEN)])
 def test_the_models_that_are_not_exported_are_named(format_: str, not_written: dict[str, str]) -> None:
     """By how the names of their rows begin."""

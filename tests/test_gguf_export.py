@@ -25,7 +25,7 @@ from effllm.runtime.engine import Engine, open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.gguf.export import Exported, export_gguf
 from effllm.runtime.gguf.tokenizer import tokenizer_files
-from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
+from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.sampler import Sampler, SamplerSettings
 from effllm.runtime.sampling.generation_config import read_generation_config

@@ -16,7 +16,7 @@ from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.families import FAMILIES
 from effllm.runtime.gguf.architectures import BY_FAMILY
-from effllm.runtime.gguf.config_out import NOT_WRITTEN, exported_as
+from effllm.runtime.gguf.config_export import NOT_WRITTEN, exported_as
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.rope import rope_table
 from effllm.runtime.sampler import Sampler, SamplerSettings
@@ -27,7 +27,7 @@ LIKELY = 2e-2  # llama.cpp rounds activations to 16 bits; below this share of th
 
 
 def test_every_family_is_exported_or_says_why_not() -> None:
-    assert set(FAMILIES) == {*BY_FAMILY, *NOT_WRITTEN}, "BY_FAMILY of runtime/gguf/architectures.py, or NOT_WRITTEN of config_out.py"
+    assert set(FAMILIES) == {*BY_FAMILY, *NOT_WRITTEN}, "BY_FAMILY of runtime/gguf/architectures.py, or NOT_WRITTEN of config_export.py"
     assert {case.family for case in MODELS.values()} == set(BY_FAMILY), "MODELS of export_models.py"
 
 

@@ -17,7 +17,7 @@ from saved_tokenizers import with_words_of_fable
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
+from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.text import Tokenizer
 

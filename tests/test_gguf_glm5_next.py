@@ -13,7 +13,7 @@ from export_models import scores
 from newest_cases import GLM_5_NEXT
 from safetensors.torch import load_file
 from saved_models import saved
-from test_gguf_channel_decays import PARTS, Case
+from test_gguf_kimi_delta_attention import PARTS, Case
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config

@@ -15,7 +15,7 @@ from effllm import EffllmError, ModelNotFound
 from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.runtime.catalog import Absent, resolve
-from effllm.runtime.gguf.names import meant
+from effllm.runtime.gguf.file_names import meant
 from effllm.runtime.library import local_model as reading
 from effllm.runtime.library.listing import local_models, model_names
 

@@ -27,7 +27,7 @@ from effllm.runtime.gguf.latent_attention import HALVES, halves
 from effllm.runtime.gguf.store import open_gguf_store, read_header
 from effllm.runtime.planning.forecast import prepare_at
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.pull.gguf_head import _config
+from effllm.runtime.pull.remote_gguf_header import _config
 from effllm.runtime.tensors import check_tensors
 
 MODELS = {

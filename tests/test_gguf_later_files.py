@@ -13,8 +13,8 @@ from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import ModelConfig
 from effllm.runtime.gguf.architectures import architecture
 from effllm.runtime.gguf.config import model_config
-from effllm.runtime.gguf.contents import GgufFile, contents
 from effllm.runtime.gguf.store import open_gguf_store, read_header
+from effllm.runtime.gguf.tensor_mapping import GgufFile, contents
 
 NAMES = ("mimo_v2_flash", "minimax_m3_vl_text", "mpt", "gpt_bigcode", "dbrx", "bloom", "jais2")
 

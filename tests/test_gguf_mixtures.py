@@ -15,7 +15,7 @@ from effllm import EffllmError, ModelNotFound
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.names import part_names
+from effllm.runtime.gguf.file_names import part_names
 from effllm.runtime.gguf.store import open_gguf_store
 from effllm.runtime.prepare import EngineOptions, prepare
 

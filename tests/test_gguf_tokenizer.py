@@ -9,7 +9,7 @@ from gguf_samples import FABLE, add_fable_tokenizer, write_model
 
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.engine import open_engine
-from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer, same_pattern
+from effllm.runtime.gguf.pre_tokenizers import CUTTERS, pre_tokenizer, same_pattern
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import BYTE, CONTROL, NORMAL, UNKNOWN, USER, backend, load_tokenizer, read_vocabulary
 from effllm.runtime.prepare import EngineOptions

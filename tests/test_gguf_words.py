@@ -10,7 +10,7 @@ import gguf
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
-from effllm.runtime.gguf.splits import CUTTERS
+from effllm.runtime.gguf.pre_tokenizers import CUTTERS
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
 

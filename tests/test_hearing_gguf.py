@@ -25,7 +25,7 @@ from transformers import WhisperFeatureExtractor
 from effllm import EffllmError
 from effllm.runtime.audio import AUDIO_ENCODERS
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf import hearing_config, hearing_names
+from effllm.runtime.gguf import audio_config, audio_names
 from effllm.runtime.images import ROW_PLACEHOLDER, EncodingJob, encoder_of
 from effllm.runtime.images.media import MediaCache, check_modality, open_media
 from effllm.runtime.images.modality import AUDIO_INPUT
@@ -112,10 +112,10 @@ def test_smaller_types_hear_nearly_the_same(ears: tuple[Path, Path, Path], tmp_p
 
 
 def test_every_type_has_ears_and_what_is_known_of_its_keys() -> None:
-    assert hearing_names.EARS.keys() == hearing_config.BUILDERS.keys() == {ears for _, ears, _ in EARS.values()}
+    assert audio_names.EARS.keys() == audio_config.BUILDERS.keys() == {ears for _, ears, _ in EARS.values()}
     assert EARS.keys() <= AUDIO_ENCODERS.keys()
     for text, kind, _ in EARS.values():
-        assert text in hearing_names.EARS[kind].texts
+        assert text in audio_names.EARS[kind].texts
 
 
 def test_without_such_a_file_the_missing_one_is_named(ears: tuple[Path, Path, Path], tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ from effllm.runtime.planning.forecast import work
 from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.speculate import Speculation
 from effllm.runtime.speculation.draft_model import DraftModel
-from effllm.runtime.stores.unread import unread
+from effllm.runtime.stores.unused_tensors import unread
 from effllm.runtime.tensors import check_tensors
 from effllm.runtime.weights import parts
 from effllm.runtime.widths import dims

@@ -22,14 +22,14 @@ from test_imported_lies import BASE, DEPTHS, read
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.quant.codes import dequantize
 from effllm.quant.imports import bitsandbytes
-from effllm.quant.imports.arranged import put_levels
+from effllm.quant.imports.repack import put_levels
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice
 from effllm.runtime.prepare import EngineOptions
-from effllm.runtime.pull.shards import weight_of
+from effllm.runtime.pull.shard_disk_peak import weight_of
 from effllm.runtime.source import open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import check_method

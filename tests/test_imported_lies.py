@@ -11,9 +11,9 @@ from test_imported import CASES
 
 from effllm.offload.checkpoint import CheckpointError, TensorStore
 from effllm.offload.safetensors_header import TensorInfo
+from effllm.quant.codebooks import MXFP
 from effllm.quant.codes import Codes
 from effllm.quant.imports import bitsandbytes, fp8, groups, mxfp4, nvfp4
-from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack
 from effllm.quant.weight import from_f32
 from effllm.runtime.stores.imported import ImportedStore

@@ -30,7 +30,7 @@ from effllm.runtime.source import is_low_bit, open_store, open_weights
 from effllm.runtime.stores.expected_formats import expected_formats
 from effllm.runtime.stores.import_config import section_of
 from effllm.runtime.stores.mlx_names import give_mlx_names
-from effllm.runtime.stores.parted_rows import places
+from effllm.runtime.stores.tensor_views import places
 
 IDS = [0, 1, 17, 300, 2, 4000, 91, 1234]
 UP = "model.layers.1.mlp.up_proj"

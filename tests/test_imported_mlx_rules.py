@@ -19,7 +19,7 @@ from effllm.offload.notes import Fallback
 from effllm.runtime.convert import convert
 from effllm.runtime.engine import EngineOptions, open_engine
 from effllm.runtime.source import open_weights
-from effllm.runtime.stores.stored_names import give_names
+from effllm.runtime.stores.canonical_names import give_names
 
 IDS = [int(each) for each in np.random.default_rng(0).integers(3, 319, 24)]
 FILE, CORRECTION = "model.safetensors", ".moe_statics.e_score_correction_bias"

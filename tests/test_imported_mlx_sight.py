@@ -16,7 +16,7 @@ from effllm import EffllmError
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.convert import convert
-from effllm.runtime.files import written
+from effllm.runtime.files import model_folder_files
 from effllm.runtime.images import EncodingJob, encoders_of
 from effllm.runtime.images.tower_weights import tower_store
 from effllm.runtime.source import open_weights
@@ -70,7 +70,7 @@ def test_what_is_made_of_it_sees_as_before(folders: tuple[Path, Path], tmp_path:
     *_, result = convert(folders[1], tmp_path / "small", options())
     seen, wanted = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (tmp_path / "small", folders[0]))
     assert np.array_equal(seen.rows, wanted.rows)
-    with TensorStore.of_file(tmp_path / "small" / written.TOWER) as kept, tower_store(folders[1]) as store:
+    with TensorStore.of_file(tmp_path / "small" / model_folder_files.TOWER) as kept, tower_store(folders[1]) as store:
         assert kept.tensors and all(np.array_equal(kept.read(info), store.read(store.tensors[name])) for name, info in kept.tensors.items())
 
 

@@ -16,7 +16,7 @@ from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.store import read_header
 from effllm.runtime.gguf.tokenizer import backend, load_tokenizer, read_vocabulary
-from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
+from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.infill import HERE, NEAR, PROJECT, SNIPPET, Gap, marks_of, prompt_of
 from effllm.runtime.tokens.plain_text import PlainText

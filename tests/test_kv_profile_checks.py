@@ -18,7 +18,7 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.quant.kv_basis import KVBasis
 from effllm.quant.kv_bits import SIDES
-from effllm.quant.kv_ends import ENDS
+from effllm.quant.kv_sink_split import ENDS
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import read_config
 from effllm.runtime.engine import Engine, open_engine

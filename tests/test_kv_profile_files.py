@@ -25,7 +25,7 @@ from effllm.offload.checkpoint import TensorStore
 from effllm.quant.kv_basis import KVBasis
 from effllm.runtime.calibrate import built_in_text
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.files.whole_file import whole
+from effllm.runtime.files.atomic_write import whole
 from effllm.runtime.kv import kv_profile_file
 from effllm.runtime.kv.kv_check import AUTO_FLIPS
 from effllm.runtime.kv.kv_profile import Profile, flips_of

@@ -13,7 +13,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.layout import REPEATED
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.thin import Added, Thin
+from effllm.quant.lora_layout import Added, Thin
 from effllm.quant.weight import Linear, Lora, Norm, Weight, from_f32, to_f32
 
 TOKENS = 3 * GROUP + 2

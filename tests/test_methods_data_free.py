@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from effllm import EffllmError, UsageError
-from effllm.quant import levels, methods
+from effllm.quant import codebooks, methods
 from effllm.quant.codes import dequantize
 from effllm.quant.methods import hqq, rtn
 from effllm.quant.pack import pack, unpack
@@ -143,6 +143,6 @@ def test_every_method_is_a_module_with_the_interface():
 
 @pytest.mark.parametrize("bits", (4, 3, 2))
 def test_tables_are_what_kernels_can_read(bits):
-    table, steps = levels.levels(bits), levels.steps()
+    table, steps = codebooks.levels(bits), codebooks.steps()
     assert len(table) == 1 << bits and table.min() >= -64 and table.max() <= 63 and (np.diff(table.astype(int)) > 0).all()
     assert len(steps) == 16 and steps[0] == 0 and steps.max() <= 127 and (np.diff(steps.astype(int)) > 0).all()

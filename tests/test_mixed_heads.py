@@ -14,7 +14,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.page_pool import DiskTier
 from effllm.quant.kv import codec
-from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
+from effllm.quant.kv_lossless import most_exact, pack_exact, unpack_exact
 from effllm.runtime.cache import KVCache
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape, SharedPages, cache_nbytes, exact_nbytes, page_sizes

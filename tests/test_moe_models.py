@@ -22,8 +22,8 @@ from effllm.runtime import families
 from effllm.runtime.calibrate import LayerStats, built_in_text, calibrate, calibration_ids, normalised, windows
 from effllm.runtime.config import read_config
 from effllm.runtime.conversion.bit_search import units
+from effllm.runtime.conversion.calibration_stats import LEAST_VISITS
 from effllm.runtime.conversion.convert_plan import OTHER, plan_conversion
-from effllm.runtime.conversion.gathered import LEAST_VISITS
 from effllm.runtime.engine import Engine, open_engine, open_prepared
 from effllm.runtime.events import Notice
 from effllm.runtime.measuring.bench import BenchOptions, BenchRow, bench, prepare_synthetic

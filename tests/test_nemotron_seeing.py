@@ -17,12 +17,12 @@ from saved_tokenizers import with_words_of_fable
 from transformers import AutoConfig
 
 from effllm.runtime.config import parse_config, read_config
-from effllm.runtime.files.written import TOWER
+from effllm.runtime.files.model_folder_files import TOWER
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.images import input_modalities
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.composite import text_alone
-from effllm.runtime.stores.unread import unread
+from effllm.runtime.stores.unused_tensors import unread
 from effllm.runtime.tensors import check_tensors
 
 NEMOTRON = {"model_type": "NemotronH_Nano_Omni_Reasoning_V3", "architectures": ["NemotronH_Nano_Omni_Reasoning_V3"], "auto_map": {

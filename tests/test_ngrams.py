@@ -28,7 +28,7 @@ from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
 from effllm.offload.memory import anonymous
 from effllm.quant.kv import RawCodec
-from effllm.quant.state_weights import Ngrams as Weights
+from effllm.quant.recurrent_weights import Ngrams as Weights
 from effllm.quant.weight import Linear, Norm, Weight
 from effllm.quant.wide_weights import Residual
 from effllm.runtime.kv.cache_made import open_cache

@@ -13,7 +13,7 @@ import effllm
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.config_reader import ConfigError
-from effllm.runtime.files.small_file import OddFile, read_text, read_whole
+from effllm.runtime.files.bounded_read import OddFile, read_text, read_whole
 from effllm.runtime.hub import stated_licence
 from effllm.runtime.library.local_model import has_template
 from effllm.runtime.sampling.generation_config import read_generation_config

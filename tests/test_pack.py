@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from low_bit_samples import FORMATS, WITH_OUTLIERS, random_codes
 
 from effllm.kernels.tiles import PLANES
+from effllm.quant.codebooks import MXFP
 from effllm.quant.codes import Codes, Sparse, bf16, dequantize, scale_values
-from effllm.quant.levels import MXFP
 from effllm.quant.pack import pack, pack_tiles, unpack, unpack_tiles
 from effllm.quant.spec import QuantSpec
 from effllm.quant.weight import Weight

@@ -136,7 +136,7 @@ def test_declared_dependencies_are_the_imported_ones() -> None:
     beside = set().union(*(import_names(declared(extra)) for extra in ("eval", "pdf", "sound", "video")))
     assert import_names(declared()) - {"gguf"} == used - beside and beside <= used
     assert "gguf" in declared()  # a name that files of ours have too, so it is looked for where it is imported
-    assert "from gguf import quants" in (ROOT / "quant/imports/gguf_levels.py").read_text(encoding="utf-8")
+    assert "from gguf import quants" in (ROOT / "quant/imports/gguf_codebooks.py").read_text(encoding="utf-8")
 
 
 def test_the_harness_finds_its_model() -> None:

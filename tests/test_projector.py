@@ -18,9 +18,9 @@ from transformers.models.llava.image_processing_pil_llava import LlavaImageProce
 
 from effllm import EffllmError
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf import names
+from effllm.runtime.gguf import file_names
 from effllm.runtime.gguf.projector_names import PROJECTORS
-from effllm.runtime.gguf.seeing_config import BUILDERS, MODELS
+from effllm.runtime.gguf.vision_config import BUILDERS, MODELS
 from effllm.runtime.images import VISION_ENCODERS, EncodingJob
 from effllm.runtime.images.media import MediaCache, check_modality, open_media
 from effllm.runtime.images.modality import IMAGE_INPUT as SEEN
@@ -204,8 +204,8 @@ def test_no_bytes_of_a_header_end_in_a_traceback(gemma: tuple[Path, Path, Path],
     (["mmproj-a-f16.gguf", "mmproj-b-f16.gguf"], ["mmproj-a-f16.gguf", "mmproj-b-f16.gguf"]),
     (["model.mmproj-Q8_0.gguf", "nommproj.gguf", "mmprojector.gguf", "mmproj-f16.bin"], ["model.mmproj-Q8_0.gguf"]), ([], [])])
 def test_names_of_projectors(listed: list[str], found: list[str]) -> None:
-    assert names.projectors(listed) == found
-    assert not set(names.models(listed)) & set(filter(names.is_projector, listed))
+    assert file_names.projectors(listed) == found
+    assert not set(file_names.models(listed)) & set(filter(file_names.is_projector, listed))
 
 
 def test_texts_where_numbers_are_due(gemma: tuple[Path, Path, Path], tmp_path: Path) -> None:

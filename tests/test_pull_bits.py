@@ -15,7 +15,7 @@ from test_pull_resume import wait_until, weights_served
 from effllm.offload.partial_file import PartialFile
 from effllm.runtime.events import Progress
 from effllm.runtime.library.model_name import parse_reference
-from effllm.runtime.pull import shard_by_shard
+from effllm.runtime.pull import streaming_quantize
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.disk import lock_of
 from effllm.runtime.pull.plan import plan_pull, wish_of
@@ -185,7 +185,7 @@ def test_nothing_is_written_through_a_link(tmp_path: Path) -> None:
 def test_what_a_kill_leaves_beside_a_whole_model_goes(hub: Hub, person: Person, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Killed between the model's last step and the removal of what it was made of."""
     with monkeypatch.context() as patch:
-        patch.setattr(shard_by_shard.shutil, "rmtree", lambda *_, **__: None)
+        patch.setattr(streaming_quantize.shutil, "rmtree", lambda *_, **__: None)
         assert person.types("pull", REPO, "--bits", "4").code == 0
     folder = kept(person, hub)
     source = folder.with_name(".4bit.source")

@@ -11,7 +11,7 @@ from pulls import FABLE, Person
 from effllm.offload.gguf_header import read_gguf_keys
 from effllm.offload.safetensors_header import CheckpointError
 from effllm.runtime.prepare import EngineOptions, prepare
-from effllm.runtime.pull.gguf_head import HEAD_NBYTES, chosen
+from effllm.runtime.pull.remote_gguf_header import HEAD_NBYTES, chosen
 
 REPO, FILE = "org/name", "fable.gguf"
 

@@ -16,7 +16,7 @@ from effllm.runtime.prepare import EngineOptions, prepare
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import pull_model
-from effllm.runtime.pull.shards import most_held
+from effllm.runtime.pull.shard_disk_peak import most_held
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ from conversions import options, run
 from hub_server import Hub
 from pulls import FABLE, Person, measure_nothing, on_disk
 
-from effllm.runtime.files.written import MEASURED, TOWER
+from effllm.runtime.files.model_folder_files import MEASURED, TOWER
 
 REPO, FEW = "org/name", ("Once", "--raw", "-n", "4", "--temp", "0")
 

@@ -11,7 +11,7 @@ from hub_server import Hub, Reply, Request, always, etag
 from pulls import Person, measure_nothing, on_disk, tiny
 
 from effllm.offload import transfer
-from effllm.runtime.library.unfinished import DATA, NOTE
+from effllm.runtime.library.unfinished_downloads import DATA, NOTE
 
 REPO = "org/name"
 

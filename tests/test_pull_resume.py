@@ -20,7 +20,7 @@ from effllm.offload.connection import ConnectionFailed, Url, proxy_for
 from effllm.offload.partial_file import ByteRanges, Digest, PartialFile, read_journal
 from effllm.runtime.events import Notice, Progress
 from effllm.runtime.library.model_name import parse_reference
-from effllm.runtime.library.unfinished import JOURNAL
+from effllm.runtime.library.unfinished_downloads import JOURNAL
 from effllm.runtime.pull.client import Client
 from effllm.runtime.pull.plan import plan_pull, wish_of
 from effllm.runtime.pull.pull import Pulled, pull_model

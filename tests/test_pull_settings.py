@@ -14,8 +14,8 @@ from effllm.quant.spec import QuantSpec
 from effllm.runtime.config import read_config
 from effllm.runtime.families import TensorRule, kind_of
 from effllm.runtime.planning.expected import ExpectedStore
-from effllm.runtime.pull.gguf_head import GgufHead
 from effllm.runtime.pull.plan import _is_quantized
+from effllm.runtime.pull.remote_gguf_header import GgufHead
 
 REPO, FEW = "org/name", ("Once", "--raw", "-n", "2", "--temp", "0")
 LEFT_OUT = "is quantized already (by another tool): bits of EFFLLM_BITS is left out"

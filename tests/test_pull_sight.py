@@ -14,7 +14,7 @@ from test_sight_kept import seeing
 
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.events import Progress
-from effllm.runtime.files import written
+from effllm.runtime.files import model_folder_files
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.library.model_name import parse_reference
 from effllm.runtime.pull.client import Client
@@ -35,7 +35,7 @@ def hub(whole: Path) -> Iterator[Hub]:
 
 
 def held_against(whole: Path, made: Path) -> None:
-    with TensorStore.of_file(made / written.TOWER) as own, TensorStore.open(whole) as all_of_it:
+    with TensorStore.of_file(made / model_folder_files.TOWER) as own, TensorStore.open(whole) as all_of_it:
         assert own.tensors and all(np.array_equal(own.read(info), all_of_it.read(all_of_it.tensors[name]))
                                    for name, info in own.tensors.items())
     first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (whole, made))

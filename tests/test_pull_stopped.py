@@ -10,7 +10,7 @@ from hub_server import Hub, Reply, Request, running, sha256
 from pulls import FABLE, Person, sharded, tiny
 
 from effllm.offload import transfer
-from effllm.runtime.library.unfinished import NOTE
+from effllm.runtime.library.unfinished_downloads import NOTE
 
 REPO = "org/name"
 WHOLE, SPLIT = "fable-Q8_0.gguf", "Q4_0/fable-Q4_0-00001-of-00003.gguf"

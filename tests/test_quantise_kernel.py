@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from effllm.kernels.threads import ThreadPool
-from effllm.quant import levels
+from effllm.quant import codebooks
 from effllm.quant.codes import Codes, bf16, dequantize
 from effllm.quant.methods import rtn
 from effllm.quant.spec import QuantSpec
@@ -65,7 +65,7 @@ def book_group(x: np.ndarray, table: np.ndarray, steps: np.ndarray, window: tupl
 
 
 def book_row(row: np.ndarray, spec: QuantSpec):
-    table, steps = levels.levels(spec.bits).astype(np.int64), levels.steps().astype(np.int64)
+    table, steps = codebooks.levels(spec.bits).astype(np.int64), codebooks.steps().astype(np.int64)
     groups = groups_of(row, 16)
     need = max(max(x.max() / F32(table[-1]), x.min() / F32(table[0])) for x in groups)
     scale = bf16(np.array([need / F32(127)]))[0]

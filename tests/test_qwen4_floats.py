@@ -19,7 +19,7 @@ from streamed_models import paging
 from effllm.offload.checkpoint import CheckpointError
 from effllm.runtime.source import open_store
 from effllm.runtime.stores.container import read_container
-from effllm.runtime.stores.scaled_tables import Scaled
+from effllm.runtime.stores.fp8_ngram_tables import Scaled
 
 EXPERT, TABLE = re.compile(r".+\.experts\.\d+\.(?:gate|up|down)_proj\.weight"), "ngram_embedding."
 SCALE = "model.layers.1.ple.ple_embedding.ngram_embedding.weight_scale"

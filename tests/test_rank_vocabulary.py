@@ -17,9 +17,9 @@ from tokenizers import models, pre_tokenizers, trainers
 
 from effllm.offload.gguf_header import GgufHeader
 from effllm.runtime.config import read_config
-from effllm.runtime.gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
+from effllm.runtime.gguf.pre_tokenizers import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS
 from effllm.runtime.gguf.tokenizer import backend, read_vocabulary
-from effllm.runtime.gguf.vocabulary_out import tokenizer_metadata
+from effllm.runtime.gguf.tokenizer_export import tokenizer_metadata
 from effllm.runtime.text import Tokenizer, TokenizerError
 from effllm.runtime.tokens import rank_vocabulary
 from effllm.runtime.tokens.rank_vocabulary import FIRST_SPECIAL, TEMPLATES, RanksError, _spelling, read_ranks

@@ -16,7 +16,7 @@ import effllm
 from effllm import UsageError
 from effllm.quant.recipe import Choice, Recipe, allocate, hull, parse_rule, parse_target
 from effllm.quant.spec import QuantSpec
-from effllm.runtime.conversion import bit_search, damage_notes
+from effllm.runtime.conversion import bit_search, bit_search_cache
 from effllm.runtime.conversion.convert_plan import Job, plan_conversion
 from effllm.runtime.engine import open_engine
 from effllm.runtime.events import Notice, Progress
@@ -154,7 +154,7 @@ def searched() -> list:
     plan = plan_conversion(FABLE, own)
     ids = np.random.default_rng(4).integers(5, 4000, 32).tolist()
     with plan.store, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(damage_notes, "known", lambda *more: {})  # every search measures
+        patch.setattr(bit_search_cache, "known", lambda *more: {})  # every search measures
         found = [list(bit_search.search(plan, engine, ids, target, own))[-1] for target in (4.25, 4.25, 3.2)]
         with pytest.raises(UsageError, match="cannot be met"):
             list(bit_search.search(plan, engine, ids, 2.0, own))

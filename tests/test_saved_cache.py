@@ -19,8 +19,8 @@ from effllm.kernels.workspace import Dims
 from effllm.offload.page_file import PageFile
 from effllm.offload.page_pool import DiskTier
 from effllm.quant.kv import codec
-from effllm.quant.kv_exact import most_exact, pack_exact, unpack_exact
-from effllm.quant.kv_stored import check_stored
+from effllm.quant.kv_lossless import most_exact, pack_exact, unpack_exact
+from effllm.quant.kv_page_check import check_stored
 from effllm.runtime.engine import Engine
 from effllm.runtime.kv.cache_made import open_cache
 from effllm.runtime.kv.cache_shape import AttnSpec, CacheShape

@@ -14,7 +14,7 @@ from effllm.runtime.catalog import ModelRef
 from effllm.runtime.conversion.on_load import Request, quantize_on_load
 from effllm.runtime.convert import Converted, convert
 from effllm.runtime.events import Notice, Progress
-from effllm.runtime.files import written
+from effllm.runtime.files import model_folder_files
 from effllm.runtime.images import EncodingJob
 from effllm.runtime.library.verify import Verified, verify
 
@@ -48,7 +48,7 @@ def test_it_sees_the_same(folder: Path, tmp_path: Path) -> None:
     assert not [each for each in said if isinstance(each, Notice) and "takes images too" in each.text]
     first, second = (opened(each).see(PICTURES["photo"], EncodingJob()) for each in (folder, out))
     assert np.array_equal(first.rows, second.rows) and first.tokens == second.tokens
-    with TensorStore.of_file(out / written.TOWER) as kept, TensorStore.open(folder) as whole:
+    with TensorStore.of_file(out / model_folder_files.TOWER) as kept, TensorStore.open(folder) as whole:
         assert kept.tensors and all(np.array_equal(kept.read(info), whole.read(whole.tensors[name])) for name, info in kept.tensors.items())
     assert opened(out).bytes_needed() == opened(folder).bytes_needed()
 
@@ -57,13 +57,13 @@ def test_it_is_verified_and_replaced(folder: Path, tmp_path: Path) -> None:
     out = tmp_path / "small"
     quantized(folder, out)
     assert not list(verify(out))[-1].damaged
-    with (out / written.TOWER).open("r+b") as file:
+    with (out / model_folder_files.TOWER).open("r+b") as file:
         file.seek(-1, 2)
         last = file.read(1)
         file.seek(-1, 2)
         file.write(bytes([last[0] ^ 1]))
     found = list(verify(out))[-1]
-    assert isinstance(found, Verified) and found.damaged == (written.TOWER,)
+    assert isinstance(found, Verified) and found.damaged == (model_folder_files.TOWER,)
     quantized(folder, out, replace=True)  # nothing in the folder is a stranger's
     assert not list(verify(out))[-1].damaged
 
@@ -81,9 +81,9 @@ def test_a_run_leaves_it_where_it_is(folder: Path, tmp_path: Path) -> None:
     for keep_it in (False, True):
         out = tmp_path / str(keep_it)
         list(quantize_on_load(Request(reference, "4bit", tmp_path, keep_it), out))
-        assert (out / written.TOWER).exists() == keep_it
+        assert (out / model_folder_files.TOWER).exists() == keep_it
 
 
 def test_models_of_text_have_no_such_file(tmp_path: Path) -> None:
     quantized(FABLE, tmp_path / "small")
-    assert not (tmp_path / "small" / written.TOWER).exists()
+    assert not (tmp_path / "small" / model_folder_files.TOWER).exists()

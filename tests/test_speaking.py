@@ -19,7 +19,7 @@ from transformers import (
 from effllm.offload.checkpoint import TensorStore
 from effllm.runtime.config import read_config
 from effllm.runtime.source import open_store
-from effllm.runtime.stores.unread import unread_notices
+from effllm.runtime.stores.unused_tensors import unread_notices
 from effllm.runtime.tensors import check_tensors
 
 TEXT = {"vocab_size": 300, "hidden_size": 64, "intermediate_size": 88, "num_hidden_layers": 3, "num_attention_heads": 4,

@@ -9,7 +9,7 @@ from test_cli_quantize import FABLE, Ran, private  # noqa: F401  a fixture
 
 from effllm.offload import folder_writer
 from effllm.offload.folder_writer import partial_folder
-from effllm.runtime.files.written import KV_PROFILE
+from effllm.runtime.files.model_folder_files import KV_PROFILE
 from effllm.runtime.kv import kv_profile_run
 from effllm.runtime.stores.container import read_container
 

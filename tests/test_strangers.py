@@ -19,8 +19,8 @@ from effllm.cli.app import main
 from effllm.cli.environment import Environment
 from effllm.cli.errors import describe
 from effllm.runtime.config import ConfigError, parse_config
-from effllm.runtime.files import whole_file
-from effllm.runtime.files.whole_file import whole
+from effllm.runtime.files import atomic_write
+from effllm.runtime.files.atomic_write import whole
 from effllm.runtime.gguf.export import export_gguf
 from effllm.runtime.library import aliases
 from effllm.runtime.sampler import SamplerSettings
@@ -76,27 +76,27 @@ def test_what_a_killed_process_left_goes_and_what_a_living_one_writes_stays(tmp_
     target, others = tmp_path / "profile[1].json", [tmp_path / ".profile1.json.7.partial", tmp_path / ".profile[1].json.gguf.partial"]
     for other in others:
         other.write_text("of another file")
-    write = ("import os, signal, sys; from pathlib import Path; from effllm.runtime.files.whole_file import whole\n"
+    write = ("import os, signal, sys; from pathlib import Path; from effllm.runtime.files.atomic_write import whole\n"
              "with whole(Path(sys.argv[1])) as file:\n    file.write(b'half'); file.flush(); print(flush=True); input()")
     with subprocess.Popen([sys.executable, "-P", "-c", write, target], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as writer:
         writer.stdout.readline()
         hidden = tmp_path / f".profile[1].json.{writer.pid}.partial"
-        whole_file.try_whole(target)
+        atomic_write.try_whole(target)
         assert hidden.read_text() == "half"
         writer.kill()
     assert hidden.exists()
-    whole_file.write_whole(target, "whole", "nothing")
+    atomic_write.write_whole(target, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {target, *others} and target.read_text() == "whole"
 
 
 def test_a_name_may_be_long_and_what_is_no_file_stays(tmp_path: Path) -> None:
     long = tmp_path / ("日" * 79 + ".json")  # 242 bytes
-    whole_file.write_whole(long, "whole", "nothing")
+    atomic_write.write_whole(long, "whole", "nothing")
     assert long.read_text() == "whole"
     os.mkfifo(tmp_path / "pipe")
     for path in (Path("."), Path("/"), tmp_path / "pipe"):
         with pytest.raises(EffllmError, match="^cannot write"):
-            whole_file.write_whole(path, "whole", "nothing")
+            atomic_write.write_whole(path, "whole", "nothing")
     assert {*tmp_path.iterdir()} == {long, tmp_path / "pipe"} and stat.S_ISFIFO(os.stat(tmp_path / "pipe").st_mode)
 
 
@@ -321,9 +321,9 @@ def test_a_name_with_a_line_break_is_one_row(tmp_path: Path) -> None:
 
 
 def test_nobody_waits_long_for_a_process_that_was_stopped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(whole_file, "PATIENCE_S", 0.05)
+    monkeypatch.setattr(atomic_write, "PATIENCE_S", 0.05)
     order = []
-    with whole_file.one_at_a_time(tmp_path / "lock"):
-        with whole_file.one_at_a_time(tmp_path / "lock"):  # another descriptor is another process to the lock
+    with atomic_write.one_at_a_time(tmp_path / "lock"):
+        with atomic_write.one_at_a_time(tmp_path / "lock"):  # another descriptor is another process to the lock
             order.append("went on")
     assert order and len(os.listdir(tmp_path)) == 1

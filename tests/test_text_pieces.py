@@ -11,7 +11,7 @@ from test_rank_vocabulary import SNIPPETS, TEXTS
 from tokenizers import Tokenizer as Backend
 from tokenizers import models, normalizers, pre_tokenizers, processors, trainers
 
-from effllm.runtime.gguf.splits import CUTTERS, pre_tokenizer
+from effllm.runtime.gguf.pre_tokenizers import CUTTERS, pre_tokenizer
 from effllm.runtime.tokens import text_pieces
 from effllm.runtime.tokens.text_pieces import encoding, in_the_end, pieces
 

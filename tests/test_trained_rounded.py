@@ -30,7 +30,7 @@ from effllm.runtime.prepare import EngineOptions
 from effllm.runtime.speculation import trained_kinds
 from effllm.runtime.speculation.assistant import AssistantDrafts
 from effllm.runtime.stores.container import Container, StoredTensor
-from effllm.runtime.stores.rounded_store import RoundedStore, format_like
+from effllm.runtime.stores.quantizing_store import RoundedStore, format_like
 
 FOUR = QuantSpec.parse("4bit")
 

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer as Library
 from effllm import EffllmError
 from effllm.runtime.config import read_config
 from effllm.runtime.gguf.export import export_gguf
-from effllm.runtime.gguf.settings import folder_texts
+from effllm.runtime.gguf.folder_files import folder_texts
 from effllm.runtime.hub import WORLD
 from effllm.runtime.text import Tokenizer
 from effllm.runtime.tokens.token_bytes import bytes_of

@@ -33,7 +33,7 @@ from effllm.kernels.cpu.ops import CpuOps
 from effllm.kernels.registry import Call
 from effllm.kernels.threads import ThreadPool
 from effllm.kernels.workspace import Dims
-from effllm.quant.state_weights import Cca
+from effllm.quant.recurrent_weights import Cca
 from effllm.quant.weight import Rescale
 from effllm.runtime.config import parse_config
 from effllm.runtime.engine import Engine

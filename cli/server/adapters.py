@@ -12,7 +12,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ... import UsageError
-from ...runtime.adapters.choosing import Choice, demand_choice
+from ...runtime.adapters.adapter_selection import Choice, demand_choice
 from .bodies import body_of
 from .ollama_requests import untagged
 from .openai_requests import GenerationRequest, Scale, Scales, parse

@@ -15,7 +15,7 @@ from .conv_loops import MEMORY, X
 from .states import Slots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Cca
+    from ...quant.recurrent_weights import Cca
     from .ops import CpuOps
 
 

@@ -17,7 +17,7 @@ from .recurrent import RecurrentStates
 from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Delta
+    from ...quant.recurrent_weights import Delta
     from .ops import CpuOps
 
 

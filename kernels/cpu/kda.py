@@ -13,7 +13,7 @@ from . import delta, kda_loops
 from .delta import DeltaStates
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Kda
+    from ...quant.recurrent_weights import Kda
 
 
 class KdaStates(DeltaStates):

@@ -24,7 +24,7 @@ from . import linear
 from .lora_loops import FIELDS, GROUP, OUT_FIELDS, OWN_FIRST, RUN, columns_in, columns_out, parts_of
 
 if TYPE_CHECKING:
-    from ...quant.thin import Thin
+    from ...quant.lora_layout import Thin
     from ...quant.weight import Linear, Lora, Norm
     from ..workspace import Dims
     from .ops import CpuOps

@@ -7,8 +7,8 @@ is there, adapter by adapter. So the bits depend neither on how many tokens ther
 on how wide vectors are. Of a few tokens each part is a block of work of its own, and whoever goes out adds them up, which spares a job; of
 many a worker goes through all parts of a group of tokens. What no token has is not read.
 
-What a block of work reads of a matrix is one stretch (`quant/thin.py`). By whole columns a block went through as many pages as there are
-ranks, a line or two in each, which the prefetcher follows badly.
+What a block of work reads of a matrix is one stretch (`quant/lora_layout.py`). By whole columns a block went through as many pages as
+there are ranks, a line or two in each, which the prefetcher follows badly.
 
 What a step became, read from the assembly, AVX-512 and bf16: going in 4 `vpmovzxwd`, 4 `vpslld` and 12 `vfmadd231ps` whose x comes from
 memory into every lane, for four inputs of 16 ranks and three tokens.

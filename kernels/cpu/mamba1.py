@@ -15,7 +15,7 @@ from .recurrent import RecurrentStates
 from .row_ops import SHARE_FROM
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Mamba1
+    from ...quant.recurrent_weights import Mamba1
     from .ops import CpuOps
 
 

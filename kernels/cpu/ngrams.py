@@ -20,7 +20,7 @@ from .row_ops import SHARE_FROM
 from .states import LayerStates, Slots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Ngrams
+    from ...quant.recurrent_weights import Ngrams
     from ...quant.weight import Weight
     from .ops import CpuOps
 

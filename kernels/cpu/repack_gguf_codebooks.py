@@ -1,5 +1,5 @@
 """Rows of blocks whose codes name levels, as GGUF files hold them, put into the order of `tiles.py`: what NumPy makes of them is in
-`quant/imports/gguf_levels.py`, which says what the types have in common.
+`quant/imports/gguf_codebooks.py`, which says what the types have in common.
 
 A tile is made as four words of eight codes, a byte each, from the eight or twice four that an entry of a grid names, and signs beside them;
 then their bits are dealt to planes. Bytes of a block of 256:

@@ -23,7 +23,7 @@ from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Rwkv7
+    from ...quant.recurrent_weights import Rwkv7
     from ...quant.weight import Linear, LowRank, Norm
     from .ops import CpuOps
 

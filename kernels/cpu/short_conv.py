@@ -16,7 +16,7 @@ from .row_ops import SHARE_FROM
 from .states import Slots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import ShortConv
+    from ...quant.recurrent_weights import ShortConv
     from .ops import CpuOps
 
 

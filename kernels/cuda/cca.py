@@ -13,7 +13,7 @@ from ..reference_cca import LEAST
 from .states import TorchSlots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Cca
+    from ...quant.recurrent_weights import Cca
     from .states import Linears
 
 

@@ -22,7 +22,7 @@ from ..state_shape import STRETCH
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Delta
+    from ...quant.recurrent_weights import Delta
     from .states import Linears
 
 

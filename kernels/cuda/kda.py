@@ -17,7 +17,7 @@ from ..layout import REPEATED
 from .delta import TorchDelta, unit
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Kda
+    from ...quant.recurrent_weights import Kda
 
 
 class TorchKda(TorchDelta):

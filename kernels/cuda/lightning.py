@@ -17,7 +17,7 @@ from .mamba2 import in_stretches, one_by_one
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Lightning
+    from ...quant.recurrent_weights import Lightning
     from .states import Linears
 
 

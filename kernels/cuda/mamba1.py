@@ -18,7 +18,7 @@ from ..mamba1_shape import STRETCH, Mamba1Shape
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Mamba1
+    from ...quant.recurrent_weights import Mamba1
     from ...quant.weight import Norm
     from .states import Linears
 

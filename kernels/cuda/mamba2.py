@@ -18,7 +18,7 @@ from ..state_shape import STRETCH
 from .recurrent import TorchRecurrent
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Mamba2
+    from ...quant.recurrent_weights import Mamba2
     from .states import Linears
 
 

@@ -17,7 +17,7 @@ from .states import TorchSlots
 from .stream_mixing import normed_streams
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Ngrams
+    from ...quant.recurrent_weights import Ngrams
     from .states import Linears
     from .torch_ops import TorchOps
 

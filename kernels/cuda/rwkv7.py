@@ -18,7 +18,7 @@ from ..state_shape import NO_SLOT
 from .states import TorchSlots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import Rwkv7
+    from ...quant.recurrent_weights import Rwkv7
     from ...quant.weight import Linear, Norm
     from .states import Linears
 

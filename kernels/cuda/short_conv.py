@@ -12,7 +12,7 @@ from ..layout import REPEATED
 from .states import TorchSlots
 
 if TYPE_CHECKING:
-    from ...quant.state_weights import ShortConv
+    from ...quant.recurrent_weights import ShortConv
     from .states import Linears
 
 

@@ -7,8 +7,8 @@ from math import prod
 import numpy as np
 
 from ...kernels.tiles import ROWS, TILE
+from ..codebooks import E4M3
 from ..codes import Codes
-from ..levels import E4M3
 from ..spec import GROUPS, QuantSpec
 from .blocks import block_size
 

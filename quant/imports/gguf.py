@@ -12,12 +12,12 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..codebooks import MXFP
 from ..codes import Codes
-from ..levels import MXFP
 from ..spec import QuantSpec
 from ..weight import to_f32
-from . import gguf_levels
-from .gguf_levels import NON_LINEAR, Kind, crumbs
+from . import gguf_codebooks
+from .gguf_codebooks import NON_LINEAR, Kind, crumbs
 from .mxfp4 import NOT_A_NUMBER
 
 U8 = np.uint8
@@ -168,7 +168,7 @@ def kept(raw: np.ndarray, kind: str) -> Codes:
     spec, rows = KEPT[kind], len(raw)
     blocks = raw.reshape(-1, DECODERS[kind][0])
     if spec.scheme == "table":
-        own = gguf_levels.KINDS[kind]
+        own = gguf_codebooks.KINDS[kind]
         codes, scales, supers = own.decode(blocks)
         return Codes(codes.reshape(rows, -1), scales.reshape(rows, -1), None, np.full(rows, own.part, np.float32), own.levels,
                      supers=supers.reshape(rows, -1, 1))
@@ -205,12 +205,12 @@ KEPT = {"Q8_0": QuantSpec(8, 32, "block"), "Q5_0": QuantSpec(5, 32, "block"), "Q
         "NVFP4": QuantSpec(4, 16, "nvfp"),
         "IQ4_NL": QuantSpec(8, 32, "block"), "Q2_K": QuantSpec(2, 16, "nibble"), "Q4_K": QuantSpec(4, 32, "super"),
         "Q5_K": QuantSpec(5, 32, "super"), "Q6_K": QuantSpec(6, 16, "signed"), "MXFP4": QuantSpec(4, 32, "mxfp"),
-        **{name: kind.spec for name, kind in gguf_levels.KINDS.items()}}
+        **{name: kind.spec for name, kind in gguf_codebooks.KINDS.items()}}
 # Type -> bytes of a block and its decoder.
 DECODERS: dict[str, tuple[int, Callable[[np.ndarray], Blocks]]] = {
     "Q8_0": (34, _q8_0), "Q4_0": (18, _q4_0), "Q4_1": (20, _q4_1), "Q5_0": (22, _q5_0), "Q5_1": (24, _q5_1), "IQ4_NL": (18, _iq4_nl),
     "Q2_K": (84, _q2_k), "Q4_K": (144, _q4_k), "Q5_K": (176, _q5_k), "Q6_K": (210, _q6_k),
-    "MXFP4": (17, _mxfp4), "NVFP4": (36, _nvfp4), **{name: (kind.nbytes, _of_levels(kind)) for name, kind in gguf_levels.KINDS.items()},
+    "MXFP4": (17, _mxfp4), "NVFP4": (36, _nvfp4), **{name: (kind.nbytes, _of_levels(kind)) for name, kind in gguf_codebooks.KINDS.items()},
 }
 
 

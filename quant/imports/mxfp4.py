@@ -1,14 +1,14 @@
 """MXFP4 (https://www.opencompute.org/documents/ocp-microscaling-formats-mx-v1-0-spec-final-pdf): sixteen levels of E2M1, 32 of which share
 a power of two. Pure functions of arrays.
 
-`levels.MXFP` holds the levels doubled, as whole numbers. A scale is E8M0, 2**(code - 127); 255 is NaN.
+`codebooks.MXFP` holds the levels doubled, as whole numbers. A scale is E8M0, 2**(code - 127); 255 is NaN.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from ..levels import MXFP
+from ..codebooks import MXFP
 from ..spec import QuantSpec
 
 GROUP, GROUP_NBYTES = 32, 16

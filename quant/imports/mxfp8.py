@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..levels import E4M3
+from ..codebooks import E4M3
 from .fp8 import powers_of_two
 from .mxfp4 import check_scales
 

@@ -1,14 +1,14 @@
 """NVFP4: sixteen levels of E2M1, 16 of which share a float of eight bits (E4M3), under one float32 for a matrix. Pure functions of arrays.
 
-`levels.MXFP` holds the levels doubled, as whole numbers, so a row's scale is half of the matrix's.
+`codebooks.MXFP` holds the levels doubled, as whole numbers, so a row's scale is half of the matrix's.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..codebooks import E4M3, MXFP
 from ..codes import Codes
-from ..levels import E4M3, MXFP
 from ..spec import QuantSpec
 from .mxfp4 import unpack_pairs
 

@@ -13,7 +13,7 @@ from ... import EffllmError, UsageError
 from ...kernels.cpu import quantize_search
 from ...kernels.cpu.quantize_search_loops import FINE, LANES, MOST_LEVELS, TABLE_NBYTES
 from ...kernels.workspace import address
-from .. import levels
+from .. import codebooks
 from ..codes import Codes
 from ..spec import QuantSpec
 from ..stats import Stats
@@ -44,7 +44,7 @@ def quantize(rows: np.ndarray, spec: QuantSpec, stats: Stats | None = None, pool
     zeros = np.empty((n, groups), np.uint8) if spec.scheme == "affine" else None
     row_scales = np.empty(n, np.float32)
     book = spec.scheme == "codebook"
-    table, steps = (levels.levels(spec.bits), levels.steps()) if book else (None, None)
+    table, steps = (codebooks.levels(spec.bits), codebooks.steps()) if book else (None, None)
     low, high, bias = (int(table[0]), int(table[-1]), 0) if book else _grid(spec)
     tables, multipliers = (_tables(table), steps.astype(np.float32)) if book else (None, None)
     workers = 1 if pool is None else pool.workers

@@ -25,7 +25,7 @@ from ...quant.weight import from_f32
 from ..config import read_config
 from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
-from ..files.written import whole_already
+from ..files.model_folder_files import whole_already
 from ..hub import PIECES, RANKS
 from ..source import is_rounded
 from ..stores.container import read_container

@@ -15,11 +15,11 @@ from ...offload.safetensors_header import TensorInfo, is_gguf, shown
 from .. import families
 from ..config import ModelConfig
 from ..source import open_weights
-from ..stores.parted_rows import TURNED_OVER
+from ..stores.tensor_views import TURNED_OVER
 from ..tensors import check_tensors
-from .adapted import BESIDE
 from .adapter import MLX, PEFT, STATED, Adapter, Delta, named_alike
-from .adapter_places import places, turned_over
+from .adapter_targets import places, turned_over
+from .loaded_adapters import BESIDE
 
 OUTER = ("head", "embed")  # what surrounds the layers and may be changed
 

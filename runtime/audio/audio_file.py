@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ... import UsageError
-from ..files.given import read_given
+from ..files.prompt_files import read_given
 from ..images.modality import SAMPLE_RATE
 from .container_audio import ANOTHER, is_container, read_container_audio
 from .resampling import resample

@@ -22,7 +22,7 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...offload.safetensors_header import shown
-from ..files.small_file import JSON_NBYTES, read_text
+from ..files.bounded_read import JSON_NBYTES, read_text
 from ..tokens.text_stream import UNFINISHED
 from .as_read import as_read
 from .gbnf import RULE, SHALLOWER, GbnfError, place, to_lark

@@ -3,7 +3,7 @@
 Each unit (a tensor or, in a model of many layers, one role over neighbouring layers) is rounded at one width, the rest left as it is, and
 the KL divergence from the unquantized model is measured on a short text. At other widths the divergence is that times the ratio of the
 squared errors of the weights, which it follows closely (within 15% over 35 dB on the reference model). `quant/recipe.py` then spends the
-bytes. What was measured is kept as it comes (`damage_notes.py`).
+bytes. What was measured is kept as it comes (`bit_search_cache.py`).
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from ..events import Notice, Progress
 from ..measuring.evaluate import log_softmax
 from ..ngrams import is_table
 from ..speculation.mtp_tensors import MTP
-from . import damage_notes
+from . import bit_search_cache
+from .bit_search_cache import Errors
 from .convert_estimate import about
 from .convert_plan import ConversionPlan, Job
 from .convert_stream import finite
-from .damage_notes import Errors
 
 WIDTHS = ("2bit", "3bit", "4bit", "5bit", "6bit", "8bit")
 MEASURED = "3bit"  # coarse enough to stand far above rounding noise, fine enough that damage still adds up
@@ -118,8 +118,8 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
     tokens = max(2, min(SAMPLE_TOKENS, len(ids), SAMPLE_NBYTES // 4 // engine.config.vocab_size))
     width = min(WINDOW, tokens, engine.n_ctx)
     sample = [list(ids[start : start + width]) for start in range(0, tokens - width + 1, width)]
-    key = damage_notes.key_of(plan.store, sample, specs)
-    known = damage_notes.known(key, list(specs))
+    key = bit_search_cache.key_of(plan.store, sample, specs)
+    known = bit_search_cache.known(key, list(specs))
     left = [unit for unit in found if unit.names not in known]
     for unit in found:
         if unit.names in known:
@@ -147,7 +147,7 @@ def measured(plan: ConversionPlan, engine: Engine, ids: Sequence[int], found: Se
         with swapped(engine, unit.jobs, specs, errors):
             total = sum(_divergence(there, _log_probabilities(engine, window)) for there, window in zip(reference, sample))
         damage = total / sum(map(len, sample))
-        damage_notes.keep(key, damage, errors)
+        bit_search_cache.keep(key, damage, errors)
         yield unit.name, damage, errors
     yield Progress("measuring tensors", len(left), len(left), "runs")
 

@@ -30,7 +30,7 @@ from ..config import ModelConfig, read_config
 from ..convert import ClassResult, Converted, check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import kind_of
-from ..files.written import whole_already
+from ..files.model_folder_files import whole_already
 from ..planning.expected import RAW
 from ..source import folder_files, open_store
 from ..sparse.bundles import ROLE, SPARSE, THRESHOLDS, is_bundled, threshold_name

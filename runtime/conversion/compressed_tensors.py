@@ -27,13 +27,13 @@ from ..config import GENERATOR, OLDER, ModelConfig, read_config
 from ..convert import check_space, check_target, copied
 from ..events import Notice, Progress
 from ..families import RENAMED, kind_of
-from ..files.written import whole_already
+from ..files.model_folder_files import whole_already
 from ..images import input_modalities
 from ..source import folder_files, is_rounded, open_store
 from ..stores.composite import text_alone
 from ..stores.container import DTYPES, read_container
 from ..stores.import_config import LINEARS
-from ..stores.parted_rows import STACKED
+from ..stores.tensor_views import STACKED
 from ..tensors import ModelTensor, check_tensors
 from ..weights.tied_head import outer_rules
 

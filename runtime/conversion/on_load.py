@@ -3,7 +3,7 @@
 They are made in a process of their own (`python -m effllm.runtime.conversion.on_load`): what that takes is not there when the run is
 planned, so that a plan, which makes nothing, says what the run does.
 
-A temporary folder goes with the process that made it (`lasting_folder.py`).
+A temporary folder goes with the process that made it (`scratch_folder.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ...quant.spec import QuantSpec
 from ..catalog import ModelRef
 from ..convert import Converted, ConvertOptions, convert
 from ..events import Notice, Progress
-from ..files.lasting_folder import lasting_folder
+from ..files.scratch_folder import lasting_folder
 from ..library.storage import kept_folder
 from ..source import licence_of, open_weights
 from ..stores.container import CheckpointError, refuse_quantized

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 
 # model_type -> the file here
 ENCODERS: Mapping[str, str] = {

@@ -124,7 +124,7 @@ class FileTensors:
     """The open tensors of a file under a checkpoint's names, for `weights.Tensors`. A context manager."""
 
     def __init__(self, path: Path) -> None:
-        from ..gguf.split import open_parts
+        from ..gguf.split_files import open_parts
 
         self.folder = path
         self._header, self._opened = open_parts(path)
@@ -154,7 +154,7 @@ class FileTensors:
         return self
 
     def __exit__(self, *error: object) -> None:
-        from ..gguf.split import close_all
+        from ..gguf.split_files import close_all
 
         close_all(self._opened)
 

@@ -13,7 +13,7 @@ import numpy as np
 from ... import UsageError
 from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, read_json, show
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 from ..generation.dense import Dense, dense_of_folder
 from ..hub import MODULES, POOLING, POOLING_KEPT
 

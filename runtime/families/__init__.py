@@ -234,7 +234,7 @@ def kind_of(role: str) -> str:
 @dataclass(frozen=True)
 class Family:
     """What modules of this folder define. The keys go before those of `config_keys.py`, which hold for every family; NAMES are
-    those of an expert's matrices by role. What follows is asked of families alone that `stores/parted_rows.py` lists."""
+    those of an expert's matrices by role. What follows is asked of families alone that `stores/tensor_views.py` lists."""
 
     KEYS_HARMLESS: frozenset[str]
     REFUSED_UNLESS: Mapping[str, object]

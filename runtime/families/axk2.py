@@ -2,7 +2,7 @@
 
 What a norm gives is multiplied, channel by channel, by a sigmoid of what it says by way of a few numbers; before attention in every layer,
 before an MLP where that is a mixture. Queries, and gates of what is attended to, are made of the latent of queries twice, normed and as it
-is. Checkpoints hold both in one matrix, head by head (`parted_rows.py`).
+is. Checkpoints hold both in one matrix, head by head (`tensor_views.py`).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """What makes queries and what makes gates -> as in `parted_rows`: of every head a query's rows and then those of its gate."""
+    """What makes queries and what makes gates -> as in `tensor_views`: of every head a query's rows and then those of its gate."""
     own, prefix = config.latent, f"model.layers.{layer}.self_attn."
     rows = np.arange(config.num_attention_heads * (own.query + own.value)).reshape(config.num_attention_heads, -1)
     return {f"{prefix}q_proj.weight": (f"{prefix}q_b_proj.weight", rows[:, : own.query].reshape(-1)),

@@ -2,7 +2,7 @@
 group, each head of which has a gate, and DeepSeek V3's mixture behind both.
 
 Decays and gates of every channel come of the input at once. Checkpoints hold queries, keys and values of linear attention in matrices of
-their own, as Kimi Linear's do (`parted_rows.py`). Gates of flash's last experts have bounds, with which it was trained; the code that was
+their own, as Kimi Linear's do (`tensor_views.py`). Gates of flash's last experts have bounds, with which it was trained; the code that was
 published beside it, and transformers', pass over them. Ling 2.5 and 2.6 state the same type, are other models and refused.
 """
 

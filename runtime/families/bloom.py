@@ -2,7 +2,7 @@
 through a norm of its own before the first layer, with which it is here.
 
 Checkpoints hold queries, keys and values in one matrix, head by head, as GPT-NeoX's do; a store of the folder takes them apart
-(`parted_rows.py`).
+(`tensor_views.py`).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """CodeGen 1 and 2 (350M to 16B): GPT-J with queries, values and keys in one matrix, in four parts as it was trained on four devices.
 
-A store of the folder takes them apart (`parted_rows.py`).
+A store of the folder takes them apart (`tensor_views.py`).
 """
 
 from __future__ import annotations

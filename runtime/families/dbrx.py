@@ -1,7 +1,8 @@
 """DBRX (Databricks, 132B-A36B): Llama's attention under norms that take the mean off and have no bias, with queries, keys and values that
 are clipped, and in every layer sixteen experts of which a token visits four.
 
-Checkpoints hold queries, keys and values in one matrix, and a layer's gates, ups and downs in one each; `expert_rows.py` takes these apart.
+Checkpoints hold queries, keys and values in one matrix, and a layer's gates, ups and downs in one each; `dbrx_experts.py` takes these
+apart.
 """
 
 from __future__ import annotations

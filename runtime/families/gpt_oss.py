@@ -1,7 +1,7 @@
 """gpt-oss (20b, 120b): the Llama block with biases everywhere, sinks in its attention, a window in every other layer, and experts.
 
 An expert's gate and up are clamped (`kernels/reference.gated`). Checkpoints hold the experts of a layer together, gate and up row by row in
-turn, in MXFP4 or 16 bits; `runtime/stores/expert_store.py` takes them apart. A converted folder holds every expert by itself.
+turn, in MXFP4 or 16 bits; `runtime/stores/gpt_oss_experts.py` takes them apart. A converted folder holds every expert by itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Granite 3 mixtures (1B-A400M, 3B-A800M): the Granite block with experts in the place of the MLP.
 
-Checkpoints hold the experts of a layer together, which `stored_names.py` takes apart.
+Checkpoints hold the experts of a layer together, which `canonical_names.py` takes apart.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 both a token has several streams, which it reads and writes by numbers of its own and does not mix.
 
 Layers share the choice of the last one that has an indexer. Gates of routed experts are bounded, those of the expert that all visit are
-not. Of a head of an indexer the last channels turn, which are read as the first (`parted_rows.py`). Checkpoints call what is about
+not. Of a head of an indexer the last channels turn, which are read as the first (`tensor_views.py`). Checkpoints call what is about
 streams and gates by names of their own (`native_names.py`).
 
 Neighbouring channels turn together, of heads and of indexers, as vLLM and llama.cpp run what its maker published; transformers turns halves
@@ -74,7 +74,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> dict[str, TensorRule]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """What makes index queries and keys, with the channels that turn in front -> as in `parted_rows`."""
+    """What makes index queries and keys, with the channels that turn in front -> as in `tensor_views`."""
     if config.indexed is None or (own := config.indexed.of(layer)) is None:
         return {}
     prefix, turned = f"model.layers.{layer}.self_attn.indexer.", np.roll(np.arange(own.width), own.rope)

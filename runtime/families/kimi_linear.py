@@ -2,7 +2,7 @@
 others latent attention without positions, which is what DeepSeek V3's would be if nothing turned; and V3's mixture behind both.
 
 Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
-folder joins them (`parted_rows.py`). Decays and gates of every channel come of the input in two steps, by way of a few numbers.
+folder joins them (`tensor_views.py`). Decays and gates of every channel come of the input in two steps, by way of a few numbers.
 """
 
 from __future__ import annotations

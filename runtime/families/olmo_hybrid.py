@@ -2,7 +2,7 @@
 others attend as OLMo 3's do, of the published ones without positions.
 
 Checkpoints hold queries, keys and values of linear attention in matrices of their own, and so the taps of their convolution; a store of the
-folder joins them (`parted_rows.py`).
+folder joins them (`tensor_views.py`).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Persimmon (8B): GPT-NeoX's matrices, attention before an MLP with the square of ReLU between its two, layer norms with biases, of every
 head of q and k too, and rotary positions on half of each head.
 
-A store of the folder takes queries, keys and values apart (`parted_rows.py`).
+A store of the folder takes queries, keys and values apart (`tensor_views.py`).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Its checkpoints join what reads a layer's input by heads of keys: of each head the rows of its query, its key, its values and their gates
 follow one another in `in_proj_qkvz`, those of its betas and its decays in `in_proj_ba`. A store of the folder takes them apart
-(`parted_rows.py`), so that nothing else knows. GGUF files have heads of values in the order of the checkpoint.
+(`tensor_views.py`), so that nothing else knows. GGUF files have heads of values in the order of the checkpoint.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def parted_rows(shape: DeltaShape) -> dict[str, tuple[str, np.ndarray]]:
 
 
 def stored_rows(config: ModelConfig, layer: int) -> dict[str, tuple[str, np.ndarray]]:
-    """Names of a layer's matrices that lie in one another -> as in `parted_rows`."""
+    """Names of a layer's matrices that lie in one another -> as in `tensor_views`."""
     if layer not in config.state_layers:
         return {}
     prefix = f"model.layers.{layer}.linear_attn."

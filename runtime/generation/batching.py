@@ -18,7 +18,7 @@ import numpy as np
 from ...kernels.layout import REPEATED
 from ...offload.notes import Fallback, refuse_fallbacks
 from ...quant.kv import codec
-from ..adapters.choosing import scales_of
+from ..adapters.adapter_selection import scales_of
 from ..events import Yield
 from ..images.multimodal import batch_image_views, batch_positions
 from ..kv.joint_cache import JointCache

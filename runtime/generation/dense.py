@@ -21,7 +21,7 @@ from ...offload.safetensors_header import CheckpointError
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import RAW_NUMPY, to_f32
 from ..config_reader import ConfigError, show
-from ..gguf.sources import RAW
+from ..gguf.tensor_sources import RAW
 from ..hub import DENSE, NESTED
 
 # By the last word of what a module states.

@@ -21,7 +21,7 @@ from ...offload.safetensors_header import is_gguf
 from ..config_reader import ConfigError, show
 from ..engine import Engine
 from ..events import Progress, Yield
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 from ..gguf.architecture import POOLED
 from ..hub import DENSE, MODULES, POOLING, POOLING_KEPT
 from ..kv.texts_cache import bounds_of, passes_of, takes_texts

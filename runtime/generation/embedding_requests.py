@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, TypeVar
 
 from ... import UsageError
-from ..adapters.adapted import Adapted
+from ..adapters.loaded_adapters import Adapted
 from ..config import ModelConfig
 from ..engine import Engine
 from ..events import Embedded, Event, Notice, Ranked, Yield
@@ -17,7 +17,7 @@ from ..text import Tokenizer
 from .slot import Slot
 
 if TYPE_CHECKING:
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
     from .dense import Dense
     from .embedding_prompts import EmbeddingPrompts
     from .listwise_reranker import ListwiseReranker

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING
 
 from ... import UsageError
-from ..adapters.adapted import NOTHING
+from ..adapters.loaded_adapters import NOTHING
 from ..encoders.encoder import Encoder
 from ..encoders.shape import EncoderConfig
 from ..events import Embedded, Event, Notice, Ranked, Yield
@@ -17,7 +17,7 @@ from .embedding_prompts import EmbeddingPrompts, prompts_of
 from .embedding_requests import known, never
 
 if TYPE_CHECKING:
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
 
 LONGER = "shorten it: this is what the model takes"
 NO_INSTRUCTION = "this model has no place for an instruction"

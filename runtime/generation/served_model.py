@@ -38,7 +38,7 @@ from .slot import Slot
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
     from ..constraints.constraint import Form, Vocabulary
     from ..images.media import MediaCache, MediaItem
     from ..sessions.kept_prompts import KeptPrompts

@@ -13,7 +13,7 @@ from ..sessions.shared_prefix import WORTH
 from ..templates.prompting import Prompts
 
 if TYPE_CHECKING:
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
     from ..engine import Engine
     from ..sessions.kept_prompts import KeptPrompts
 

@@ -23,12 +23,12 @@ from ..adapters.adapter import Delta
 from ..config import ModelConfig
 from .architecture import Architecture
 from .architectures import BY_FAMILY, architecture, file_architecture
-from .contents import heads_of
 from .linear_attention import joined_rows
-from .sources import RAW, separated
-from .split import close_all, open_parts
-from .stateful import order
+from .recurrent_layers import order
+from .split_files import close_all, open_parts
+from .tensor_mapping import heads_of
 from .tensor_names import own_names
+from .tensor_sources import RAW, separated
 
 ENDINGS = {".lora_a": "a", ".lora_b": "b"}
 TABLE = "token_embd.weight"

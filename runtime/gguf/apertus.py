@@ -14,7 +14,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..tensors import as_float32
 from ..weights.weight_records import CURVE
-from .windows import USUAL_THETA, Given
+from .family_context import USUAL_THETA, Given
 
 if TYPE_CHECKING:
     from ...offload.checkpoint import TensorStore

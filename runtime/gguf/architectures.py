@@ -14,8 +14,6 @@ from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
     bitnet,
-    channel_decays,
-    chosen,
     cohere2_moe,
     deci,
     deepseek4,
@@ -25,9 +23,10 @@ from . import (
     gemma_embedding2,
     glm5_next,
     gpt_oss,
-    half_layers,
+    granite_swash,
     hy_v4,
     jamba,
+    kimi_delta_attention,
     kolibri1,
     laguna,
     latent_attention,
@@ -40,14 +39,15 @@ from . import (
     minicpm3,
     minimax3,
     mllama,
+    mrope_sections,
     muse_glimmer,
+    nemotron_h,
     qwen4,
     rwkv7,
-    sections,
     short_conv,
+    sparse_indexer,
     state_spaces,
     step35,
-    swash,
     transformer_names,
 )
 from .architecture import (
@@ -95,8 +95,8 @@ _LINEAR = {"norm_offset": 1.0, "partial": True, "required": linear_attention.REQ
 _CONV = {"required": short_conv.REQUIRED, "roles": short_conv.ROLES, "outer": short_conv.OUTER, "layer_names": short_conv.NAMES,
          "kinds": (short_conv.CONV, short_conv.FULL)}
 _COHERE = {"keys": {LAYER_NORM: "layer_norm_eps", "logit_scale": "logit_scale"}, "epsilon": LAYER_NORM, "required": ("logit_scale",)}
-_HALVES = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": half_layers.NAMES, "whole": half_layers.WHOLE, "fused": state_spaces.FUSED,
-           "roles": half_layers.ROLES, "outer": half_layers.OUTER, "required": half_layers.REQUIRED,
+_HALVES = {"config": {"mlp_hidden_act": "relu2"}, "layer_names": nemotron_h.NAMES, "whole": nemotron_h.WHOLE, "fused": state_spaces.FUSED,
+           "roles": nemotron_h.ROLES, "outer": nemotron_h.OUTER, "required": nemotron_h.REQUIRED,
            "read": frozenset({LAYER_NORM})}  # written beside the other, and not read by who runs such files
 _MINICPM_SCALES = {"embedding_scale": "scale_emb", "residual_scale": "scale_depth", "logit_scale": "dim_model_base"}
 _GRANITE_SCALES = {"attention.scale": "attention_multiplier", "embedding_scale": "embedding_multiplier",
@@ -140,10 +140,10 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", keys=_CAUSAL),
     "qwen2moe": Architecture("qwen2_moe", config={"norm_topk_prob": False}, experts=("mlp", qwen3_moe.NAMES),
                              keys={**_COUNTS, **_QWEN_WIDTHS}, layer_names=_QWEN_SHARED),
-    "qwen2vl": Architecture("qwen2", read=frozenset({sections.KEY})),
-    "paddleocr": Architecture("llama", read=frozenset({sections.KEY})),  # halves turn together here, as in the checkpoints
+    "qwen2vl": Architecture("qwen2", read=frozenset({mrope_sections.KEY})),
+    "paddleocr": Architecture("llama", read=frozenset({mrope_sections.KEY})),  # halves turn together here, as in the checkpoints
     "qwen3": Architecture("qwen3", keys=_CAUSAL),
-    "qwen3vl": Architecture("qwen3", read=frozenset({sections.KEY, DEEP})),
+    "qwen3vl": Architecture("qwen3", read=frozenset({mrope_sections.KEY, DEEP})),
     "qwen35": Architecture("qwen3_5_text", keys=linear_attention.KEYS, layer_names=linear_attention.NAMES, **_LINEAR),
     "qwen35moe": Architecture("qwen3_5_moe_text", experts=("mlp", qwen3_moe.NAMES), optional=frozenset({"feed_forward_length"}),
                               keys={**_COUNTS, **_QWEN_WIDTHS, **linear_attention.KEYS},
@@ -167,7 +167,7 @@ ARCHITECTURES = {
         "expert_feed_forward_length": "moe_intermediate_size", "leading_dense_block_count": "moe_layer_start_index",
         "interleave_moe_layer_step": "moe_layer_interval", "expert_shared_feed_forward_length": SHARED_WIDTH}),
     "glm4moe": Architecture("glm4_moe", experts=("mlp", qwen3_moe.NAMES), partial=True, roles={"post_norm": "post_attention_norm"},
-                            read=frozenset({sections.KEY}), keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
+                            read=frozenset({mrope_sections.KEY}), keys={**_GLM_COUNTS, "nextn_predict_layers": "num_nextn_predict_layers"},
                             layer_names={**_GLM_NAMES, "post_attention_norm": "post_attention_layernorm"}),
     latent_attention.NAME: Architecture("deepseek_v3", experts=("mlp", qwen3_moe.NAMES), required=latent_attention.REQUIRED,
                                         keys={**_GLM_COUNTS, **latent_attention.KEYS}, read=latent_attention.READ,
@@ -176,12 +176,12 @@ ARCHITECTURES = {
                                          required=latent_attention.REQUIRED, keys={
                                              **_GLM_COUNTS, **latent_attention.KEYS, latent_attention.GROWING: GROWTH},
                                          read=latent_attention.READ, layer_names={**_GLM_NAMES, **latent_attention.NAMES}),
-    **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *chosen.KEYS), keys={
-        **_GLM_COUNTS, **latent_attention.KEYS, **chosen.KEYS}, read=latent_attention.READ | {chosen.TYPES}, roles=chosen.ROLES,
-        layer_names={**_GLM_NAMES, **latent_attention.NAMES, **chosen.NAMES})
-       for name, family in chosen.FAMILIES.items() if name != hy_v4.NAME},
+    **{name: Architecture(family, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *sparse_indexer.KEYS), keys={
+        **_GLM_COUNTS, **latent_attention.KEYS, **sparse_indexer.KEYS}, read=latent_attention.READ | {sparse_indexer.TYPES},
+        roles=sparse_indexer.ROLES, layer_names={**_GLM_NAMES, **latent_attention.NAMES, **sparse_indexer.NAMES})
+       for name, family in sparse_indexer.FAMILIES.items() if name != hy_v4.NAME},
     hy_v4.NAME: Architecture(hy_v4.FAMILY, experts=("mlp", qwen3_moe.NAMES), required=(*latent_attention.REQUIRED, *hy_v4.KEYS), keys={
-        **_GLM_COUNTS, **latent_attention.KEYS, **hy_v4.KEYS}, read=latent_attention.READ | {chosen.TYPES, hy_v4.CLAMP},
+        **_GLM_COUNTS, **latent_attention.KEYS, **hy_v4.KEYS}, read=latent_attention.READ | {sparse_indexer.TYPES, hy_v4.CLAMP},
         layer_names={**_GLM_NAMES, **hy_v4.NAMES}, whole=hy_v4.WHOLE, outer=hy_v4.OUTER, roles=hy_v4.ROLES),
     "apertus": Architecture(apertus.FAMILY, config={"hidden_act": "xielu"}, layer_names=apertus.NAMES),
     bitnet.NAME: Architecture(bitnet.FAMILY, layer_names=bitnet.NAMES, roles=bitnet.ROLES, read=frozenset({bitnet.ACT})),
@@ -201,7 +201,7 @@ ARCHITECTURES = {
         "expert_shared_feed_forward_length": SHARED_WIDTH}),
     # Files state the base as it is once it is stretched.
     "hunyuan-dense": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES),
-    "hunyuan_vl": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES, keys={ALPHA: STRETCH}, read=frozenset({sections.KEY})),
+    "hunyuan_vl": Architecture("hunyuan_v1_dense", layer_names=_HUNYUAN_NAMES, keys={ALPHA: STRETCH}, read=frozenset({mrope_sections.KEY})),
     "hunyuan-moe": Architecture("hunyuan_v1_moe", experts=("mlp", qwen3_moe.NAMES), whole={f"{ROUTER}.weight": "mlp.gate.wg.weight"},
                                 layer_names={**_HUNYUAN_NAMES, **{part: f"mlp.shared_mlp.{own}" for part, own in SHARED_EXPERT.items()}},
                                 keys={"expert_count": "num_experts", "expert_used_count": "moe_topk", "expert_shared_count":
@@ -265,10 +265,10 @@ ARCHITECTURES = {
                               read=laguna.READ | {"expert_shared_count"}, layer_names={
                                   CORRECTION: "mlp.experts.e_score_correction_bias", "attn_gate": "self_attn.g_proj",
                                   **{part: f"mlp.shared_expert.{own}" for part, own in SHARED_EXPERT.items()}}),
-    channel_decays.KIMI: Architecture(channel_decays.KIMI_FAMILY, experts=("block_sparse_moe", mixtral.NAMES),
-                                      **channel_decays.SAID[channel_decays.KIMI]),
-    channel_decays.LING: Architecture(channel_decays.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
-                                      **channel_decays.SAID[channel_decays.LING]),
+    kimi_delta_attention.KIMI: Architecture(kimi_delta_attention.KIMI_FAMILY, experts=("block_sparse_moe", mixtral.NAMES),
+                                      **kimi_delta_attention.SAID[kimi_delta_attention.KIMI]),
+    kimi_delta_attention.LING: Architecture(kimi_delta_attention.LING_FAMILY, experts=("mlp", qwen3_moe.NAMES),
+                                      **kimi_delta_attention.SAID[kimi_delta_attention.LING]),
     glm5_next.NAME: Architecture(glm5_next.FAMILY, experts=("mlp", qwen3_moe.NAMES), **glm5_next.SAID),
     gpt_oss.NAME: Architecture(gpt_oss.FAMILY, experts=("mlp", qwen3_moe.NAMES), **gpt_oss.SAID),
     "mistral3": Architecture("ministral3", interleaved=True, keys={"attention.temperature_scale": GROWTH}),
@@ -277,17 +277,17 @@ ARCHITECTURES = {
         part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, keys={
         **_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
         "shared_intermediate_size"}),
-    swash.NAME: Architecture(swash.DENSE, interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), pattern=True, layer_names={
-        part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, whole=swash.WHOLE, roles=swash.ROLES,
-        fused=swash.FUSED, read=frozenset({swash.TURNED}), keys={
+    granite_swash.NAME: Architecture(granite_swash.DENSE, interleaved=True, experts=("block_sparse_moe", qwen3_moe.NAMES), pattern=True,
+        layer_names={part: own for part, own in state_spaces.NAMES.items() if part.endswith("_shexp")}, whole=granite_swash.WHOLE,
+        roles=granite_swash.ROLES, fused=granite_swash.FUSED, read=frozenset({granite_swash.TURNED}), keys={
         **_GRANITE_SCALES, **_COUNTS, "expert_count": "num_local_experts", "expert_shared_feed_forward_length":
         "shared_intermediate_size"}),
     "granitehybrid": Architecture("granitemoehybrid", interleaved=True, keys={**_GRANITE_SCALES, **state_spaces.KEYS},
                                   experts=("block_sparse_moe", qwen3_moe.NAMES), layer_names=state_spaces.NAMES, whole=state_spaces.WHOLE,
                                   fused=state_spaces.FUSED, roles=state_spaces.ROLES, required=state_spaces.REQUIRED,
                                   kinds=state_spaces.KINDS),
-    half_layers.DENSE: Architecture(half_layers.FAMILY, keys=half_layers.KEYS, **_HALVES),
-    half_layers.MIXED: Architecture(half_layers.FAMILY, keys={**half_layers.KEYS, **half_layers.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
+    nemotron_h.DENSE: Architecture(nemotron_h.FAMILY, keys=nemotron_h.KEYS, **_HALVES),
+    nemotron_h.MIXED: Architecture(nemotron_h.FAMILY, keys={**nemotron_h.KEYS, **nemotron_h.COUNTS}, experts=("mixer", qwen3_moe.NAMES),
                                     **_HALVES),
     "olmo": Architecture("olmo", interleaved=True, epsilon=LAYER_NORM, keys={LAYER_NORM: "layer_norm_eps", CLAMP: "clip_qkv"}),
     "olmo2": Architecture("olmo2", layer_names=_BEHIND, keys={"rope.freq_base_swa": "rope_local_base_freq"}, pattern=True),  # OLMo 3 too
@@ -296,7 +296,7 @@ ARCHITECTURES = {
                              keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"}),
     "qwen3vlmoe": Architecture("qwen3_moe", config={"norm_topk_prob": True}, experts=("mlp", qwen3_moe.NAMES),
                                keys={**_COUNTS, "expert_feed_forward_length": "moe_intermediate_size"},
-                               read=frozenset({sections.KEY, DEEP})),
+                               read=frozenset({mrope_sections.KEY, DEEP})),
     "seed_oss": Architecture("seed_oss", layer_names={"post_attention_norm": _BEHIND["post_attention_norm"]}, roles={
         "post_norm": "post_attention_norm"}),
     "smollm3": Architecture("smollm3", interleaved=True),
@@ -327,7 +327,7 @@ ARCHITECTURES = {
                                         **_GEMMA_NAMES, **muse_glimmer.NAMES}),
     "chatglm": Architecture("glm", partial=True, fused=_GATE_UP, fused_before=_QKV),
     "ernie4_5": Architecture("ernie4_5"),
-    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, read=frozenset({sections.KEY}),
+    "glm4": Architecture("glm4", partial=True, fused=_GATE_UP, fused_before=_QKV, read=frozenset({mrope_sections.KEY}),
                          keys={"nextn_predict_layers": "num_nextn_predict_layers"}, layer_names={
                              "post_attention_norm": "post_self_attn_layernorm", "post_ffw_norm": "post_mlp_layernorm"}),
 }
@@ -340,9 +340,9 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
     "hunyuan_v1_dense": "hunyuan-dense", "hunyuan_v1_moe": "hunyuan-moe", "internlm3": "llama", "iquestcoder": "llama",
     "lfm2_moe": "lfm2moe", "llama4_text": "llama4", "minimax_m2": "minimax-m2", "ministral3": "mistral3", "mistral": "llama",
     "mixtral": "llama", "olmo3": "olmo2", "phi": "phi2", "qwen2_moe": "qwen2moe", "qwen3_5_moe_text": "qwen35moe", "qwen3_5_text": "qwen35",
-    "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", swash.MIXED: swash.NAME,
-    channel_decays.KIMI_FAMILY: channel_decays.KIMI, channel_decays.LING_FAMILY: channel_decays.LING, glm5_next.FAMILY: glm5_next.NAME,
-    gpt_oss.FAMILY: gpt_oss.NAME, **{family: name for name, family in chosen.FAMILIES.items()},
+    "qwen3_moe": "qwen3moe", "qwen3_next": linear_attention.JOINED, "solar_open": "glm4moe", granite_swash.MIXED: granite_swash.NAME,
+    kimi_delta_attention.KIMI_FAMILY: kimi_delta_attention.KIMI, kimi_delta_attention.LING_FAMILY: kimi_delta_attention.LING,
+    glm5_next.FAMILY: glm5_next.NAME, gpt_oss.FAMILY: gpt_oss.NAME, **{family: name for name, family in sparse_indexer.FAMILIES.items()},
     qwen4.FAMILY: qwen4.NAME, mamba.NORMED: mamba.NAME, muse_glimmer.FAMILY: muse_glimmer.NAME, step35.FAMILY: step35.NAME,
     "gpt_bigcode": "starcoder", mimo2.FAMILY: mimo2.NAME, minimax3.FAMILY: minimax3.NAME} | {
     name: name for name in ("afmoe", "apertus", "arcee", "bitnet", "bloom", "cohere2", "dbrx", "dots1", "ernie4_5", "exaone", "exaone4",
@@ -354,8 +354,8 @@ BY_FAMILY = dict.fromkeys(("deepseek_v2", "deepseek_v3", "glm4_moe_lite"), laten
 
 def file_architecture(config: ModelConfig) -> str:
     """What the file of a model is called, of a family that has files."""
-    if config.family == half_layers.FAMILY and config.mixture is not None:
-        return half_layers.MIXED
+    if config.family == nemotron_h.FAMILY and config.mixture is not None:
+        return nemotron_h.MIXED
     return "granitehybrid" if config.family == "granitemoehybrid" and config.state is not None else BY_FAMILY[config.family]
 
 

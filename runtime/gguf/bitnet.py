@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, shown
 from ..config import ModelConfig
-from .windows import Given
+from .family_context import Given
 
 FAMILY = NAME = "bitnet"
 NAMES = {"attn_sub_norm": "self_attn.attn_sub_norm", "ffn_sub_norm": "mlp.ffn_sub_norm"}

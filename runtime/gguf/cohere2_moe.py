@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "cohere2_moe", "cohere2moe"
 EVERY = 4  # all but the last of so many layers have a window, where a file says nothing

@@ -20,29 +20,29 @@ from ...quant.weight import to_f32
 from ..config import ModelConfig, parse_config
 from ..config_rope import GROWTH
 from . import (
-    channel_decays,
     deci,
     gemma3n,
     gemma4,
     gemma_embedding2,
     glm5_next,
-    half_layers,
+    kimi_delta_attention,
     laguna,
     latent_attention,
     listwise,
     mellum,
     mimo2,
     minicpm3,
+    mrope_sections,
+    nemotron_h,
     qwen4,
-    sections,
-    stateful,
+    recurrent_layers,
     step35,
     yarn,
 )
 from .architecture import DEEPSEEK_OCR, FACTORS, HARMLESS, LONG, NEUTRAL, RMS_NORM, SHORT, UNTURNED, Architecture
 from .architectures import architecture
+from .family_context import PATTERN, layer_types
 from .family_keys import REPAIR, add_family
-from .windows import PATTERN, layer_types
 
 # Below the architecture's name -> config.json.
 KEYS = {
@@ -60,7 +60,7 @@ SCALING_KEYS = frozenset(SCALING + name for name in ("type", "factor", "original
 # Architecture -> keys that state a number for each layer, which are not translated.
 BY_LAYER = {gemma3n.NAME: gemma3n.BY_LAYER, gemma4.NAME: gemma4.BY_LAYER, gemma_embedding2.NAME: gemma_embedding2.BY_LAYER,
             deci.NAME: deci.BY_LAYER, mimo2.NAME: mimo2.BY_LAYER,
-            **dict.fromkeys((half_layers.DENSE, half_layers.MIXED), half_layers.BY_BLOCK)}
+            **dict.fromkeys((nemotron_h.DENSE, nemotron_h.MIXED), nemotron_h.BY_BLOCK)}
 # Architectures with heads and windows by layer, which say all of their positions.
 TWO_KINDS = {gemma4.NAME: gemma4.add_gemma4, gemma_embedding2.NAME: gemma_embedding2.add_gemma_embedding2}
 # And those of which layers with a window turn by a table of their own.
@@ -133,8 +133,8 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         if theirs in BY_LAYER.get(name, ()):
             continue
         if (value := data.get(f"{name}.{theirs}")) is not None:
-            if theirs == stateful.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
-                value, raw["layer_types"] = stateful.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
+            if theirs == recurrent_layers.HEADS and found.kinds and isinstance(value, np.ndarray) and (value == 0).any():
+                value, raw["layer_types"] = recurrent_layers.layers_without(path, f"{name}.{theirs}", value, raw["num_hidden_layers"],
                                                                        found.kinds)
             if theirs == laguna.QUERIES and name in (laguna.NAME, step35.NAME):
                 value = laguna.heads_of(value, raw)
@@ -148,14 +148,14 @@ def config_json(header: GgufHeader, factors: Factors) -> dict[str, object]:
         kinds = layer_types(header, raw["num_hidden_layers"], 1)
         TWO_KINDS[name](header, raw, kinds, factors.get(FACTORS), raw.pop("sliding_window"))
     else:
-        if name not in (channel_decays.KIMI, channel_decays.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT, mimo2.NAME,
-                        minicpm3.NAME):
+        if name not in (kimi_delta_attention.KIMI, kimi_delta_attention.LING, deci.NAME, glm5_next.NAME, *latent_attention.LATENT,
+                        mimo2.NAME, minicpm3.NAME):
             _heads(header, name, raw, found)
         add_family(header, raw)
-        if name in sections.IN_TURN:
+        if name in mrope_sections.IN_TURN:
             heads = raw["num_attention_heads"]
             width = raw.get("head_dim") or (raw["hidden_size"] // heads if type(heads) is int and heads > 0 else 0)
-            sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, sections.IN_TURN[name])
+            mrope_sections.check(header, name, int(width * raw.get("partial_rotary_factor", 1.0)) // 2, mrope_sections.IN_TURN[name])
     growth = raw.pop(GROWTH, None)
     raw |= {} if name in TWO_KINDS else _rope(header, name, raw, factors)
     if name in TWO_TABLES:

@@ -10,7 +10,7 @@ from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..families.nemotron_nas import ATTENTION, INSIDE
-from .windows import Given
+from .family_context import Given
 
 NAME, FAMILY = "deci", "nemotron_nas"
 BY_LAYER = QUERIES, GROUPS, WIDTHS = "attention.head_count", "attention.head_count_kv", "feed_forward_length"

@@ -9,7 +9,7 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import CheckpointError
 from ..config import MAX_LAYERS, ModelConfig
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "deepseek_v4", "deepseek4"
 ROOTS = 4  # how experts are scored

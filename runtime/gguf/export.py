@@ -28,38 +28,38 @@ from ..config import ModelConfig, read_config
 from ..conversion.convert_plan import MATRICES
 from ..events import Notice, Progress
 from ..families import EXPERT, SHARED, expert_of, kind_of
-from ..files.written import demand_folder, what_lies_at
+from ..files.model_folder_files import demand_folder, what_lies_at
 from ..ngrams import is_table
 from ..sampling.generation_config import read_generation_config
 from ..source import is_rounded, licence_of, open_store
 from ..sparse.bundles import is_bundled
 from ..stores.container import read_container
-from ..stores.parted_rows import joins
+from ..stores.tensor_views import joins
 from ..tensors import ModelTensor, check_tensors, with_own_layer
 from ..text import Tokenizer
 from ..weights.outliers import check_outliers
 from . import (
     apertus,
     bitnet,
-    channel_decays,
     deci,
     falcon_h1,
-    half_layers,
     hy_v4,
+    kimi_delta_attention,
     latent_attention,
     linear_attention,
     muse_glimmer,
+    nemotron_h,
     nextn,
+    recurrent_layers,
     rwkv7,
-    stateful,
 )
 from .architecture import Architecture
 from .architectures import BY_FAMILY, file_architecture
-from .config_out import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
-from .seeing_text import as_seeing, rows_of
-from .settings import licence_metadata, sampling_metadata
-from .sources import separated
+from .config_export import TYPES, config_metadata, exported_as, rotary_tensors, unread_positions, unused_window
+from .folder_files import licence_metadata, sampling_metadata
+from .multimodal_text import as_seeing, rows_of
 from .tensor_names import file_part
+from .tensor_sources import separated
 
 OTHER_PLACE = "give another place with -o"
 MXFP4 = "MXFP4"
@@ -195,7 +195,7 @@ def _tokenizer(source: Path, config: ModelConfig) -> dict[str, Value]:
         from .store import read_header
 
         return {key: value for key, value in read_header(source).metadata.items() if key.startswith("tokenizer.")}
-    from .vocabulary_out import tokenizer_metadata
+    from .tokenizer_export import tokenizer_metadata
 
     return tokenizer_metadata(source, Tokenizer.load(source, config), config.vocab_size)
 
@@ -223,7 +223,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             if config.family == "falcon" and config.norms_apart and role.startswith("input_norm"):
                 own = "attn_norm_2"
             end = "bias" if role.endswith("_bias") or role == "correction" else "weight"
-            block = "" if key == "outer" or f"{own}.{end}" in found.outer else f"blk.{half_layers.block_of(config, key, role)}."
+            block = "" if key == "outer" or f"{own}.{end}" in found.outer else f"blk.{nemotron_h.block_of(config, key, role)}."
             grouped.setdefault(block + (own if own in found.whole else f"{parts.get(own, own)}.{end}"), []).append((role, tensor))
         for name, members in grouped.items():
             role, first = members[0]
@@ -231,7 +231,7 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
                 yield from _halves(f"blk.{key}", first, config, kind)
                 continue
             matrix = kind_of(role)
-            own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in channel_decays.FINER)
+            own, finer = "F32", role == "kv_b" or (bool(found.parts) and role in kimi_delta_attention.FINER)
             if matrix in MATRICES or finer:
                 own = "Q8_0" if kind == "Q4_0" and (role in HEADS or finer or is_table(role)) else kind
                 if first.spec.scheme == "mxfp" or (config.experts_stored and expert_of(role) is not None):
@@ -243,11 +243,11 @@ def _jobs(tensors: Mapping[int | str, Mapping[str, ModelTensor]], config: ModelC
             elif role in VECTORS and len(shape) == 2:
                 shape = shape[1:]
             elif role.startswith(("state_", "shift_", "ngram_conv")):
-                shape = stateful.shape_in_file(role, config, shape)
+                shape = recurrent_layers.shape_in_file(role, config, shape)
             planned, grown = PlannedTensor(name, own, shape), "norm" in role and role != "state_norm" and not role.endswith("_bias")
             yield _Job(planned, tuple(tensor for _, tensor in members), heads.get(role.removesuffix("_bias"), 0),
-                       found.norm_offset if grown and first.name not in found.as_is else 0.0, *stateful.order(role, config),
-                       stateful.side(config) if role == "state_decay" else 0.0,
+                       found.norm_offset if grown and first.name not in found.as_is else 0.0, *recurrent_layers.order(role, config),
+                       recurrent_layers.side(config) if role == "state_decay" else 0.0,
                        factors=tuple(factors.get(role, 1.0) for role, _ in members) if factors else (),
                        turns=first.shape[0] // config.state.key_heads if name.endswith(linear_attention.IN_TURN) else 0)
 

@@ -10,7 +10,7 @@ from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..weights.state_weights import channel_factors
 from . import state_spaces
-from .windows import Given
+from .family_context import Given
 
 NAME, FAMILY = "falcon-h1", "falcon_h1"
 # Below the architecture's name -> config.json.

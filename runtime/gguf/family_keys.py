@@ -11,16 +11,16 @@ from ..families.hunyuan_v1_dense import STRETCH
 from . import (
     apertus,
     bitnet,
-    channel_decays,
     cohere2_moe,
     deci,
     deepseek4,
     falcon_h1,
     gemma3n,
     glm5_next,
-    half_layers,
+    granite_swash,
     hy_v4,
     jamba,
+    kimi_delta_attention,
     kolibri1,
     laguna,
     latent_attention,
@@ -34,16 +34,16 @@ from . import (
     minimax3,
     mllama,
     muse_glimmer,
+    nemotron_h,
     qwen4,
     rwkv7,
     short_conv,
     state_spaces,
     step35,
-    swash,
 )
 from .architecture import SHARED_WIDTH
+from .family_context import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, USUAL_THETA, USUAL_WINDOW_MOE, Given, given, without_those_behind
 from .plain_families import PLAIN, add_others
-from .windows import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, USUAL_THETA, USUAL_WINDOW_MOE, Given, given, without_those_behind
 
 SOFTMAX = 1  # how experts are scored
 REPAIR = "the file is damaged or was converted wrongly: download it again, or another one"
@@ -202,16 +202,16 @@ OWN: Mapping[str, Callable[[Given, Raw], None]] = {
     "deepseek_ocr2_text": _deepseek_ocr, "dots1": _glm,
     "ernie4_5_moe": _ernie_moe, "exaone4": lambda of, raw: without_those_behind(raw), "exaone_moe": _exaone_moe,
     falcon_h1.FAMILY: falcon_h1.add, gemma3n.FAMILY: gemma3n.add, "glm4": lambda of, raw: without_those_behind(raw), "glm4_moe": _glm,
-    glm5_next.FAMILY: glm5_next.add, "granitemoehybrid": state_spaces.add, half_layers.FAMILY: half_layers.add,
+    glm5_next.FAMILY: glm5_next.add, "granitemoehybrid": state_spaces.add, nemotron_h.FAMILY: nemotron_h.add,
     "hunyuan_v1_dense": _hunyuan, "hunyuan_v1_moe": _hunyuan_moe, "hy_v3": _hy3, hy_v4.FAMILY: hy_v4.add, jamba.FAMILY: jamba.add,
     kolibri1.FAMILY: kolibri1.add, laguna.FAMILY: laguna.add, llama4.FAMILY: llama4.add, mamba.NAME: mamba.add, mamba2.NAME: mamba2.add,
     mellum.FAMILY: mellum.add, mimo2.FAMILY: mimo2.add, minimax3.FAMILY: minimax3.add,
     "minicpm": _minicpm, minicpm3.FAMILY: minicpm3.add, "minimax_m2": _minimax, mllama.FAMILY: mllama.add,
     muse_glimmer.FAMILY: muse_glimmer.add, "qwen2_moe": _qwen2_moe, qwen4.FAMILY: qwen4.add, rwkv7.FAMILY: rwkv7.add,
-    step35.FAMILY: step35.add, swash.DENSE: swash.add,
+    step35.FAMILY: step35.add, granite_swash.DENSE: granite_swash.add,
 }
 # Where several families have a part, a key of that part tells; one that has two of them, as Kimi Linear, goes by the first.
 BY_KEY: Mapping[str, Callable[[Given, Raw], None]] = {
-    "linear_head_dim": channel_decays.add, "kv_lora_rank": latent_attention.add, "conv_L_cache": short_conv.add,
+    "linear_head_dim": kimi_delta_attention.add, "kv_lora_rank": latent_attention.add, "conv_L_cache": short_conv.add,
     "linear_num_key_heads": linear_attention.add,
 }

@@ -11,7 +11,7 @@ from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
 from . import gemma4
-from .windows import Given
+from .family_context import Given
 
 NAME, FAMILY = "gemma3n", "gemma3n_text"
 # Below the architecture's name -> config.json. Files of Ollama call the last two otherwise than llama.cpp's.

@@ -1,5 +1,5 @@
 """What a Gemma 4 sees and hears with, written as one GGUF file (mmproj), as llama.cpp's converter writes it: the way back of what
-`projector_config.py` and `hearing_config.py` read of such a file."""
+`projector_config.py` and `audio_config.py` read of such a file."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.tower_ops import silu
 from ..images.tower_weights import HEARING_PARTS, canonical_name, is_of_tower
 from ..images.vision_transformer import layer_count
-from .hearing_export import AWAY, file_name
-from .hearing_names import EARS
+from .audio_export import AWAY, file_name
+from .audio_names import EARS
 from .projector_names import CLIP, PROJECTORS
-from .projector_pieces import Piece, piece
+from .projector_tensors import Piece, piece
 
 NAME, TYPES = "gemma4", {IMAGE_INPUT: "gemma4v", AUDIO_INPUT: "gemma4a"}
 SIDE = 224  # which no such model has, and readers want to have

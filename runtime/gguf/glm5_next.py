@@ -1,5 +1,5 @@
-"""What GGUF files say otherwise of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`channel_decays.py`), latent
-attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. """
+"""What GGUF files say otherwise of GLM 5.3 (GLM 5 Next): layers with Kimi Delta Attention as Kimi Linear's (`kimi_delta_attention.py`),
+latent attention without positions, and an indexer whose keys of pools are made by two tensors beside the key's own. """
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
-from . import channel_decays, chosen
+from . import kimi_delta_attention, sparse_indexer
+from .family_context import Given
 from .latent_attention import WIDTHS
-from .windows import Given
 
 FAMILY, NAME = "glm5_next_text", "glm5-next"
 TAIL, CLAMPS = "attention.indexer.kpool_select_tail", ("swiglu_clamp_exp", "swiglu_clamp_shexp")
@@ -21,30 +21,32 @@ KEYS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_pe
         "moe_intermediate_size", "expert_shared_count": "n_shared_experts", "leading_dense_block_count": "first_k_dense_replace",
         "expert_weights_scale": "routed_scaling_factor", "expert_weights_norm": "norm_topk_prob", "expert_gating_func": "scoring_func",
         "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "attention.kv_lora_rank": "kv_lora_rank",
-        "attention.q_lora_rank": "q_lora_rank", channel_decays.TAPS: "linear_conv_kernel_dim", channel_decays.WIDTH: "linear_head_dim",
-        channel_decays.BOUND: "linear_lower_bound", **chosen.KEYS, "attention.indexer.kpool": "index_kpool",
+        "attention.q_lora_rank": "q_lora_rank", kimi_delta_attention.TAPS: "linear_conv_kernel_dim",
+        kimi_delta_attention.WIDTH: "linear_head_dim", kimi_delta_attention.BOUND: "linear_lower_bound",
+        **sparse_indexer.KEYS, "attention.indexer.kpool": "index_kpool",
         "hyper_connection.count": "hc_mult", "hyper_connection.sinkhorn_iterations": "hc_sinkhorn_iters",
         "hyper_connection.epsilon": "hc_eps", "nextn_predict_layers": "num_nextn_predict_layers"}
-REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_count_kv", *WIDTHS, channel_decays.TAPS,
-            channel_decays.WIDTH, "expert_feed_forward_length", "expert_shared_count", *chosen.KEYS, "attention.indexer.kpool",
-            "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
+REQUIRED = ("attention.kv_lora_rank", "attention.q_lora_rank", "attention.head_count_kv", *WIDTHS, kimi_delta_attention.TAPS,
+            kimi_delta_attention.WIDTH, "expert_feed_forward_length", "expert_shared_count", *sparse_indexer.KEYS,
+            "attention.indexer.kpool", "hyper_connection.count", "hyper_connection.sinkhorn_iterations", "hyper_connection.epsilon")
 # The last is of the norm of index keys, which is what it is in every model.
 INDEX_EPSILON = "attention.layer_norm_epsilon"
-READ = frozenset((*WIDTHS, chosen.TYPES, TAIL, *CLAMPS, channel_decays.SAFE, INDEX_EPSILON))
+READ = frozenset((*WIDTHS, sparse_indexer.TYPES, TAIL, *CLAMPS, kimi_delta_attention.SAFE, INDEX_EPSILON))
 _INDEXER = "self_attn.indexer."
-NAMES = {**channel_decays.NAMES[channel_decays.KIMI], "attn_qkv": "self_attn.qkv_proj", "exp_probs_b": "mlp.gate.e_score_correction_bias",
-         **chosen.NAMES, **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
-WHOLE = {**channel_decays.WHOLE[channel_decays.KIMI],
+NAMES = {**kimi_delta_attention.NAMES[kimi_delta_attention.KIMI], "attn_qkv": "self_attn.qkv_proj",
+         "exp_probs_b": "mlp.gate.e_score_correction_bias", **sparse_indexer.NAMES,
+         **{f"ffn_{part}_shexp": f"mlp.shared_experts.{part}_proj" for part in ("gate", "up", "down")}}
+WHOLE = {**kimi_delta_attention.WHOLE[kimi_delta_attention.KIMI],
          **{f"hc_{branch}_{part}.weight": f"hc_{branch}_{part}" for branch in ("attn", "ffn") for part in ("fn", "base", "scale")},
          # under either of two names
          **{f"{before}{part}.weight": f"{_INDEXER}index_kpool_compress_{part}" for before in ("indexer_compressor_", "indexer.kpool_")
             for part in ("ape", "gate")}}
-ROLES = {**channel_decays.ROLES, **chosen.ROLES,
+ROLES = {**kimi_delta_attention.ROLES, **sparse_indexer.ROLES,
          "index_places": "indexer_compressor_ape", **{
              f"{role}{end}": f"hc_{branch}_{part}" for role, branch in (("attn_mix", "attn"), ("mlp_mix", "ffn"))
              for end, part in (("", "fn"), ("_base", "base"), ("_scale", "scale"))}}
-SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": channel_decays.KINDS,
-        "roles": ROLES, "parts": {**channel_decays.IN_PARTS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
+SAID = {"keys": KEYS, "required": REQUIRED, "read": READ, "layer_names": NAMES, "whole": WHOLE, "kinds": kimi_delta_attention.KINDS,
+        "roles": ROLES, "parts": {**kimi_delta_attention.IN_PARTS, "index_k": ("indexer.attn_k", "indexer_compressor_gate")}}
 STREAMS = 4  # how many of a token llama.cpp runs
 
 
@@ -74,7 +76,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
     layers = raw["num_hidden_layers"] = blocks - behind  # files count them in
     if isinstance(kinds := raw.get("layer_types"), list):
         raw["layer_types"] = kinds[:layers]
-    chosen.add_sharing(header, name, raw, blocks)
+    sparse_indexer.add_sharing(header, name, raw, blocks)
     other = [each for key in CLAMPS for each in of.numbers(key, SILU_LIMIT)[:layers] if each != SILU_LIMIT]
     raw["swiglu_limit"] = other[0] if other else SILU_LIMIT  # another is refused by its name
 
@@ -82,7 +84,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
 def stated(config: ModelConfig) -> dict[str, Value]:
     """The keys of what this family has, below the architecture's name."""
     own, layers = config.indexed, config.num_hidden_layers
-    return channel_decays.stated(config) | chosen.stated(config) | {
+    return kimi_delta_attention.stated(config) | sparse_indexer.stated(config) | {
         "attention.indexer.kpool": own.shape.rate, TAIL: True, INDEX_EPSILON: float(own.norm[1]), "hyper_connection.count":
         config.streams, "hyper_connection.sinkhorn_iterations": config.mix_rounds,
         "hyper_connection.epsilon": float(config.mix_least), **{key: np.full(layers, SILU_LIMIT, np.float32) for key in CLAMPS}}
@@ -90,5 +92,5 @@ def stated(config: ModelConfig) -> dict[str, Value]:
 
 def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
     """(whether it is so, what files cannot say)."""
-    yield from channel_decays.departures(config)
+    yield from kimi_delta_attention.departures(config)
     yield config.streams != STREAMS, f"has {config.streams} streams of a token, of which llama.cpp runs {STREAMS}"

@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from .windows import Given
+    from .family_context import Given
 
 FAMILY, NAME = "gpt_oss", "gpt-oss"
 EVERY = 2  # of so many layers the last has no window

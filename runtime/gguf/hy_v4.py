@@ -11,19 +11,20 @@ from ...kernels.layout import SILU_LIMIT
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..families.hy_v4 import REFUSED_UNLESS, stored_rows
-from . import chosen, latent_attention
-from .windows import Given
+from . import latent_attention, sparse_indexer
+from .family_context import Given
 
 FAMILY = NAME = "hy_v4"
 CLAMP, MAGNITUDE = "swiglu_clamp_exp", "hc_magnitude"
-KEYS = {**chosen.KEYS, "hyper_connection.count": "hc_mult", "hyper_connection.epsilon": "hc_eps", "hyper_connection.magnitude": MAGNITUDE}
+KEYS = {**sparse_indexer.KEYS, "hyper_connection.count": "hc_mult", "hyper_connection.epsilon": "hc_eps",
+    "hyper_connection.magnitude": MAGNITUDE}
 _INDEXER, _PARTS = "self_attn.indexer.", ("fn", "base", "scale")
-NAMES = {**latent_attention.NAMES, **chosen.NAMES, "attn_gate": "self_attn.gate_proj", "indexer.attn_q_b": f"{_INDEXER}turned_q",
+NAMES = {**latent_attention.NAMES, **sparse_indexer.NAMES, "attn_gate": "self_attn.gate_proj", "indexer.attn_q_b": f"{_INDEXER}turned_q",
          "indexer.attn_k": f"{_INDEXER}turned_k", "indexer.k_norm": f"{_INDEXER}turned_k_norm"}
 WHOLE = {"attn_sinks.weight": "self_attn.sinks",
          **{f"hc_{branch}_{part}.weight": f"{branch}_hc.{part}" for branch in ("attn", "ffn") for part in _PARTS}}
 OUTER = {f"output_hc_{part}.weight": f"model.hc_head.hc_{part}" for part in _PARTS}
-ROLES = {**chosen.ROLES, "sinks": "attn_sinks", **{
+ROLES = {**sparse_indexer.ROLES, "sinks": "attn_sinks", **{
     f"{role}{end}": f"{own}_{part}" for role, own in (("attn_mix", "hc_attn"), ("mlp_mix", "hc_ffn"), ("leave_mix", "output_hc"))
     for end, part in zip(("", "_base", "_scale"), _PARTS, strict=True)}}
 

@@ -13,8 +13,8 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
+from .family_context import Given
 from .state_spaces import departures as departures
-from .windows import Given
 
 FAMILY = "jamba"
 INNER = "inner_size"  # of all channels together, which no config states

@@ -10,7 +10,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .windows import KOLIBRI_EVERY, SIGMOID, Given
+from .family_context import KOLIBRI_EVERY, SIGMOID, Given
 
 FAMILY = NAME = "kolibri1"
 COUNT, SCORES, SHARED = "expert_shared_count", "expert_gating_func", "expert_shared_feed_forward_length"

@@ -11,7 +11,7 @@ from ...offload.gguf_header import GgufHeader, GgufTensor, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
-from .windows import Given
+from .family_context import Given
 
 NAME = FAMILY = "laguna"
 QUERIES = "attention.head_count"  # one number, or one for every layer

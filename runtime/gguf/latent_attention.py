@@ -20,8 +20,8 @@ from ...offload.gguf_header import GgufTensor, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from ..config_rope import GROWTH
-from . import chosen
-from .windows import Given, without_those_behind
+from . import sparse_indexer
+from .family_context import Given, without_those_behind
 
 NAME, GROWN, GROWN_FAMILY = "deepseek2", "mistral4", "mistral4"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank", "expert_group_count": "n_group",
@@ -36,7 +36,8 @@ ROLES = {"q_a": "attn_q_a", "q_a_norm": "attn_q_a_norm", "q_b": "attn_q_b", "kv_
          "kv_b": "attn_kv_b"}
 HALVES = (".attn_k_b.weight", ".attn_v_b.weight")
 FAMILIES = {1: "deepseek_v2", 2: "deepseek_v3"}  # by how experts are scored
-OF_ONE = {GROWN: {1: GROWN_FAMILY}, **{name: {2: family} for name, family in chosen.FAMILIES.items()}}  # architectures of one family
+# architectures of one family
+OF_ONE = {GROWN: {1: GROWN_FAMILY}, **{name: {2: family} for name, family in sparse_indexer.FAMILIES.items()}}
 LATENT = (NAME, *OF_ONE)
 KANANA = 48, 128_256  # layers and words of models whose queries llama.cpp takes to be made at once, beside those of 26 and 27 layers
 UNSAID, CORRECTED = 0, ".exp_probs_b.bias"
@@ -88,7 +89,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
         return
     layers = raw["num_hidden_layers"]  # with those behind
     without_those_behind(raw)
-    chosen.add_sharing(header, name, raw, layers)
+    sparse_indexer.add_sharing(header, name, raw, layers)
 
 
 def sharpened(prefix: str, data: Mapping[str, Value], section: dict[str, object]) -> dict[str, object]:
@@ -113,7 +114,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
         keys["rope.scaling.yarn_log_multiplier"] = MSCALE * all_dim
     if config.rope.params.get(GROWTH):  # without it llama.cpp aborts
         keys["attention.temperature_length"] = int(config.rope.params["original_max_position_embeddings"])
-    return keys | chosen.stated(config)
+    return keys | sparse_indexer.stated(config)
 
 
 def departures(config: ModelConfig, scaling: float) -> Iterator[tuple[bool, str]]:

@@ -15,12 +15,12 @@ from ...offload.gguf_header import GgufHeader, Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families import qwen3_next
-from . import sections
-from .windows import Given
+from . import mrope_sections
+from .family_context import Given
 
 RECURRENT = "attention.recurrent_layers"
 REORDERED = "ssm.v_head_reordered"  # which Ollama writes; false where heads have the order of the checkpoint
-READ = frozenset({sections.KEY, RECURRENT, REORDERED})
+READ = frozenset({mrope_sections.KEY, RECURRENT, REORDERED})
 # Below the architecture's name -> config.json.
 KEYS = {"ssm.conv_kernel": "linear_conv_kernel_dim", "ssm.state_size": "linear_key_head_dim", "ssm.group_count": "linear_num_key_heads",
         "ssm.time_step_rank": "linear_num_value_heads", "ssm.inner_size": "linear_value_head_dim",
@@ -74,7 +74,7 @@ def add(of: Given, raw: dict[str, object]) -> None:
     if "layer_types" in raw:
         raw["layer_types"] = raw["layer_types"][: raw["num_hidden_layers"]]
     if type(width := raw.get("head_dim")) is int:
-        sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, in_turn=True)
+        mrope_sections.check(header, name, round(width * raw["partial_rotary_factor"]) // 2, in_turn=True)
 
 
 def _check_behind(header: GgufHeader, key: str, first: int, blocks: int) -> None:
@@ -93,7 +93,7 @@ def stated(config: ModelConfig) -> dict[str, Value]:
     return {"ssm.conv_kernel": own.taps, "ssm.state_size": own.key_dim, "ssm.group_count": own.key_heads,
             "ssm.time_step_rank": own.value_heads, "ssm.inner_size": own.values, "full_attention_interval": interval(config),
             **({} if config.family == FAMILY else
-               {sections.KEY: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
+               {mrope_sections.KEY: np.array([*(len(range(first, pairs, 3)) for first in range(3)), 0], np.int32)})}
 
 
 def interval(config: ModelConfig) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
-from .windows import Given
+from .family_context import Given
 
 FAMILY = "llama4_text"
 TURNED_EVERY, LENGTH = 4, 8192  # all but every so-manieth layer turn; of a chunk

@@ -13,7 +13,7 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
 from . import jamba
-from .windows import Given
+from .family_context import Given
 
 NAME, NORMED = "mamba", "falcon_mamba"
 INNER, NORMS = "inner_size", "ssm.dt_b_c_rms"  # of all channels together; whether what steps, B and C are made of is normed

@@ -9,7 +9,7 @@ from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from . import jamba, mamba, state_spaces
-from .windows import Given
+from .family_context import Given
 
 NAME = "mamba2"
 INNER = "inner_size"  # of all heads together

@@ -9,7 +9,7 @@ import numpy as np
 from ...offload.gguf_header import GgufHeader, Value
 from ..config import ModelConfig
 from ..config_rope import GLOBAL, LOCAL
-from .windows import Given
+from .family_context import Given
 
 NAME = FAMILY = "mellum"
 THETA, EVERY = "rope.freq_base_swa", 4  # all but the last of so many layers have a window, where a file says nothing

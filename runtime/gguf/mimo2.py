@@ -11,7 +11,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import LOCAL
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "mimo_v2_flash", "mimo2"
 KV, BEHIND, SCALE, THETA = "attention.head_count_kv", "nextn_predict_layers", "attention.value_scale", "rope.freq_base_swa"

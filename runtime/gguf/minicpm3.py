@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import damaged
 from ..config import ModelConfig
-from .windows import Given
+from .family_context import Given
 
 FAMILY = NAME = "minicpm3"
 KEYS = {"attention.kv_lora_rank": "kv_lora_rank", "attention.q_lora_rank": "q_lora_rank"}

@@ -9,7 +9,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.minimax_m3_vl_text import CHOSEN, FULL
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "minimax_m3_vl_text", "minimax-m3"
 SIGMOID, SHARED, DENSE = 2, "expert_shared_count", "leading_dense_block_count"

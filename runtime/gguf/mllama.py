@@ -7,7 +7,7 @@ import numpy as np
 
 from ...offload.gguf_header import shown_value
 from ...offload.safetensors_header import damaged
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "mllama_text_model", "mllama"
 LAYERS, HEAD = "attention.cross_attention_layers", "output.weight"

@@ -11,7 +11,7 @@ from ...offload.gguf_header import Value
 from ..config import ModelConfig
 from ..config_rope import LOCAL
 from ..families.muse_glimmer_text import BEHIND_EPS, STORED
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "muse_glimmer_text", "muse-glimmer"
 EVERY = 4  # of so many layers the last one sees all

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from ...offload.safetensors_header import damaged
 from ..config_rope import GROWTH, LOCAL
 from . import gpt_oss, transformer_names
-from .windows import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_THETA, USUAL_WINDOW, Given
+from .family_context import EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, USUAL_THETA, USUAL_WINDOW, Given
 
 Raw = dict[str, object]  # a config.json in the making
 

@@ -2,7 +2,7 @@
 preprocessor_config.json said.
 
 What such a file leaves open (how pictures are sized, which filter sizes them) is what the checkpoints of its family say. Its types are in
-`projector_names.py`, and what their keys say in `seeing_config.py`; those of sounds in `hearing_names.py` and `hearing_config.py`.
+`projector_names.py`, and what their keys say in `vision_config.py`; those of sounds in `audio_names.py` and `audio_config.py`.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from ...offload.gguf_header import GgufHeader, GgufTensor
 from ...offload.safetensors_header import CheckpointError, damaged, shown
 from ..config_reader import Keys
 from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
-from .hearing_names import EARS
-from .one_file import IN_ORDER
+from .audio_names import EARS
+from .ollama_layout import IN_ORDER
 from .projector_names import CLIP, DEEP, PROJECTORS, Projector
 
 VISION, AUDIO = f"{CLIP}.vision.", f"{CLIP}.audio."
@@ -74,7 +74,7 @@ def described(header: GgufHeader, text: str, sense: Modality = IMAGE_INPUT) -> D
                               f"{' or '.join(projector.texts)}, not {shown(text)}", "take the mmproj file of this very model")
     if sense is AUDIO_INPUT:
         return _heard(header, text, kind, projector)
-    from .seeing_config import BUILDERS
+    from .vision_config import BUILDERS
 
     keys = _keys(header)
     tower = _tower(header, keys, VISION, KEYS if projector.layer else FLAT)
@@ -87,7 +87,7 @@ def described(header: GgufHeader, text: str, sense: Modality = IMAGE_INPUT) -> D
 
 
 def _heard(header: GgufHeader, text: str, kind: str, projector: Projector) -> Described:
-    from .hearing_config import BUILDERS as HEARING_BUILDERS
+    from .audio_config import BUILDERS as HEARING_BUILDERS
 
     keys = _keys(header, AUDIO)
     tower = _tower(header, keys, AUDIO, HEARD if projector.layer else {})

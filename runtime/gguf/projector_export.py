@@ -1,5 +1,5 @@
 """What a model sees or hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
-`projector_config.py` and `projector_store.py`. What concerns sounds alone is in `hearing_export.py`.
+`projector_config.py` and `projector_store.py`. What concerns sounds alone is in `audio_export.py`.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from ..images.modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from ..images.tower_weights import canonical_name, is_of_tower, tower_store
 from ..images.vision_tower import VisionTower
 from ..images.vision_transformer import layer_count, wanted_layers
-from . import gemma4_export, hearing_export
+from . import audio_export, gemma4_export
 from .export import Exported, check_name, check_target
 from .projector_names import CLIP, DEEP_PARTS, FRAMES, KINDS, PROJECTORS, Projector
-from .projector_pieces import Piece, piece
 from .projector_store import COLOURS, order_of
+from .projector_tensors import Piece, piece
 
 # Model type -> type of its projector's file.
 TYPES: Mapping[str, str] = {
@@ -57,12 +57,12 @@ Keys = dict[str, Value]
 def written_of(folder: Path) -> Modality | None:
     """What such a file would be of, of the model in a folder, which has what it sees or hears with; None where none is written."""
     kind = None if is_gguf(folder) else str(model_type_of(folder))
-    if kind not in (*TYPES, *hearing_export.TYPES, gemma4_export.NAME):
+    if kind not in (*TYPES, *audio_export.TYPES, gemma4_export.NAME):
         return None
     with tower_store(folder) as store:
         if not any(is_of_tower(name, kind) for name in store.tensors):
             return None
-    return AUDIO_INPUT if kind in hearing_export.TYPES else IMAGE_INPUT
+    return AUDIO_INPUT if kind in audio_export.TYPES else IMAGE_INPUT
 
 
 def sensing(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | AudioTower]:
@@ -70,7 +70,7 @@ def sensing(folder: Path, config: ModelConfig) -> dict[Modality, VisionTower | A
     found = encoders_of(folder, config)
     if not found:
         raise UsageError(f"{folder} takes no pictures and no sounds", "leave out --mmproj")
-    known = (*TYPES, *hearing_export.TYPES, gemma4_export.NAME)
+    known = (*TYPES, *audio_export.TYPES, gemma4_export.NAME)
     if (kind := str(model_type_of(folder))) not in known or kind == "llava" and not isinstance(found[IMAGE_INPUT], (Llava, EffllmError)):
         raise UsageError(f"of {kind} models no mmproj file is written", f"known: {', '.join(known)}")
     for sight in found.values():
@@ -276,7 +276,7 @@ def export_projector(source: Path, out: Path, name: str, replace: bool = False) 
             if kind == gemma4_export.NAME:
                 found, keys = gemma4_export.pieces(sights, store), gemma4_export.metadata(sights, name)
             elif sight.sense is AUDIO_INPUT:
-                found, keys = hearing_export.pieces(store, kind), hearing_export.metadata(sight, name, kind)
+                found, keys = audio_export.pieces(store, kind), audio_export.metadata(sight, name, kind)
             else:
                 found, keys = pieces(sight, store, kind), metadata(sight, name, kind)
         planned = [each.planned for each in found]

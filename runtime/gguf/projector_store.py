@@ -20,11 +20,11 @@ from ...offload.safetensors_header import CheckpointError, TensorInfo, damaged, 
 from ...quant.imports.gguf import DECODERS, dequantize
 from ...quant.weight import from_f32, to_f32
 from ..images.modality import AUDIO_INPUT
-from .hearing_names import BEGIN
-from .one_file import seeing_part
+from .audio_names import BEGIN
+from .ollama_layout import seeing_part
 from .projector_config import Described
 from .projector_names import FRAMES, Projector, own_name
-from .sources import RAW, separated
+from .tensor_sources import RAW, separated
 
 COLOURS = 3
 DAMAGED = "the file is damaged: download it again"

@@ -15,7 +15,7 @@ from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import MAX_LAYERS, ModelConfig
 from ..families.qwen4_exp_text import PLE
 from . import linear_attention
-from .windows import Given
+from .family_context import Given
 
 FAMILY, NAME = "qwen4_exp_text", "qwen4exp"
 SEED = 1234

@@ -12,7 +12,7 @@ from ...offload.gguf_header import Value, shown_value
 from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families.rwkv7 import ABSENT, LETTERS
-from .windows import Given
+from .family_context import Given
 
 FAMILY = "rwkv7"
 EPSILON = "attention.layer_norm_epsilon"

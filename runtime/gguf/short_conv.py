@@ -8,7 +8,7 @@ import numpy as np
 
 from ...offload.gguf_header import Value
 from ..config import ModelConfig
-from .windows import SIGMOID, Given
+from .family_context import SIGMOID, Given
 
 CONV, FULL = "conv", "full_attention"
 # Below the architecture's name -> config.json.

@@ -9,7 +9,7 @@ import numpy as np
 from ...offload.gguf_header import Value
 from ...offload.safetensors_header import CheckpointError, damaged
 from ..config import ModelConfig
-from .windows import Given
+from .family_context import Given
 
 INNER = "inner_size"  # of all heads together, which no config states
 # Below the architecture's name -> config.json.

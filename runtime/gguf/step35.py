@@ -13,8 +13,8 @@ from ..config import MAX_LAYERS, ModelConfig
 from ..config_rope import GLOBAL, LOCAL
 from ..families.glm4_moe_lite import DENSE, SPARSE
 from ..families.step3p5 import BOUNDS
+from .family_context import SIGMOID, Given
 from .laguna import QUERIES
-from .windows import SIGMOID, Given
 
 FAMILY, NAME = "step3p5", "step35"
 SHARED, THETA, BEHIND = "expert_shared_feed_forward_length", "rope.freq_base_swa", "nextn_predict_layers"

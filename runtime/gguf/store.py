@@ -24,19 +24,19 @@ from ...offload.repack import Repack, RepackStep, staging_buffer
 from ...offload.safetensors_header import CheckpointError, TensorInfo, shown
 from ...offload.size import format_size
 from ...offload.streaming_pager import Range
-from ...quant.imports.arranged import put_blocks
 from ...quant.imports.gguf import dequantize
+from ...quant.imports.repack import put_blocks
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from ..config import ModelConfig
 from ..stores.container import Container, StoredTensor
-from ..stores.made_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
+from ..stores.converting_store import ARRANGED_NBYTES, MadeStore, scratch_nbytes, steps
 from . import listwise
 from .architecture import DIVISORS
 from .architectures import architecture
 from .config import model_config, rotary_divisors
-from .contents import NO_SCALE, Contents, GgufFile, contents
-from .sources import RAW, WHOLE, Source
-from .split import close_all, open_parts
+from .split_files import close_all, open_parts
+from .tensor_mapping import NO_SCALE, Contents, GgufFile, contents
+from .tensor_sources import RAW, WHOLE, Source
 
 
 class GgufStore(MadeStore):

@@ -22,7 +22,7 @@ from ..templates.template import FOR_TOOLS, ChatTemplate
 from ..text import END_OF_TURN, END_TAG, TEKKEN_REMARK, TEKKEN_SIGNS, TokenizerError
 from ..text import Tokenizer as ModelTokenizer
 from ..tokens.world_vocabulary import ASKED, FORMAT, of_file, world_tokenizer
-from .splits import CUTTERS, LLAMA3_WORDS, pre_tokenizer
+from .pre_tokenizers import CUTTERS, LLAMA3_WORDS, pre_tokenizer
 from .store import read_header
 
 NORMAL, UNKNOWN, CONTROL, USER, UNUSED, BYTE = range(1, 7)

@@ -11,7 +11,7 @@ from ...offload.safetensors_header import CheckpointError
 from ..config import ModelConfig
 from ..families import bloom, dbrx, mpt
 from .architecture import CLAMP, LAYER_NORM, ROUTER, Architecture
-from .windows import Given
+from .family_context import Given
 
 Raw = dict[str, object]  # a config.json in the making
 STEEPEST = "attention.max_alibi_bias"

@@ -18,7 +18,7 @@ from ... import EffllmError, UsageError
 from ..audio import AUDIO_ENCODERS, SECTIONS, takes_audio
 from ..config_reader import of_class
 from ..families import COMPOSITE, NEMOTRON_OMNI
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from ... import UsageError
-from ..files.given import read_given
+from ..files.prompt_files import read_given
 
 MOST_BYTES = 64 << 20
 MOST_POINTS = 64_000_000

@@ -11,7 +11,7 @@ import numpy as np
 
 from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import TensorInfo
-from ..stores.parted_rows import PartedStore
+from ..stores.tensor_views import PartedStore
 from . import MLX_VISION_PREFIXES
 
 OURS = "vision_tower."  # what mlx-vlm calls most towers

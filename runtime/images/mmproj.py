@@ -19,9 +19,9 @@ from ... import EffllmError, ModelNotFound, UsageError
 from ...offload.gguf_header import GgufHeader
 from ...offload.safetensors_header import AGAIN, CheckpointError, is_gguf
 from ..config_reader import ConfigError, Keys
-from ..gguf import sections
-from ..gguf.beside import beside
+from ..gguf import mrope_sections
 from ..gguf.projector_config import Described, described, types_of
+from ..gguf.projector_lookup import beside
 from ..gguf.projector_store import ProjectorStore, read_projector_header
 from ..gguf.store import read_header
 from . import MediaEncoder, build_encoder
@@ -118,7 +118,7 @@ def _demand_width(header: GgufHeader, said: Described, config: ModelConfig) -> N
 
 def _axes(kind: str, text: Mapping[str, object], config: ModelConfig) -> np.ndarray | None:
     """Of a model type."""
-    key = f"{text.get('general.architecture')}.{sections.KEY}"
+    key = f"{text.get('general.architecture')}.{mrope_sections.KEY}"
     stated = text.get(key)
     stated = stated.tolist()[: 4 if kind in ORDERED else 3] if isinstance(stated, np.ndarray) else None
     return section_axes(kind, stated, config, key)

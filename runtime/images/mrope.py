@@ -21,7 +21,7 @@ import numpy as np
 
 from ... import UsageError
 from ..config_rope import GLOBAL, LOCAL
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 
 if TYPE_CHECKING:
     from ..config import ModelConfig

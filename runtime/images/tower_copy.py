@@ -16,7 +16,7 @@ from ...offload.folder_writer import FolderWriter
 from ...offload.safetensors_header import TensorInfo
 from ..audio import AUDIO_ENCODERS
 from ..events import Progress
-from ..files.written import TOWER
+from ..files.model_folder_files import TOWER
 from . import MLX_VISION_PREFIXES, VISION_ENCODERS, is_mlx_quantized, model_type_of, raw_config
 from .tower_weights import is_of_tower, tower_store
 

@@ -17,7 +17,7 @@ from ... import UsageError
 from ...offload.checkpoint import CheckpointError, TensorStore
 from ...offload.safetensors_header import AGAIN, TensorInfo
 from ..audio import AUDIO_ENCODERS
-from ..files.written import TOWER
+from ..files.model_folder_files import TOWER
 from . import MLX_VISION_PREFIXES, VISION_ENCODERS, is_mlx_quantized, model_type_of, raw_config
 from .modality import AUDIO_INPUT, IMAGE_INPUT, Modality
 from .tower_ops import Activation, Matrix, Norm, WorkerPool, mlp, to_float32

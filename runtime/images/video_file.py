@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from ... import UsageError
-from ..files.given import not_read
+from ..files.prompt_files import not_read
 from . import image_file
 
 if TYPE_CHECKING:

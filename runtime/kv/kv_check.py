@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from ...quant.kv import codec
-from ...quant.kv_ends import ENDS
+from ...quant.kv_sink_split import ENDS
 from ..cache import KVCache
 from ..engine import Engine
 from ..events import Notice, Progress

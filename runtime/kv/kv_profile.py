@@ -13,7 +13,7 @@ import numpy as np
 
 from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import RULE, SIDES, share, with_doubt
-from ...quant.kv_ends import ENDS
+from ...quant.kv_sink_split import ENDS
 
 FLIPS_A_ROOT = 0.6  # changed top tokens over the root of the KL divergence, as measured on several models and formats
 

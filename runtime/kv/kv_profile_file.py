@@ -18,12 +18,12 @@ from ...offload.checkpoint import TensorStore
 from ...offload.safetensors_header import is_gguf
 from ...quant.kv_basis import KVBasis
 from ...quant.kv_bits import SIDES
-from ...quant.kv_ends import ENDS
-from ...quant.kv_price import MOST_TRIED, by_rule
+from ...quant.kv_noise_cost import MOST_TRIED, by_rule
+from ...quant.kv_sink_split import ENDS
 from ..config import ModelConfig
 from ..config_reader import read_json
-from ..files.whole_file import try_whole, whole
-from ..files.written import KV_ARRAYS, KV_PROFILE
+from ..files.atomic_write import try_whole, whole
+from ..files.model_folder_files import KV_ARRAYS, KV_PROFILE
 from ..source import open_weights
 from .kv_profile import Profile
 

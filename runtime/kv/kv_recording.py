@@ -1,7 +1,7 @@
 """Recording a profile (`kv_profile.py`): windows of a text run through the model, and taps that look at q, k and v of every layer.
 
 Three questions are asked of them: in which directions noise costs most (`quant/kv_price.Moments`), what the sides of each head cost at
-few bits (`trials`), and which tokens had better stay exact (`quant/kv_ends.py`).
+few bits (`trials`), and which tokens had better stay exact (`quant/kv_sink_split.py`).
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ import numpy as np
 
 from ... import EffllmError, UsageError
 from ...quant.kv_basis import KVBasis
-from ...quant.kv_ends import ENDS, choose_ends, ends_cost
-from ...quant.kv_price import Moments, Reading, trials
+from ...quant.kv_noise_cost import Moments, Reading, trials
+from ...quant.kv_sink_split import ENDS, choose_ends, ends_cost
 from ..config import ModelConfig
 from ..conversion.convert_stream import DAMAGED
 from ..engine import Engine

@@ -18,7 +18,7 @@ from pathlib import Path
 from ... import ModelNotFound, UsageError, ls, not_written
 from .. import hub
 from ..config_reader import AGAIN, ConfigError, Keys, show
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 from . import storage
 
 NOT_STATED = "not stated"  # how a file, whose entries all have a licence, says that there is none

@@ -12,10 +12,10 @@ from ... import EffllmError, ModelNotFound, UsageError, typed
 from .. import hub
 from ..catalog import ModelRef, find_entry, resolve
 from ..config_reader import show
-from ..gguf import names
-from . import programs, storage, unfinished
+from ..gguf import file_names
+from . import external_models, storage, unfinished_downloads
 from .aliases import CatalogEntry, catalog, entry_folder
-from .listed_before import Facts, ListedBefore
+from .listing_cache import Facts, ListedBefore
 from .local_model import LocalModel, facts_of, local_model, read_folder, told
 from .model_name import Reference, parse_reference
 
@@ -58,14 +58,14 @@ def _of_programs(env: Mapping[str, str], before: ListedBefore) -> Iterator[Local
     """What other programs keep and can run here. Several names of one file are several models, and the file is read once, unless it was
     listed before."""
     read = dict[tuple[Path, Path | None], Facts | None]()
-    for kept in programs.all_kept(env):
+    for kept in external_models.all_kept(env):
         if (file := (kept.file, kept.projector)) not in read:
             read[file] = before.of(*file, facts_of)
         if (facts := read[file]) is not None:
             yield told(facts, kept.name, kept.file, kept.title, kept.licence, None, facts.has_template or _is_asked(kept), kept.projector)
 
 
-def _is_asked(kept: programs.Kept) -> bool:
+def _is_asked(kept: external_models.Kept) -> bool:
     """Whether its program has a template for it of a format that is known here."""
     from ..templates.go_templates import format_of
 
@@ -76,7 +76,7 @@ def _library_name(entry: CatalogEntry, env: Mapping[str, str]) -> str:
     """The name that `_of_programs` has for what an alias stands for."""
     own = parse_reference(entry.library, env)
     try:
-        return programs.find(own, env).name if own.program else ""
+        return external_models.find(own, env).name if own.program else ""
     except EffllmError:
         return ""
 
@@ -120,10 +120,10 @@ class Incomplete:
 def incomplete_models(env: Mapping[str, str]) -> list[Incomplete]:
     """What was stopped: downloads in the order of their repositories, then what was being quantized as it came, then what was being made
     of what is here."""
-    from .half_made import begun, half_made
+    from .unfinished_builds import begun, half_made
 
     entries, found = catalog(env), []
-    for each in unfinished.all_stopped(env):
+    for each in unfinished_downloads.all_stopped(env):
         name = _revision_name(each.repo, each.revision, entries)
         found.append(Incomplete(name if each.file is None else f"{name}:{each.file}", each.held, each.size))
     for each in half_made(env):
@@ -138,12 +138,12 @@ def model_names(env: Mapping[str, str]) -> list[str]:
     known += [_kept_name(kept, entries, env) for kept in storage.kept_models(env)]
     known += [str(folder) for folder in (*storage.put_there(env), *storage.registered(env))]
     known += [name for snapshot in hub.snapshots(env) for name, _ in _cached(snapshot, entries)]
-    return known + programs.all_names(env)
+    return known + external_models.all_names(env)
 
 
 def _cached(snapshot: hub.Snapshot, entries: Iterable[CatalogEntry]) -> Iterator[tuple[str, Path]]:
     """What a snapshot holds, by name: its folder, unless GGUF files are all there is, and each of those, of a split one the first part."""
-    own, files = _cached_name(snapshot, entries), names.models(hub.gguf_files(snapshot.folder))
+    own, files = _cached_name(snapshot, entries), file_names.models(hub.gguf_files(snapshot.folder))
     if not files or (snapshot.folder / "config.json").exists():
         yield own, snapshot.folder
     yield from ((f"{own}:{file}", snapshot.folder / file) for file in files)
@@ -176,8 +176,8 @@ def _name_to_make(folder: Path, of: str, entries: Iterable[CatalogEntry], env: M
     """The shortest name under which `folder` would be kept; the folder itself where somebody else's choice put it there."""
     repo, revision, spec = folder.parents[1].name.replace("--", "/"), folder.parent.name, folder.name
     entry = find_entry(entries, repo)
-    names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
-    return next((f"{name}:{spec}" for name in names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
+    file_names = (entry.alias if entry else repo, f"{repo}@{revision[:12]}", of.removesuffix(f":{spec}"))
+    return next((f"{name}:{spec}" for name in file_names if _would_make(f"{name}:{spec}", folder, env)), str(folder))
 
 
 def _would_make(name: str, folder: Path, env: Mapping[str, str]) -> bool:
@@ -211,7 +211,7 @@ def entry_for(alias: str, text: str, env: Mapping[str, str]) -> CatalogEntry:
         raise UsageError(f"{show(text)} would be quantized as it is loaded, and an alias stands for what is there",
                          f"effllm pull {text}, or: effllm quantize {reference.base} -o DIR --spec {ref.variant}, then give DIR")
     if reference.program is not None or known is not None and known.library:
-        library = known.library if known is not None else programs.find(reference, env).name
+        library = known.library if known is not None else external_models.find(reference, env).name
         return replace(_entry_of(alias, text, ref, {"repo": None, "path": None}, reference), library=library)
     if known is not None and known.path is not None and (known.packaged or not known.own) and ref.folder == entry_folder(known):
         return replace(known, alias=alias, path=str(entry_folder(known)), own=True, packaged=known.packaged or known.alias)

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING
 from ... import EffllmError
 from ...offload.safetensors_header import is_gguf
 from .. import hub
-from ..files.small_file import JSON_NBYTES, read_whole
-from ..gguf.beside import projectors_beside
+from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..gguf.projector_lookup import projectors_beside
 from ..speculation.draft_types import DraftShape, draft_in
-from .counted import counted, weights
-from .listed_before import Facts, ListedBefore
+from .listing_cache import Facts, ListedBefore
+from .weight_count import counted, weights
 
 if TYPE_CHECKING:
     from ..config import ModelConfig
@@ -105,7 +105,7 @@ def _local_file(name: str, path: Path, source: str, licence: str | None, revisio
     """Of a GGUF file with its projector, or that which lies beside it; None for what cannot run here."""
     from ..encoders import is_encoder
     from ..encoders.shape import read_encoder_config
-    from ..gguf.settings import stated_licence
+    from ..gguf.folder_files import stated_licence
     from ..gguf.store import open_gguf_store, read_gguf_config, read_header
 
     try:

@@ -15,9 +15,9 @@ from ... import ModelNotFound, UsageError
 from ...quant.spec import DEFAULTS
 from .. import hub
 from ..config_reader import show
-from ..gguf.names import PATH, TAG
+from ..gguf.file_names import PATH, TAG
 from .aliases import catalog
-from .near_names import OLLAMAS, states_size, tagged
+from .name_suggestions import OLLAMAS, states_size, tagged
 
 VARIANT = re.compile(rf"(.+):({'|'.join(DEFAULTS)})", re.DOTALL)
 AS_BITS = re.compile(r"\d+[-_ ]?bits?", re.IGNORECASE)  # a precision, and no size of a model
@@ -25,7 +25,7 @@ FILE = re.compile(rf"(.+):({PATH}|{TAG})", re.DOTALL | re.IGNORECASE)
 # What a browser shows of a repository, of a branch of it or of a file in it.
 ADDRESS = re.compile(r"(?:https?://[^/]+|hf\.co|huggingface\.co)/([^/:]+/[^/:?#]+)(?:/(?:tree|blob|resolve)/([^/?#]+)(?:/([^?#]+\.gguf))?)?"
                      r"[^:]*(:[^/]+)?", re.IGNORECASE)
-# What goes before the name of a model of another program (`programs.py`, which a name without one does not load).
+# What goes before the name of a model of another program (`external_models.py`, which a name without one does not load).
 PROGRAMS = ("ollama", "lmstudio", "llamacpp", "jan", "gpt4all")
 OF_PROGRAM = re.compile(rf"({'|'.join(PROGRAMS)}):(.+)", re.DOTALL | re.IGNORECASE)
 LOOK = "effllm list shows the models that are here; fable comes with effllm"
@@ -111,7 +111,7 @@ def _split(text: str, env: Mapping[str, str]) -> tuple[str, str | None]:
     if colon and not variant and base.lower() in PROGRAMS:
         raise UsageError(f"{show(text)} names no model", f"effllm list shows those that begin so: {base.lower()}:NAME")
     if colon:
-        from .programs import here_as
+        from .external_models import here_as
 
         if (there := here_as(text, env)) is not None:
             raise ModelNotFound(f"there is no model {show(text)}", f"did you mean {there}?")

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ... import EffllmError, UsageError, ls
 from ..config_reader import show
-from ..files.small_file import read_whole
+from ..files.bounded_read import read_whole
 
 LARGEST = 1 << 20  # bytes
 INSTRUCTIONS = ("FROM", "PARAMETER", "TEMPLATE", "SYSTEM", "ADAPTER", "LICENSE", "MESSAGE", "RENDERER", "PARSER", "REQUIRES")

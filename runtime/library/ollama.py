@@ -20,8 +20,8 @@ from ... import ModelNotFound, typed
 from ...offload.safetensors_header import BLOB
 from .. import hub
 from ..config_reader import show
-from ..files.small_file import JSON_NBYTES, read_whole
-from .near_names import OLLAMAS
+from ..files.bounded_read import JSON_NBYTES, read_whole
+from .name_suggestions import OLLAMAS
 
 HOST, NAMESPACE, TAG = "registry.ollama.ai", "library", "latest"  # what a name leaves out
 SERVICE = Path("/usr/share/ollama/.ollama/models")  # where Ollama's installer for Linux lets its service keep them

@@ -20,11 +20,11 @@ from ...offload.folder_writer import is_being_written
 from ...offload.safetensors_header import is_gguf
 from .. import hub
 from ..catalog import Absent, find_entry, resolve
-from ..files.whole_file import UNFINISHED
-from ..files.written import MEASURED, foreign
-from ..gguf import listwise, names
+from ..files.atomic_write import UNFINISHED
+from ..files.model_folder_files import MEASURED, foreign
+from ..gguf import file_names, listwise
 from ..pull.disk import allocated
-from . import half_made, storage, unfinished
+from . import storage, unfinished_builds, unfinished_downloads
 from .aliases import catalog
 from .model_name import Reference, parse_reference
 
@@ -81,7 +81,7 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
             raise _untracked(folder)
         _demand_ours(folder)
         # What a kill has left of the files that it was made of, or of what was to replace it, goes first: by itself nothing would find it.
-        left = half_made.left(folder)
+        left = unfinished_builds.left(folder)
         return Removal(text, OWN, folder, (*left, folder), _nbytes(folder) + sum(map(allocated, left)))
     if is_gguf(folder) and not folder.is_dir() and hub.repo_of(env, folder) is not None:
         return _file_from_cache(reference, Path(os.path.abspath(folder)), hub.repo_of(env, folder), env)
@@ -102,17 +102,17 @@ def plan_removal(text: str, env: Mapping[str, str]) -> Removal:
 
 def _refuse_others(text: str, reference: Reference, env: Mapping[str, str]) -> None:
     """Raises UsageError for what another program keeps, by whatever name, but for what effllm made of it."""
-    from . import programs
+    from . import external_models
 
     entry = find_entry(catalog(env), reference.name) if reference.path is None and reference.program is None else None
     if entry is not None and entry.library and not reference.variant:
         raise UsageError(f"{entry.alias} is {entry.library}, which effllm reads and never changes",
                          f"the name alone: effllm alias --rm {entry.alias}")
     if reference.program is not None and not reference.variant:
-        programs.find(reference, env)  # what is not there is said first
-        raise programs.refuse_removal(text, reference.of_program, programs.PROGRAMS[reference.program])
-    if reference.path is not None and (owner := programs.owner_of(reference.path, env)) is not None:
-        raise programs.refuse_removal(text, str(reference.path), owner)
+        external_models.find(reference, env)  # what is not there is said first
+        raise external_models.refuse_removal(text, reference.of_program, external_models.PROGRAMS[reference.program])
+    if reference.path is not None and (owner := external_models.owner_of(reference.path, env)) is not None:
+        raise external_models.refuse_removal(text, str(reference.path), owner)
 
 
 def demand_idle(removal: Removal) -> None:
@@ -154,7 +154,7 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
     if not reference.variant or reference.file or not hub.is_repo(repo):
         return None
     root, revision = storage.models_folder(env) / repo.replace("/", "--"), _revision(reference, env)
-    noted = [each.folder for each in half_made.meant(env, repo, revision, reference.variant)]
+    noted = [each.folder for each in unfinished_builds.meant(env, repo, revision, reference.variant)]
     unnoted = [root / commit / reference.variant for commit in hub.names_in(root)
                if reference.revision is None or commit.startswith(reference.revision)]
     return next((removal for out in (*noted, *unnoted) if (removal := _left(reference.text, out)) is not None), None)
@@ -162,7 +162,7 @@ def _half_made(reference: Reference, repo: str, env: Mapping[str, str]) -> Remov
 
 def _left(text: str, out: Path) -> Removal | None:
     """What whoever was making `out` has left; None where there is nothing of it."""
-    left = half_made.left(out)
+    left = unfinished_builds.left(out)
     may_be_pulled = hub.COMMIT.fullmatch(out.parent.name) is not None
     return Removal(text, OWN, out, left, sum(map(allocated, left)), out.parent, True, may_be_pulled) if left else None
 
@@ -176,14 +176,14 @@ def _part_of_download(reference: Reference, repo: str, env: Mapping[str, str]) -
     revision = _revision(reference, env)
     found = hub.find(env, repo, revision)
     if reference.file is None:
-        begun = {found.commit} if found else {each.commit for each in unfinished.meant(env, repo, revision, None)}
+        begun = {found.commit} if found else {each.commit for each in unfinished_downloads.meant(env, repo, revision, None)}
         if not _is_pinned(reference, env) or not begun and not hub.names_in(root / "snapshots"):
             return root
         return root / "snapshots" / min(begun) if begun else None
     links = [] if found is None else [path.relative_to(found.folder).as_posix() for path in found.folder.rglob("*") if is_gguf(path)]
-    files = names.meant(reference.file, links)  # also those that lead nowhere
+    files = file_names.meant(reference.file, links)  # also those that lead nowhere
     places = {found.folder / file for file in files} or {root / "snapshots" / each.commit / each.file for each
-                                                         in unfinished.meant(env, repo, revision, reference.file)}
+                                                         in unfinished_downloads.meant(env, repo, revision, reference.file)}
     if len({place.name for place in places}) > 1:
         raise ModelNotFound(f"{repo} has {len(places)} files of {reference.file}",
                             "name one: " + " or ".join(f"{reference.base}:{place.name}" for place in sorted(places)))
@@ -238,7 +238,7 @@ def _made_folder(text: str, folder: Path) -> Removal:
 def _from_cache(text: str, reference: Reference, repo: str, folder: Path, env: Mapping[str, str]) -> Removal:
     root = hub.repo_folder(env, repo)
     locks = hub.cache_folder(env) / ".locks" / root.name
-    stopped = [(each.commit, part) for each in unfinished.stopped(env, repo) for part in each.parts]
+    stopped = [(each.commit, part) for each in unfinished_downloads.stopped(env, repo) for part in each.parts]
     others = {*hub.names_in(root / "snapshots"), *(commit for commit, _ in stopped)} - {folder.name}
     if not _is_pinned(reference, env) or not others or folder == root:
         return Removal(text, SHARED, root, (root, *storage.licence_notes(env, repo)), _nbytes(root), locks)
@@ -258,7 +258,7 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     text, root = reference.text, Path(os.path.abspath(hub.repo_folder(env, repo)))
     locks, snapshots = hub.cache_folder(env) / ".locks" / root.name, root / "snapshots"
     commit, *inner = path.relative_to(snapshots).parts
-    parts = [path.with_name(name) for name in names.all_parts(path.name)]
+    parts = [path.with_name(name) for name in file_names.all_parts(path.name)]
     beside = [each for part in parts for own in MEASURED for name in [escape(f"{part.name}.{own}")]
               for pattern in (name, UNFINISHED.format(name)) for each in part.parent.glob(pattern)]
     gone = {each for each in (*parts, *beside) if os.path.lexists(each)}
@@ -268,7 +268,7 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
     nbytes = sum(each.stat().st_size for each in (*blobs, *gone) if each.is_file() and not each.is_symlink())
     is_part, file = not all(part.exists() for part in parts), "/".join(inner)
     at = {commit} if reference.path is not None else {commit, _revision(reference, env)}
-    stopped = {part for revision in at for each in unfinished.meant(env, repo, revision, file) for part in each.parts}
+    stopped = {part for revision in at for each in unfinished_downloads.meant(env, repo, revision, file) for part in each.parts}
     blobs |= {each for part in stopped for each in part.paths}
     nbytes += sum(part.held for part in stopped)
     for folder in path.parents:
@@ -284,8 +284,8 @@ def _file_from_cache(reference: Reference, path: Path, repo: str, env: Mapping[s
 def _projectors(snapshot: Path, parts: Sequence[Path]) -> set[Path]:
     """What models see with (mmproj) or rank by, where no other model than that of these files is left to do so."""
     found = [path for path in snapshot.rglob("*") if is_gguf(path)]
-    others = {path for path in found if not names.is_projector(path.name)} - {*parts}
-    if others or any(names.is_projector(part.name) for part in parts):
+    others = {path for path in found if not file_names.is_projector(path.name)} - {*parts}
+    if others or any(file_names.is_projector(part.name) for part in parts):
         return set()
     return {*found, *snapshot.rglob(listwise.FILE)} - {*parts}
 
@@ -320,7 +320,8 @@ def _check_unlocked(locks: Path, name: str) -> None:
 
 def _nbytes(folder: Path) -> int:
     """Bytes that the disk gets back: what is still to come of a file that is partly here is a hole."""
-    return sum(min(path.stat().st_size, 512 * path.stat().st_blocks) if path.name.endswith(unfinished.DATA) else path.stat().st_size
+    hole = unfinished_downloads.DATA
+    return sum(min(path.stat().st_size, 512 * path.stat().st_blocks) if path.name.endswith(hole) else path.stat().st_size
                for path in folder.rglob("*") if path.is_file() and not path.is_symlink())
 
 

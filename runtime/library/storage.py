@@ -4,7 +4,7 @@
     <data>/models/<org>--<repo>/refs/<branch>           the commit that a branch stood for when it was pulled
     <data>/folders.json                                 what `quantize -o` has made elsewhere
     <data>/licences/<org>--<repo>@<commit>              the licence that the hub stated of what was pulled, where no file of it does
-    <data>/listed.json                                  what earlier lists read of models (`listed_before.py`)
+    <data>/listed.json                                  what earlier lists read of models (`listing_cache.py`)
     <config>/models.yaml                                the person's aliases
     <state>/sessions/                                   saved conversations and their caches (`session_store.py`)
 """
@@ -22,7 +22,7 @@ from stat import S_IMODE
 
 from ... import ls, not_written
 from .. import hub
-from ..files.whole_file import one_at_a_time, whole
+from ..files.atomic_write import one_at_a_time, whole
 
 MARKER = "effllm.json"
 REFS, LICENCES = "refs", "licences"

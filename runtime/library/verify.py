@@ -21,10 +21,10 @@ from ...offload.safetensors_header import CheckpointError, is_blob
 from ..config import read_config
 from ..config_reader import show
 from ..events import Progress
-from ..files.small_file import OddFile, read_whole
-from ..gguf.beside import projectors_beside
+from ..files.bounded_read import OddFile, read_whole
+from ..gguf.file_names import all_parts
 from ..gguf.listwise import FILE
-from ..gguf.names import all_parts
+from ..gguf.projector_lookup import projectors_beside
 from ..hub import SETTINGS
 from ..kv.kv_profile_file import load_profile, profile_paths
 from ..source import open_store

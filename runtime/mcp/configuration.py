@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from ... import UsageError
-from ..files.small_file import read_text
+from ..files.bounded_read import read_text
 
 LARGEST = 1 << 20  # bytes
 SERVERS = "mcpServers"

@@ -9,7 +9,7 @@ import numpy as np
 
 from ... import ContextOverflow
 from ...kernels.layout import PAGE
-from ..adapters.choosing import scales_of
+from ..adapters.adapter_selection import scales_of
 from ..images.media import check_token_ids
 from ..kv.both_ways import demand_writing
 from ..kv.texts_cache import TextsCache

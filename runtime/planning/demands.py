@@ -22,7 +22,7 @@ from ...offload.placement import Budget, Placement, Units
 from ...offload.plan_gpu import CopiedLayers, plan_split, with_head
 from ...offload.size import SPARE, ram_argument
 from ...quant.kv import PackedCodec, RawCodec, codec
-from ...quant.kv_ends import ENDS
+from ...quant.kv_sink_split import ENDS
 from ..cache import CacheShape
 from ..config import ModelConfig
 from ..kv import kv_disk

@@ -28,7 +28,7 @@ from ...kernels.registry import Call
 from ...offload.hardware import Machine, describe
 from ...quant.spec import DEFAULTS, QuantSpec
 from ..events import Progress
-from ..files.places import Place, places
+from ..files.storage_locations import Place, places
 from ..library.listing import local_models
 from . import roofs
 from .chosen_kernels import EITHER

@@ -16,7 +16,7 @@ from ..conversion.convert_plan import MATRICES
 from ..families import TensorRule
 from ..speculation.mtp_tensors import mtp_rules
 from ..stores.container import DTYPES, Container, StoredTensor
-from ..stores.made_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
+from ..stores.converting_store import ARRANGED, ARRANGED_NBYTES, scratch_nbytes
 
 RAW = {"float32": "f32", "float16": "f16", "bfloat16": "bf16"}
 

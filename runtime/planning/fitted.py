@@ -14,7 +14,7 @@ from ... import EffllmError, UsageError, typed
 from ...offload.checkpoint import TensorStore
 from ...offload.notes import Fallback
 from ...quant.kv import codec
-from ..adapters.adapted import adapted
+from ..adapters.loaded_adapters import adapted
 from ..config import ModelConfig, read_config
 from ..indexed import without_index
 from ..kv.kv_setting import AUTO, UNPACKED

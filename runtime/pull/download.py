@@ -1,6 +1,6 @@
 """Files of a plan into the hub cache, laid out as other tools expect them and locked as they lock.
 
-    models--org--name/blobs/<etag>                   the bytes; while they come see `unfinished.py`
+    models--org--name/blobs/<etag>                   the bytes; while they come see `unfinished_downloads.py`
     models--org--name/snapshots/<commit>/<name>      links to blobs
     models--org--name/refs/<branch>                  the commit
     .locks/models--org--name/<etag>.lock             held by whoever writes a blob
@@ -21,7 +21,7 @@ from ...offload.transfer_types import Complete, Download, Received, Retrying
 from .. import hub
 from ..config_reader import show
 from ..events import Notice, Progress
-from ..library.unfinished import DATA, JOURNAL, NOTE, note
+from ..library.unfinished_downloads import DATA, JOURNAL, NOTE, note
 from .client import Client, DownloadFailed, RemoteFile
 from .disk import Rate, locked, speaking
 from .repository import Repository, companions

@@ -24,7 +24,7 @@ from ..catalog import find_entry, near_names
 from ..config import ModelConfig, parse_config
 from ..config_reader import show
 from ..encoders import reads_alone
-from ..library import half_made, storage
+from ..library import storage, unfinished_builds
 from ..library.aliases import CatalogEntry, catalog, open_alternative
 from ..library.model_name import Reference
 from ..planning.expected import ExpectedStore
@@ -35,10 +35,10 @@ from ..stores.import_config import section_of
 from .client import Client, DownloadFailed, Gated, NoSuchRepository, RemoteFile
 from .disk import check_space, free_nbytes, taken
 from .download import CacheFolder
-from .gguf_head import DRAFTS, READS, GgufHead, read_head
-from .reckon import Run, reckon
+from .remote_gguf_header import DRAFTS, READS, GgufHead, read_head
 from .repository import Repository, companions, describe, named_files, projector_file, ranking_file, weights
-from .shards import at_once
+from .run_estimate import Run, reckon
+from .shard_disk_peak import at_once
 
 if TYPE_CHECKING:
     from ..prepare import EngineOptions
@@ -298,7 +298,7 @@ def _with_bits(plan: PullPlan, config: ModelConfig, parted: bool, client: Client
     needed = together + result + 2 * (beside + tower)  # of each shard the tower's part is kept until all are here
     distinct = {file.etag: file for file in plan.files}.values()
     here = [file for file in distinct if place.is_here(file)]
-    held = sum(file.size for file in here) + half_made.held_nbytes(folder, [file for file in distinct if file not in here])
+    held = sum(file.size for file in here) + unfinished_builds.held_nbytes(folder, [file for file in distinct if file not in here])
     return replace(plan, folder=folder, kept_bytes=result + beside + tower, disk_bytes=max(0, needed - taken(folder)), held_bytes=held,
                    disk_free=free_nbytes(folder), nbytes_read=plan.nbytes_read + count)
 

@@ -35,7 +35,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     """Yields what happens, the result last. Raises DoesNotFit before anything is loaded that the disk could not hold."""
     began = time.monotonic()
     if plan.is_done:
-        from .shard_by_shard import note_branch
+        from .streaming_quantize import note_branch
 
         note_branch(plan, env)
         sweep(plan.folder, storage.MARKER)
@@ -46,7 +46,7 @@ def pull_model(plan: PullPlan, client: Client, env: Mapping[str, str]) -> Iterat
     if plan.wish.bits is None:
         items = download(plan.repository, plan.files, client, env)
     else:
-        from .shard_by_shard import quantized
+        from .streaming_quantize import quantized
 
         items = quantized(plan, client, env)
     before, folder = client.network.received, plan.folder

@@ -17,8 +17,8 @@ from ... import ModelNotFound
 from ...quant.spec import QuantSpec
 from ..config_reader import ADAPTER as STATED
 from ..config_reader import is_count, show
-from ..files.written import MEASURED, TOWER
-from ..gguf import listwise, names
+from ..files.model_folder_files import MEASURED, TOWER
+from ..gguf import file_names, listwise
 from ..hub import COMPANIONS, GGUF_PATH, INDEX, NESTED, RANKS, is_repo
 from ..library.storage import MARKER
 from .client import Client, DownloadFailed, RemoteFile
@@ -51,7 +51,7 @@ class Repository:
     @property
     def usual_file(self) -> str | None:
         """The GGUF file that the name alone means, of a repository that holds no other weights."""
-        return None if any(name.endswith(".safetensors") for name in self.files) else names.usual(self.files)
+        return None if any(name.endswith(".safetensors") for name in self.files) else file_names.usual(self.files)
 
 
 def describe(client: Client, repo: str, revision: str) -> Repository:
@@ -132,17 +132,17 @@ def weights(repository: Repository, exclude: str = "", bits: str | None = None) 
 def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
     """The file that a name or a tag after a colon means, with all other parts where it is one of several. Raises ModelNotFound with the
     nearest names where that is none, or more than one."""
-    files, listed = names.meant(asked, repository.files), names.models(repository.files)
+    files, listed = file_names.meant(asked, repository.files), file_names.models(repository.files)
     if len(files) > 1:
         raise ModelNotFound(f"{repository.repo} has {len(files)} files of {asked}",
                             "name one: " + " or ".join(f"{repository.asked}:{file}" for file in files[:MOST_NAMED]))
     if not files:
-        near = difflib.get_close_matches(asked, listed, n=3, cutoff=0.4) if asked.lower().endswith(names.SUFFIX) else []
+        near = difflib.get_close_matches(asked, listed, n=3, cutoff=0.4) if asked.lower().endswith(file_names.SUFFIX) else []
         more = f" and {len(listed) - MOST_NAMED} more" if len(listed) > MOST_NAMED else ""
         raise ModelNotFound(f"{repository.repo} has no file {show(asked)}",
                             f"did you mean {' or '.join(near)}?" if near else "it has no .gguf files" if not listed
                             else f"it has {', '.join(listed[:MOST_NAMED])}{more}")
-    parts = names.all_parts(files[0])
+    parts = file_names.all_parts(files[0])
     for part in parts:
         if part not in repository.files:
             raise ModelNotFound(f"{repository.repo} has {show(files[0])}, which is a part of a model, and not {show(part)}",
@@ -153,11 +153,11 @@ def named_files(repository: Repository, asked: str) -> list[RemoteFile]:
 def projector_file(repository: Repository, model: str) -> RemoteFile | None:
     """The part that sees (mmproj) of the model in a GGUF file: of the nearest folder that has any, where that is one; where it has
     several precisions, of those that of 16 bits."""
-    if names.is_projector(model):
+    if file_names.is_projector(model):
         return None
     folder, found = model.rpartition("/")[0], []
     while not found:
-        found = names.projectors(name for name in repository.files if name.rpartition("/")[0] == folder)
+        found = file_names.projectors(name for name in repository.files if name.rpartition("/")[0] == folder)
         if not folder:
             break
         folder = folder.rpartition("/")[0]
@@ -178,10 +178,10 @@ def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -
     if lone:
         return ModelNotFound(f"{repository.repo} has {len(lone)} safetensors files and no index that says how they belong together",
                              "choose another repository of this model")
-    if (ggufs := names.models(repository.files)) and bits is not None:
+    if (ggufs := file_names.models(repository.files)) and bits is not None:
         wanted = QuantSpec.parse(bits).bits
         return ModelNotFound(f"{repository.repo} holds only GGUF files, which are pulled as they are and not at {bits}",
-                             f"the nearest to {wanted} bits: effllm pull {repository.asked}:{names.nearest(ggufs, wanted)}")
+                             f"the nearest to {wanted} bits: effllm pull {repository.asked}:{file_names.nearest(ggufs, wanted)}")
     if ggufs:
         return ModelNotFound(f"{repository.repo} holds only GGUF files",
                              "name one: effllm pull " + " or ".join(f"{repository.asked}:{file}" for file in _preferred(ggufs)))
@@ -193,4 +193,4 @@ def _no_weights(repository: Repository, lone: Sequence[str], bits: str | None) -
 
 def _preferred(names: Iterable[str]) -> list[str]:
     """A few of several precisions, what most people would take first."""
-    return sorted(names, key=lambda name: ("q4_k_m" not in name.lower(), name))[:MOST_NAMED]
+    return sorted(file_names, key=lambda name: ("q4_k_m" not in name.lower(), name))[:MOST_NAMED]

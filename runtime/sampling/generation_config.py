@@ -12,7 +12,7 @@ from pathlib import Path
 
 from ... import EffllmError, UsageError
 from ..config_reader import show
-from ..files.small_file import read_whole
+from ..files.bounded_read import read_whole
 from ..sampler import OWN, SamplerSettings
 
 NAME = "generation_config.json"

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import EffllmError, UsageError
-from ..files.small_file import read_text
-from ..files.whole_file import write_whole
+from ..files.atomic_write import write_whole
+from ..files.bounded_read import read_text
 from ..sampler import SamplerSettings
 
 FORMAT, VERSION = "effllm-session", 1

@@ -26,7 +26,7 @@ from .saved_cache import ADAPTERS, restore_cache, token_bytes
 from .saved_format import SavedCache, SavedSession, Spoken
 
 if TYPE_CHECKING:
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
     from ..engine import Engine
     from ..prepare import EngineOptions
     from ..templates.prompting import Prompts

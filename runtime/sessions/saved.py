@@ -11,10 +11,10 @@ from pathlib import Path
 from ... import EffllmError
 from ...offload.page_stream import PagesLost
 from ...offload.size import format_size
-from ..adapters.choosing import Choice
+from ..adapters.adapter_selection import Choice
 from ..engine import Engine
 from ..events import Notice, Progress
-from ..files.whole_file import one_at_a_time
+from ..files.atomic_write import one_at_a_time
 from ..session import Session
 from .conversation_file import parse_conversation
 from .saved_cache import folder_identity, identity, refuse_other, restore_cache, save_cache

@@ -22,8 +22,8 @@ from ...kernels.compile import cache_key
 from ...kernels.layout import F32, PAGE
 from ...offload.page_file import KEY_NBYTES, VERSION, DamagedPage, PageFile
 from ...offload.page_stream import PagesLost
-from ...quant.kv_exact import most_exact, pack_exact, unpack_exact
-from ...quant.kv_stored import check_stored
+from ...quant.kv_lossless import most_exact, pack_exact, unpack_exact
+from ...quant.kv_page_check import check_stored
 from ..cache import KVCache
 from ..config import ModelConfig, read_config
 from ..engine import Engine

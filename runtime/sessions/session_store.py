@@ -22,7 +22,7 @@ from pathlib import Path
 from ... import EffllmError, UsageError, ls, not_written, typed
 from ...offload.page_file import on_disk, sync_folder
 from ...offload.size import format_size
-from ..files.small_file import OddFile, read_whole
+from ..files.bounded_read import OddFile, read_whole
 from .saved_format import LARGEST, Malformed, OtherVersion, SavedSession, parse_saved
 from .session_name import can_be_named, check_name, removing
 from .session_pages import SessionPages

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from ... import ContextOverflow, EffllmError, UsageError, typed
 from ...offload.size import format_size
-from ..adapters.choosing import demand_choice
+from ..adapters.adapter_selection import demand_choice
 from ..events import Event, SlotDone
 from .kept_prompts import NO_TEXT, refuse_inexact, spoken_of
 from .saved import SavedSessions
@@ -26,7 +26,7 @@ from .session_name import check_name
 from .session_store import SessionStore
 
 if TYPE_CHECKING:
-    from ..adapters.choosing import Choice
+    from ..adapters.adapter_selection import Choice
     from ..engine import Engine
     from ..generation.slot import Slot
     from ..prepare import EngineOptions

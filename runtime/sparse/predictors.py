@@ -22,8 +22,8 @@ import numpy as np
 
 from ... import not_written
 from ..events import Progress
-from ..files.whole_file import whole
-from ..files.written import PREDICTORS
+from ..files.atomic_write import whole
+from ..files.model_folder_files import PREDICTORS
 from .sparsity_file import PredictorRates
 
 if TYPE_CHECKING:

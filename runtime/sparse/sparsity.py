@@ -19,8 +19,8 @@ from ...offload.safetensors_header import is_gguf
 from ..config import ModelConfig, read_config
 from ..engine import Engine
 from ..events import Progress
-from ..files.whole_file import whole
-from ..files.written import demand_folder
+from ..files.atomic_write import whole
+from ..files.model_folder_files import demand_folder
 from ..stores.container import Container, read_container
 from .bundles import SPARSE, is_lossy
 from .predictors import scaled

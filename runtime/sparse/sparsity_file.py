@@ -11,8 +11,8 @@ import numpy as np
 
 from ... import EffllmError, not_written
 from ..config_reader import read_json
-from ..files.whole_file import try_whole, whole
-from ..files.written import SPARSITY
+from ..files.atomic_write import try_whole, whole
+from ..files.model_folder_files import SPARSITY
 
 FILE, FORMAT, VERSION = SPARSITY, "effllm-sparsity", 1
 

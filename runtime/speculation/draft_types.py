@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ... import UsageError
 from ..config_reader import is_count
-from ..files.small_file import JSON_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, read_whole
 
 ASSISTANTS = ("gemma4_assistant", "gemma4_unified_assistant")  # model types
 HEADS = ("LlamaForCausalLMEagle3", "Eagle3LlamaForCausalLM", "Eagle3Speculator", "Eagle3DraftModel")  # architectures

@@ -11,7 +11,7 @@ from ...offload.checkpoint import TensorStore
 from ...offload.torch_checkpoint import open_folder
 from ...quant.kv import codec
 from ..config_reader import read_json
-from ..stores.rounded_store import format_like
+from ..stores.quantizing_store import format_like
 from . import assistant, eagle3
 from .draft_types import is_assistant, is_eagle3
 from .trained import Run, Trained

@@ -88,7 +88,7 @@ def _of_one_kind(section: Mapping[str, object]) -> Formats:
         if not rule.part_of and layout in NVFP4:
             return nvfp4.SPEC if depth % nvfp4.GROUP == 0 else WIDENED
         high, wide = stated
-        cut = own == "o_in" and high > 0 == rule.shape[0] % high  # codes of which each range of rows is one (`stored_names.py`)
+        cut = own == "o_in" and high > 0 == rule.shape[0] % high  # codes of which each range of rows is one (`canonical_names.py`)
         if (cut or not rule.part_of) and layout == "fp8":
             scales = (-(-rule.shape[0] // high), -(-depth // wide)) if high and wide else (1,)
             return fp8.spec_of(rule.shape, scales, (high, wide)) or WIDENED

@@ -2,7 +2,7 @@
 bitsandbytes, FP8, beside which some weights may be MXFP4.
 
 `quantization_config` names the method (`import_config.py`); what stands for a weight (its codes, scales, zero points) is found by name
-(`import_parts.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
+(`import_index.py`). Integers of 4 and 8 bits whose groups lie in order, FP8, NVFP4 and MXFP4 are put into the order of the kernels, nothing
 rounded, and so are NF4 and FP4, what is beside their codes rounded to whole numbers; any other weight is widened to 16 bits. Either is done
 one weight at a time when it is read, and announced with its cost in memory.
 """
@@ -28,16 +28,16 @@ from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.codes import Codes
 from ...quant.imports import bitsandbytes, compressed_tensors, fp8, groups, mxfp4, nvfp4
-from ...quant.imports.arranged import WORDS, put_floats, put_halves, put_levels, put_pairs, put_small, put_words
+from ...quant.imports.repack import WORDS, put_floats, put_halves, put_levels, put_pairs, put_small, put_words
 from ...quant.pack import pack, put_factors, put_rows
 from ...quant.spec import QuantSpec
 from ...quant.weight import RAW_NUMPY, from_f32
 from .container import Container as StoredContainer
 from .container import StoredTensor
+from .converting_store import ARRANGED_NBYTES, scratch_nbytes, steps
 from .import_config import BYTES, CUTS, IN_BLOCKS, LEVELS, MXFP4, NVFP4, PAIRS, from_codes
 from .import_decoder import BLOCK, OPENED, Array, Decoder, decoders_of
-from .import_parts import MADE, found_in, scales_of, typed, unfit, wide_of
-from .made_store import ARRANGED_NBYTES, scratch_nbytes, steps
+from .import_index import MADE, found_in, scales_of, typed, unfit, wide_of
 
 WORD = 32  # bits
 

@@ -24,14 +24,14 @@ from ...offload.safetensors_header import TensorInfo, damaged, shown
 from ...offload.size import format_size
 from ...offload.streaming_pager import Range
 from ...quant.imports import mlx
-from ...quant.imports.arranged import put_pairs, put_small, put_words
+from ...quant.imports.repack import put_pairs, put_small, put_words
 from ...quant.pack import put_factors, put_rows
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from .container import Container, StoredTensor
+from .converting_store import MadeStore, scratch_nbytes, steps
 from .import_config import FLOATS, MLX_LEAVES_OUT, ORIGINAL
-from .made_store import MadeStore, scratch_nbytes, steps
-from .parted_rows import Rows
+from .tensor_views import Rows
 
 ONE_ADDED = ("qwen3_5_moe_text", "qwen3_5_text", "qwen3_next")  # norms of these lie with the 1 added
 NORMS = ("input_layernorm.weight", "post_attention_layernorm.weight", "model.norm.weight", ".q_norm.weight", ".k_norm.weight")
@@ -42,7 +42,7 @@ WHOLE = (4, 8)  # bits of affine codes that do not cross the words that they lie
 class MlxStore(MadeStore):
     """`rules`: what the model asks for. Of the weights in `codes` what kernels can multiply stays codes where `kept` says so, whose formats
     `container` then lists. Of the others those that are `exact` become float32, which holds what they mean, any other `wide`, f16 or f32.
-    `within`: as of `parted_rows.places`."""
+    `within`: as of `tensor_views.places`."""
 
     def __init__(self, store: TensorStore, family: str, wide: str, rules: Iterable[families.TensorRule], codes: Collection[str],
                  exact: Collection[str], kept: Callable[[str], bool], within: Mapping[str, tuple[str, np.ndarray]]) -> None:

@@ -22,8 +22,8 @@ from ...quant.imports import ternary
 from ...quant.pack import put_rows
 from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .container import Container, StoredTensor
+from .converting_store import MadeStore, steps
 from .import_config import FLOATS, ORIGINAL
-from .made_store import MadeStore, steps
 
 AUTO, ONLINE = "autobitlinear", "online"
 ENDING, SCALE = ".weight", ".weight_scale"

@@ -1,7 +1,7 @@
 """Sections of config.json that say of some weights what holds for no others, as several that say one thing each.
 
 compressed-tensors has groups with targets, ModelOpt's MIXED_PRECISION a list of modules, AutoRound what differs for some. How a weight
-lies its tensors say (`import_parts.py`); names tell what a plan may expect of it. The words of AutoRound's sections become those of GPTQ
+lies its tensors say (`import_index.py`); names tell what a plan may expect of it. The words of AutoRound's sections become those of GPTQ
 and AWQ, and of FP8 and compressed-tensors where weights are floats, as which its codes lie.
 """
 
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ..config_reader import show
+from .canonical_names import alone
 from .name_patterns import matches
-from .stored_names import alone
 
 Section = Mapping[str, object]
 AUTO_ROUND, MIXED, UNQUANTIZED = "auto-round", "MIXED_PRECISION", "UNQUANTIZED"

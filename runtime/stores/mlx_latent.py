@@ -18,7 +18,7 @@ from ...quant.weight import RAW_NUMPY, from_f32, to_f32
 from .. import families
 from ..config import ModelConfig
 from ..families import TensorRule
-from .parted_rows import PartedStore
+from .tensor_views import PartedStore
 
 KEYS, VALUES = "embed_q.weight", "unembed_out.weight"
 

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ... import EffllmError
-from ..files.small_file import read_text
+from ..files.bounded_read import read_text
 from ..tokens.terminal_text import sanitize
 
 if TYPE_CHECKING:

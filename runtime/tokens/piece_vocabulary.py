@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from tokenizers import Regex, normalizers
 
-from ..files.small_file import TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
 from ..gguf.tokenizer import CONTROL, NORMAL, UNUSED, USER, Vocabulary, backend
 from .rank_vocabulary import Ranks, RanksError
 

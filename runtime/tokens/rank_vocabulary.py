@@ -18,8 +18,8 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
-from ..files.small_file import TOKENIZER_NBYTES, read_whole
-from ..gguf.splits import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
+from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
+from ..gguf.pre_tokenizers import CUTTERS, KIMI, LLAMA3_WORDS, QWEN2_WORDS, same_pattern
 from ..hub import RANKS
 from ..templates.template import ChatTemplate
 from .token_bytes import letters_of_bytes

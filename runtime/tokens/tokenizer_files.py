@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import tokenizers
 
 from ... import EffllmError, ModelNotFound
-from ..files.small_file import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import JSON_NBYTES, TOKENIZER_NBYTES, read_whole
 from ..hub import PIECES, RANKS, WORLD
 from .panics import is_panic, unsaid
 

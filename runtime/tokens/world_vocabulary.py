@@ -16,7 +16,7 @@ from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers
 
-from ..files.small_file import TOKENIZER_NBYTES, read_whole
+from ..files.bounded_read import TOKENIZER_NBYTES, read_whole
 from .rank_vocabulary import Ranks, RanksError
 from .token_bytes import letters_of_bytes
 

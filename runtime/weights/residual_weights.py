@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...quant.state_weights import Ngrams
+from ...quant.recurrent_weights import Ngrams
 from ...quant.weight import Norm
 from ...quant.wide_weights import Residual
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from ...quant.weight import Linear, LowRank, Norm, Weight
-from ..adapters.adapted import NOTHING, Adapted
+from ..adapters.loaded_adapters import NOTHING, Adapted
 from ..tensors import ModelTensor, as_float32, typed
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from ...kernels.lightning_shape import LightningShape
 from ...kernels.mamba1_shape import Mamba1Shape
 from ...kernels.mamba2_shape import Mamba2Shape
 from ...kernels.rwkv7_shape import Rwkv7Shape
-from ...quant.state_weights import Cca, Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
+from ...quant.recurrent_weights import Cca, Delta, Kda, Lightning, Mamba1, Mamba2, Rwkv7, ShortConv
 from ...quant.weight import Linear, Norm
 
 if TYPE_CHECKING:
@@ -34,7 +34,7 @@ SMALL = 1e-5  # which keeps decays of lightning attention's last layer above zer
 @dataclass(frozen=True)
 class StateWeights:
     """`products`: what reads the layer's input, in the order in which its kernels take the results; `out` reads what they give. `own`: all
-    else, a record of `quant/state_weights.py`."""
+    else, a record of `quant/recurrent_weights.py`."""
 
     products: tuple[Linear, ...]
     out: Linear

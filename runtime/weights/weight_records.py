@@ -14,7 +14,7 @@ from ...offload.memory import anonymous
 from ...offload.neuron_pager import ResidentBundles
 from ...quant.weight import Bundles, Curve, Inputs, Linear, Norm, Streams, Weight
 from ...quant.wide_weights import Mean
-from ..adapters.adapted import NOTHING, Adapted
+from ..adapters.loaded_adapters import NOTHING, Adapted
 from ..families.diffllama import share_of
 from ..families.mllama_text_model import SHARES
 from ..layer import LayerWeights

@@ -1,0 +1,55 @@
+"""How much of each adapter a text has: chosen for one sequence, before it is read.
+
+What a cache holds was made with one choice and is never used for another: who chooses anew begins with an empty one. Caches that are saved,
+and beginnings that another sequence lends, are told apart by it (`saved_cache.py`, `shared_prefix.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from ... import UsageError
+from .loaded_adapters import LARGEST
+
+if TYPE_CHECKING:
+    from ..prepare import Prepared
+
+Choice = tuple[float, ...]
+
+
+class Choosing:
+    """What an `Engine` has for it. `choice`: of each adapter of the model's, how much the text has that is held and what follows."""
+
+    prepared: Prepared
+    choice: Choice
+    reset: Callable[[], None]
+
+    def choose(self, choice: Choice) -> None:
+        """From now on texts are read so. What is held was read otherwise and is forgotten, unless it was not. Raises UsageError for what
+        `demand_choice` refuses."""
+        demand_choice(choice, self.prepared.adapted.names)
+        if choice != self.choice:
+            self.reset()
+            self.choice = choice
+
+    @property
+    def adapted_by(self) -> str:
+        """A hash of what adapters add to the text that is held; empty for nothing."""
+        return self.prepared.adapted.digest_of(self.choice)
+
+
+def demand_choice(choice: Choice, names: Sequence[str]) -> None:
+    """Raises UsageError for a choice among other adapters than these, or of what is no number."""
+    if len(choice) != len(names):
+        raise UsageError(f"{len(choice)} scales for {len(names)} adapters", "one for each --lora ADAPTER")
+    if wrong := next((each for each in choice if not abs(each) <= LARGEST), None):
+        raise UsageError(f"{wrong} is not a scale of an adapter", "0 is nothing of it, 1 all, 0.5 half")
+
+
+def scales_of(sequences: Sequence[Choosing]) -> np.ndarray | None:
+    """What a pass over a token of each of these is told, or over a text of one: float32 [sequences, adapters]; None for nothing of any."""
+    made = np.array([each.choice for each in sequences], np.float32)
+    return made if made.any() else None

@@ -1,0 +1,100 @@
+"""What a model hears with, written as a GGUF file of its own (mmproj), as llama.cpp's converter writes it: the way back of
+`audio_config.py` and `audio_names.py`, of models that hear and do not see."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+from ... import UsageError
+from ...offload.checkpoint import CheckpointError, TensorStore
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import AGAIN, TensorInfo
+from ..audio.audio_tower import WhisperTower
+from ..audio.log_mel import LogMel
+from ..audio.qwen2_5_omni import sinusoids
+from ..audio.qwen3_asr import SHORTEST, Qwen3Asr
+from ..audio.voxtral import Voxtral
+from ..audio.whisper_encoder import EPS
+from ..images.modality import AUDIO_INPUT, Modality
+from ..images.tower_ops import gelu
+from ..images.tower_weights import canonical_name, is_of_tower
+from .audio_config import HALVED, HOP
+from .audio_names import EARS, PLACES
+from .projector_names import CLIP, KINDS, LIMITS, Projector
+from .projector_tensors import Piece, piece
+
+# Model type -> type of its projector's file.
+TYPES: Mapping[str, str] = {"audioflamingo3": "musicflamingo", "qwen2_audio": "qwen2a", "qwen3_asr": "qwen3a", "voxtral": "voxtral"}
+WINDOW = 400  # samples of a frame
+USUAL_PIECES = 50, 800  # frames of half a piece, and of those that see each other: of all such models
+WAVES = 1500  # places that files have of those that follow from their number
+LATER = {"multi_modal_projector.linear_1": "audio_tower.proj1", "multi_modal_projector.linear_2": "audio_tower.proj2"}
+AWAY = "leave out --mmproj"
+
+
+def metadata(sight: WhisperTower | Qwen3Asr, name: str, kind: str) -> dict[str, Value]:
+    """The keys of the file of a model of this type. Raises UsageError for what such a file does not say."""
+    sizes = sight.sizes
+    _demand_usual(sight)
+    stated: dict[str, Value] = {
+        "embedding_length": sizes.width, "feed_forward_length": sizes.inner, "block_count": sizes.layers, "attention.head_count":
+        sizes.heads, "projection_dim": sight.config.hidden_size, "attention.layer_norm_epsilon": EPS, "num_mel_bins": sizes.bands}
+    if isinstance(sight, Voxtral):
+        stated["projector.stack_factor"] = sight.beside
+    return {"general.architecture": CLIP, "general.name": name, "general.type": "mmproj", "general.file_type": 1,
+            f"{CLIP}.has_audio_encoder": True, f"{CLIP}.projector_type": TYPES[kind], **{f"{CLIP}.audio.{key}": value
+                                                                                        for key, value in stated.items()}}
+
+
+def _demand_usual(sight: WhisperTower | Qwen3Asr) -> None:
+    said, bands = "which such a file does not say", sight.sizes.bands
+    samples = sight.log_mel.samples if isinstance(sight, Qwen3Asr) else HALVED * sight.sizes.places * HOP
+    if sight.log_mel != LogMel(bands, WINDOW, HOP, samples):
+        raise UsageError(f"its sounds become frames of {sight.log_mel.window} samples, one every {sight.log_mel.hop}, {said}", AWAY)
+    if sight.sizes.curve is not gelu or sight.outer.raw.get("projector_hidden_act", "gelu") != "gelu":
+        raise UsageError(f"its audio tower has another activation than gelu, {said}", AWAY)
+    if isinstance(sight, Qwen3Asr):
+        half, together = USUAL_PIECES
+        if (sight.piece, sight.piece * sight.in_sight, sight.shortest) != (2 * half, together, SHORTEST):
+            raise UsageError(f"it hears in pieces of {sight.piece} frames, of which {sight.piece * sight.in_sight} see each other, {said}",
+                             AWAY)
+
+
+def pieces(store: TensorStore, kind: str) -> list[Piece]:
+    """The tensors of the file, in the checkpoint's order. Raises CheckpointError for one that no such file has."""
+    projector, found = EARS[TYPES[kind]], []
+    for stored, info in store.tensors.items():
+        if is_of_tower(stored, kind):
+            found += _of(canonical_name(stored), info, projector, store)
+    return found
+
+
+def _of(own: str, info: TensorInfo, projector: Projector, store: TensorStore) -> Iterator[Piece]:
+    """Biases of convolutions have a dimension for each over which they go."""
+    if PLACES in projector.unused:
+        stem, _, kind = own.rpartition(".")
+        own = f"{LATER.get(stem, stem)}.{kind}"
+    name = file_name(own, projector, store)
+    if name.endswith(".bias") and name.startswith(("a.conv1d", "a.conv2d")):
+        shape = (*info.shape, *(1,) * int(name[len("a.conv")]))
+        yield piece(name, info, lambda values: values.reshape(shape), shape)
+        return
+    yield piece(name, info)
+    if PLACES in projector.unused and own == "audio_tower.ln_post.weight":  # as wide as the places that readers want to have
+        yield piece(PLACES, info, lambda values: sinusoids(WAVES, len(values)), (WAVES, info.shape[0]))
+
+
+def file_name(own: str, projector: Projector, store: TensorStore, sense: Modality = AUDIO_INPUT) -> str:
+    """What a tensor of that sense is called in the file. Raises CheckpointError for one that no such file has."""
+    whole, inside, outer = ({ours: theirs for theirs, ours in names.items()}
+                            for names in (projector.whole, projector.layer, projector.outer))
+    stem, _, kind = own.rpartition(".")
+    if own in whole or stem in outer and kind in KINDS:
+        return whole.get(own) or f"{outer[stem]}.{kind}"
+    number, _, rest = own.removeprefix(projector.layers).partition(".")
+    part, _, kind = rest.rpartition(".")
+    named = inside.get(part.removesuffix(".linear"), "")
+    kinds = (*KINDS, *LIMITS) if named in projector.linear else KINDS
+    if own.startswith(projector.layers) and number.isdigit() and (rest in whole or named and kind in kinds):
+        return f"{projector.blocks}.{number}.{whole.get(rest) or f'{named}.{kind}'}"
+    raise CheckpointError(f"{store.folder} holds tensor {own} of the part that {sense.does}, which no mmproj file of its type has", AGAIN)

@@ -1,0 +1,391 @@
+"""What a GGUF file states of a model, family by family, and what it cannot state.
+
+Much of a family is not written but known to who reads it: which layers have a window or no rotary positions, how scores are scaled, that
+an embedding is multiplied. A model that departs from what llama.cpp takes for granted is refused, because it would run as another one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from ... import EffllmError
+from ...offload.gguf_header import Value
+from ..config import ModelConfig
+from ..config_rope import GROWTH, RopeConfig
+from ..mixture import Mixture
+from ..rope import RopeTable, rope_table
+from . import (
+    apertus,
+    bitnet,
+    cohere2_moe,
+    deci,
+    gemma4,
+    glm5_next,
+    gpt_oss,
+    granite_swash,
+    hy_v4,
+    jamba,
+    kimi_delta_attention,
+    kolibri1,
+    laguna,
+    latent_attention,
+    llama4,
+    mellum,
+    mimo2,
+    minicpm3,
+    minimax3,
+    muse_glimmer,
+    nemotron_h,
+    qwen4,
+    recurrent_layers,
+    rwkv7,
+    sparse_indexer,
+    step35,
+    transformer_names,
+    yarn,
+)
+from .architecture import FACTORS, LONG, SHORT, UNTURNED, Architecture
+from .architectures import ARCHITECTURES, BY_FAMILY, file_architecture
+from .family_context import AFMOE_EVERY, COHERE2_EVERY, EXAONE4_EVERY, EXAONE4_LAYERS, OLMO3_EVERY, SIGMOID
+from .family_keys import OTHER_SCALE
+
+TYPES = {"F16": 1, "Q8_0": 7, "Q4_0": 2}  # what a person may ask for -> general.file_type
+QUANTIZATION_VERSION = 2
+INDEXED = ": this version writes no indexer, without which they would run as another model"
+UNTRIED = ": this version writes no files of them"
+NOT_WRITTEN = {**dict.fromkeys(("axk1", "cohere_compass_text", "cwm", "deepseek_ocr2_text", "ernie4_5_vl_moe_text", "helium",
+                                "hyperclovax", "lfm3", "longcat_flash", "minimax", "molmo2_text", "olmo_hybrid", "persimmon",
+                                "nanbeige", "ouro", "phi4_multimodal", "unlimited_ocr_text", "vaultgemma", "youtu"), UNTRIED),
+               **dict.fromkeys(("codegen", "diffllama", "doge", "flex_olmo", "flint", "gpt_neo", "gptj", "mistral_large4_text",
+                                "modernbert_decoder", "nanochat", "zamba2", "zaya"),
+                               ": llama.cpp does not run them"),
+               "ministral": ": llama.cpp runs them as if no layer had a window",
+               "phimoe": ": llama.cpp weighs their experts otherwise",
+               "bamba": ": llama.cpp runs them as Granite 4, whose heads turn as a whole",
+               "axk2": INDEXED, "deepseek_v4": INDEXED,
+               **dict.fromkeys(("embedding_gemma2_text", "gemma3n_text"), UNTRIED),
+               **dict.fromkeys(("mllama_text_model", "whisper"), ": llama.cpp does not run them"),
+               "opt": ": llama.cpp does not run them"}
+WITHOUT_WINDOW = ("mistral", "mixtral", "phi3", "starcoder2")  # families whose windows llama.cpp passes over
+# All but every so-manieth layer has one.
+WINDOW_EVERY = {"afmoe": AFMOE_EVERY, "cohere2": COHERE2_EVERY, "exaone_moe": EXAONE4_EVERY, "gemma2": 2, "gemma3_text": 6,
+                gpt_oss.FAMILY: gpt_oss.EVERY, "olmo3": OLMO3_EVERY}
+# Families whose rotary frequencies llama.cpp divides by no tensor.
+UNDIVIDED = ("afmoe", "bailing_moe_v2", "bitnet", "cohere", "cohere2", "cohere2_moe", "deepseek_v2", "deepseek_v3", "deepseek_v32",
+             "dots1", "ernie4_5", "ernie4_5_moe", "exaone_moe", "falcon", "falcon_h1", "gemma", "gemma2", "gemma3_text", "glm", "glm4",
+             "glm4_moe", "glm4_moe_lite", "glm_moe_dsa", "gpt_neox", gpt_oss.FAMILY, "hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3", "hy_v4",
+             "internlm2", "kolibri1", "lfm2", "lfm2_moe", "mimo", "minimax_m2", "muse_glimmer_text", "nemotron", "olmo", "olmo2", "olmo3",
+             "olmoe", "phi", "qwen2", "qwen2_moe", "qwen3", "qwen3_5_moe_text", "qwen3_5_text", "qwen3_moe", "qwen3_next", "seed_oss",
+             "smollm3", "solar_open", "stablelm", "starcoder2", qwen4.FAMILY)
+HEADED = ("dots1", "exaone_moe", "internlm2", "minimax_m2", "qwen2_moe")  # families of which llama.cpp demands a head
+# Families whose heads llama.cpp takes to be as wide as the model together.
+EVEN_HEADS = ("bailing_moe_v2", "bitnet", "cohere", "cohere2", "exaone", "exaone4", "falcon", "glm", "jamba", "lfm2", "lfm2_moe",
+              "nemotron", "olmo", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm", "starcoder2")
+ALL_BIASED = ("bloom", "gpt_bigcode", "gpt_neox", gpt_oss.FAMILY, "jais2", "starcoder2")  # of which llama.cpp demands them
+# By family, others have silu.
+ACTS = {"apertus": "xielu", "falcon": "gelu", glm5_next.FAMILY: "clamped_silu", "gpt_neox": "gelu",
+        **dict.fromkeys((gpt_oss.FAMILY, minimax3.FAMILY), "clamped_swish"), "mpt": "gelu",
+        **dict.fromkeys(("arcee", "jais2", "nemotron", "nemotron_h", rwkv7.FAMILY), "relu2"),
+        **dict.fromkeys(("gemma", "gemma2", "gemma3_text", "gemma4_text", "gpt2", "phi", "starcoder2", "bloom", "gpt_bigcode"),
+                        "gelu_tanh")}
+# Families whose files say which layers have experts, or of which all have.
+SAYING_WHERE = (cohere2_moe.FAMILY, nemotron_h.FAMILY, jamba.FAMILY, kolibri1.FAMILY, mimo2.FAMILY, minimax3.FAMILY, step35.FAMILY)
+LONG_AND_SHORT = ("minicpm", "minicpm3", "phi3")  # families whose rotary frequencies llama.cpp divides by the length that is asked for
+UNGROUPED = ("dots1", "olmoe")  # families whose heads llama.cpp takes to have keys and values of their own
+# Families whose files say how experts are scored and weighed.
+STATED_SUM = ("afmoe", "bailing_moe_v2", "deepseek_v2", "deepseek_v3", "deepseek_v32", "dots1", "exaone_moe", "glm4_moe", "glm4_moe_lite",
+              "glm_moe_dsa", "hy_v3", "hy_v4", "laguna", "mistral4", "solar_open", kimi_delta_attention.KIMI_FAMILY,
+              kimi_delta_attention.LING_FAMILY, glm5_next.FAMILY)
+LEADING_DENSE = (*STATED_SUM, "ernie4_5_moe", "lfm2_moe")  # whose first layers have no experts
+CONVOLVED = ("lfm2", "lfm2_moe")
+# Whose modules say what files state of them.
+STATED = {own.FAMILY: own for own in (bitnet, cohere2_moe, deci, gemma4, hy_v4, kolibri1, laguna, llama4, mellum, mimo2, minimax3,
+                                      muse_glimmer, qwen4, step35)}
+STATED |= dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash)
+# Families of which files know all that they may have of windows, and more: their modules say so.
+OWN_DEPARTURES = {bitnet.FAMILY: bitnet.departures, cohere2_moe.FAMILY: cohere2_moe.departures, gemma4.FAMILY: gemma4.departures,
+                  kolibri1.FAMILY: kolibri1.departures, laguna.FAMILY: laguna.departures, mellum.FAMILY: mellum.departures,
+                  muse_glimmer.FAMILY: muse_glimmer.departures, qwen4.FAMILY: qwen4.departures,
+                  step35.FAMILY: step35.departures, mimo2.FAMILY: mimo2.departures, minimax3.FAMILY: minimax3.departures,
+                  **dict.fromkeys(transformer_names.ADDED, transformer_names.departures),
+                  **dict.fromkeys((granite_swash.DENSE, granite_swash.MIXED), granite_swash.departures)}
+NORMED_FROM = 64  # layers: smaller models of Cohere's have no norms of queries and keys
+NO_ROPE_EVERY = 4  # of SmolLM 3
+PLAIN_ROPE = RopeConfig(10_000.0, "default", {})  # what a file states where it leaves positions out
+PLAIN = "leave it in its folder"
+
+
+def exported_as(config: ModelConfig) -> Architecture:
+    """The architecture of the file. Raises EffllmError for a family without one, and for a model that its files cannot state."""
+    family = config.family
+    if family not in BY_FAMILY:
+        raise EffllmError(f"{family} models are not exported as GGUF{NOT_WRITTEN.get(family, '')}",
+                          f"exported are {', '.join(sorted(BY_FAMILY))}")
+    for departs, what in _departures(config):
+        if departs:
+            raise EffllmError(f"a GGUF file of the {family} family cannot say that this model {what}", PLAIN)
+    return ARCHITECTURES[file_architecture(config)]
+
+
+def _departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what cannot be said), of what a model is refused for the first that is so."""
+    family = config.family
+    act = ACTS.get(family, "silu")
+    biased = config.o_bias or config.mlp_bias
+    yield biased and family not in (*ALL_BIASED, "gpt2", "phi"), "has biases on o or in its feed-forward"
+    yield not (biased and config.qkv_bias) and family in ALL_BIASED, "has no biases"
+    yield config.hidden_act != act and family != bitnet.FAMILY, f"has {config.hidden_act} where {act} is meant"
+    yield from _departures_of_windows(config)
+    yield from _departures_of_scales(config)
+    yield config.both_ways, "has tokens that see what comes behind them"
+    yield config.ranks_lists, "ranks documents by matrices of its own"
+    yield from _departures_of_layers(config)
+    yield from recurrent_layers.departures(config)
+    if family == deci.FAMILY:
+        yield from deci.departures(config)
+    if family == minicpm3.FAMILY:
+        yield from minicpm3.departures(config)
+    elif config.latent is not None:
+        yield from latent_attention.departures(config, 1.0 if config.rope is None else _table(config).attention_scaling)
+        if BY_FAMILY[family] in (latent_attention.NAME, latent_attention.GROWN):
+            yield from latent_attention.unread(config)
+        elif BY_FAMILY[family] in sparse_indexer.FAMILIES:
+            yield from sparse_indexer.departures(config)
+    yield from _departures_of_positions(config)
+    yield from _departures_of_experts(config)
+
+
+def _departures_of_windows(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """In which layers they are; of `OWN_DEPARTURES` all that is theirs alone."""
+    family = config.family
+    if family in WINDOW_EVERY:
+        every = WINDOW_EVERY[family]
+        window = next((each for each in config.windows if each is not None), None)
+        yield window is None or config.windows != tuple(window if (i + 1) % every else None for i in range(config.num_hidden_layers)), \
+            f"has its sliding windows elsewhere than in all but every {every}th layer"
+    elif family == "exaone4":
+        windows = config.num_hidden_layers == EXAONE4_LAYERS
+        window = next((each for each in config.windows if each is not None), None)
+        usual = tuple(window if windows and (i + 1) % EXAONE4_EVERY else None for i in range(config.num_hidden_layers))
+        yield config.windows != usual or (window is None) == windows, \
+            f"has {config.num_hidden_layers} layers and {'no sliding' if window is None else 'sliding'} windows in its layers"
+        yield window is None and None in config.ropes, "turns no layer by position"
+    elif depart := OWN_DEPARTURES.get(family):
+        yield from depart(config)
+    else:
+        yield family not in WITHOUT_WINDOW and set(config.windows) != {None}, "has a sliding window"
+
+
+def _departures_of_scales(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """What embeddings and scores are multiplied by, heads of their own, norms and caps."""
+    family = config.family
+    if family.startswith("gemma") or family == "afmoe":
+        yield not np.isclose(config.embedding_multiplier, config.hidden_size**0.5, rtol=1e-2), "multiplies its embedding otherwise"
+    if family in ("gemma2", "gemma3_text"):
+        whole = OTHER_SCALE[BY_FAMILY[family]] == config.num_hidden_layers
+        usual = (config.hidden_size / config.num_attention_heads if whole else config.head_dim) ** -0.5
+        yield not np.isclose(config.attn_scale, usual, rtol=1e-4), f"scales its scores by {config.attn_scale:.4g} instead of {usual:.4g}"
+    if family in ("cohere", "cohere2", "gemma", "gemma2"):
+        yield not config.tie_word_embeddings, "has a head of its own"
+    if family in HEADED:
+        yield config.tie_word_embeddings, "has the embedding for a head"
+    if family == "cohere":
+        yield config.qk_norm != (config.num_hidden_layers >= NORMED_FROM), \
+            f"has {config.num_hidden_layers} layers and {'norms' if config.qk_norm else 'no norms'} of queries and keys"
+    if family == "gemma2":
+        yield config.attn_logit_softcapping is None or config.final_logit_softcapping is None, "has no caps"
+
+
+def _departures_of_layers(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family = config.family
+    if family == "gemma3_text":
+        yield config.final_logit_softcapping is not None, "caps its logits"
+        local = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+        yield any(rope.kind != "default" for rope in local), "stretches the rotary positions of layers with a window"
+    yield family in EVEN_HEADS and config.head_dim * config.num_attention_heads != config.hidden_size, \
+        f"has {config.num_attention_heads} heads of {config.head_dim} for a width of {config.hidden_size}"
+    yield family in CONVOLVED and config.state is None, "has no convolution"
+    yield family == "granitemoehybrid" and config.state is None and config.mixture is not None, "has experts beside attention alone"
+    yield family in (nemotron_h.FAMILY, jamba.FAMILY) and config.state is None, "has no state space"
+    yield family == "falcon" and not config.side_by_side, "has its MLP behind attention"
+    yield family == "gpt2" and config.attn_scale is not None, "does not scale its scores by the width of a head"
+
+
+def _departures_of_positions(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family = config.family
+    if family in UNDIVIDED:
+        yield config.rope.kind not in ("default", "linear", "yarn"), f"has rotary positions of kind {config.rope.kind}"
+    if family == "ministral3":
+        yield config.rope.kind != "yarn", f"has rotary positions of kind {config.rope.kind}"
+    if family == "olmo3":
+        plain = [rope for rope, window in zip(config.ropes, config.windows) if window is not None]
+        yield any(rope.kind != "default" for rope in plain), "stretches the rotary positions of layers with a window"
+        yield any(rope.theta != config.rope.theta for rope in plain), "has another rope_theta in layers with a window"
+    if family == "smollm3":
+        yield [rope is not None for rope in config.ropes] != [(i + 1) % NO_ROPE_EVERY != 0 for i in range(config.num_hidden_layers)], \
+            f"leaves rotary positions out elsewhere than in every {NO_ROPE_EVERY}th layer"
+
+
+def _departures_of_experts(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    family, mixture = config.family, config.mixture
+    yield family == "bailing_moe_v2" and not mixture.shared_width, "has no expert that every token visits"
+    if family == llama4.FAMILY:
+        yield from llama4.departures(config)
+    elif mixture is not None and family not in SAYING_WHERE:
+        dense = min(mixture.layers, default=config.num_hidden_layers) if family in LEADING_DENSE else 0
+        yield mixture.layers != frozenset(range(dense, config.num_hidden_layers)), "has layers without experts"
+        yield family not in STATED_SUM and mixture.renormalise != (family not in ("olmoe", "qwen2_moe")), \
+            f"{'adds' if mixture.renormalise else 'does not add'} a token's shares up to 1"
+        yield family in UNGROUPED and config.num_key_value_heads != config.num_attention_heads, "has fewer key-value heads than heads"
+
+
+def unused_window(config: ModelConfig) -> int | None:
+    """A sliding window that llama.cpp passes over."""
+    return config.windows[0] if config.family in WITHOUT_WINDOW else None
+
+
+def unread_positions(config: ModelConfig) -> str:
+    """What llama.cpp passes over of how rotary positions are stretched, as a sentence; empty where that is nothing."""
+    rope = config.rope
+    return yarn.passed_over(rope.params, file_architecture(config)) if rope is not None and rope.kind == "yarn" else ""
+
+
+def config_metadata(config: ModelConfig, name: str, kind: str) -> dict[str, Value]:
+    """The keys that describe the model, tokenizer apart."""
+    arch, unturned = file_architecture(config), config.rope is None
+    if unturned:
+        config = replace(config, ropes=(PLAIN_ROPE,) * config.num_hidden_layers)
+    out: dict[str, Value] = {"general.architecture": arch, "general.type": "model", "general.name": name, "general.file_type": TYPES[kind],
+                             "general.quantization_version": QUANTIZATION_VERSION}
+    keys: dict[str, Value] = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings, "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size, "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads, ARCHITECTURES[arch].epsilon: float(config.norm_eps),
+        "attention.key_length": config.made_dim, "attention.value_length": config.narrow or config.head_dim,
+        "rope.dimension_count": int(config.made_dim * config.rope.partial_rotary_factor), "rope.freq_base": float(config.rope.theta),
+        "vocab_size": config.vocab_size}
+    keys |= _of_family(config) | recurrent_layers.stated(config) | _rope(config) | ({UNTURNED: False} if unturned else {})
+    if config.latent is not None:
+        keys |= (minicpm3 if config.family == minicpm3.FAMILY else latent_attention).stated(config)
+    left_out = rwkv7.NOWHERE if config.family == rwkv7.FAMILY else ()
+    return out | {f"{arch}.{key}": value for key, value in keys.items() if key not in left_out} | apertus.stated(config)
+
+
+def _of_family(config: ModelConfig) -> dict[str, Value]:
+    keys: dict[str, Value] = {}
+    window = next((each for each in config.windows if each is not None), None)
+    if window is not None or config.family == "starcoder2":  # whose files without the key are read with a window
+        keys["attention.sliding_window"] = window or 0
+    if config.attn_logit_softcapping is not None:
+        keys["attn_logit_softcapping"] = float(config.attn_logit_softcapping)
+    if config.final_logit_softcapping is not None:
+        keys["final_logit_softcapping"] = float(config.final_logit_softcapping)
+    if config.family == "gemma3_text":
+        local = next((rope for rope, own in zip(config.ropes, config.windows) if own is not None), config.rope)
+        keys["rope.freq_base_swa"] = float(local.theta)
+    if config.family == "gpt_neox":
+        keys["use_parallel_residual"] = config.side_by_side
+    if config.family == "mpt":
+        keys |= transformer_names.STATED_ALIBI
+    if config.clip_qkv is not None:
+        keys["attention.clamp_kqv"] = float(config.clip_qkv)
+    if config.family in ("cohere", "cohere2"):
+        keys["logit_scale"] = float(1 / config.logits_scaling)
+    if config.family.startswith("granite"):
+        keys |= {"attention.scale": float(config.attn_scale), "embedding_scale": float(config.embedding_multiplier),
+                 "residual_scale": float(config.residual_multiplier), "logit_scale": float(config.logits_scaling)}
+    if config.family == "minicpm":
+        keys |= {"embedding_scale": float(config.embedding_multiplier), "residual_scale": float(config.residual_multiplier),
+                 "logit_scale": float(config.logits_scaling)}
+    if config.rope.params.get(GROWTH):
+        keys["attention.temperature_scale"] = float(config.rope.params[GROWTH])
+    if config.mixture is not None:
+        keys |= _of_mixture(config, config.mixture)
+    own = STATED.get(config.family)
+    return keys if own is None else keys | own.stated(config)
+
+
+def _of_mixture(config: ModelConfig, mixture: Mixture) -> dict[str, Value]:
+    keys: dict[str, Value] = {"expert_count": mixture.experts, "expert_used_count": mixture.per_token}
+    if config.family in (gpt_oss.FAMILY, mellum.FAMILY, "qwen2_moe", "qwen3_5_moe_text", "qwen3_moe", "qwen3_next", *LEADING_DENSE):
+        keys["expert_feed_forward_length"] = mixture.width
+    if config.family in ("qwen2_moe", "qwen3_5_moe_text", "qwen3_next"):
+        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+    if config.family in LEADING_DENSE and config.family not in CONVOLVED:
+        keys |= {"expert_shared_count": (mixture.shared_width or 0) // mixture.width,
+                 "leading_dense_block_count": min(mixture.layers, default=config.num_hidden_layers)}
+    if config.family == "afmoe":  # of which what all tokens visit is an MLP
+        keys["expert_shared_count"] = config.ffn_of(config.num_hidden_layers - 1) // mixture.width
+    if config.family == "hunyuan_v1_moe":
+        keys |= {"expert_feed_forward_length": mixture.width, "expert_shared_count": 1,
+                 "expert_shared_feed_forward_length": mixture.shared_width}
+    if config.family in ("granitemoeshared", granite_swash.MIXED):
+        keys |= {"feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width or 0}
+    if config.family == "minimax_m2":
+        keys |= {"expert_feed_forward_length": mixture.width, "expert_gating_func": SIGMOID}
+    if config.family == "exaone_moe":
+        keys |= {"expert_shared_feed_forward_length": mixture.shared_width, "expert_group_count": mixture.groups,
+                 "expert_group_used_count": mixture.kept_groups}
+    if config.family in STATED_SUM:
+        keys |= {"expert_gating_func": SIGMOID if mixture.sigmoid else 1, "expert_weights_scale": float(mixture.factor),
+                 "expert_weights_norm": mixture.renormalise}
+    if config.family == "bailing_moe_v2":  # whose shared experts are one here
+        keys |= {"expert_shared_count": 1, "expert_shared_feed_forward_length": mixture.shared_width,
+                 "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+    if config.family == kimi_delta_attention.LING_FAMILY:  # SHARED is how wide all are together
+        keys["expert_shared_count"] = 1
+    if config.family == "hy_v3":
+        keys["expert_shared_feed_forward_length"] = mixture.shared_width
+    if config.family == "ernie4_5_moe":
+        keys |= {"interleave_moe_layer_step": 1, "expert_shared_feed_forward_length": mixture.shared_width or 0}
+    return keys
+
+
+def _table(config: ModelConfig) -> RopeTable:
+    return rope_table(config.rope, config.rotary_width, config.max_position_embeddings, config.max_position_embeddings)
+
+
+def _rope(config: ModelConfig) -> dict[str, Value]:
+    """How rotary positions are stretched."""
+    rope, params = config.rope, config.rope.params
+    if rope.kind == "linear":
+        return {"rope.scaling.type": "linear", "rope.scaling.factor": float(params["factor"])}
+    if rope.kind == "yarn":
+        if not params["truncate"] and config.family != gpt_oss.FAMILY:
+            raise EffllmError("this model's yarn scaling has settings that a GGUF file cannot state", PLAIN)
+        table = _table(config)
+        own = yarn.stated(params, table.attention_scaling, file_architecture(config))
+        return {f"rope.scaling.{key}": value for key, value in own.items()}
+    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
+        table = _table(config)
+        own = {} if config.family == "phi3" else {"rope.scaling.type": "longrope"}
+        return {**own, "rope.scaling.attn_factor": float(table.attention_scaling),
+                "rope.scaling.original_context_length": int(params["original_max_position_embeddings"])}
+    return {}
+
+
+def rotary_tensors(config: ModelConfig) -> dict[str, np.ndarray]:
+    """The divisors of the rotary frequencies by name, float32 [rotary channels / 2]; empty where plain or scaled positions need none.
+
+    Raises EffllmError for kinds that depend on the length.
+    """
+    rope = config.rope or PLAIN_ROPE
+    of_head = lambda divisors: step35.filled(divisors, config) if config.family == step35.FAMILY else divisors  # noqa: E731
+    if config.family == gemma4.FAMILY:
+        return {FACTORS: gemma4.divisors(config)}
+    if rope.kind in ("default", "linear", "yarn"):
+        return {}
+    params = rope.params
+    if rope.kind == "longrope" and config.family in LONG_AND_SHORT:
+        return {LONG: np.array(params["long_factor"], "<f4"), SHORT: np.array(params["short_factor"], "<f4")}
+    if rope.kind == "longrope" and params["short_factor"] == params["long_factor"] and params["attention_factor"] == 1.0:
+        return {FACTORS: of_head(np.array(params["long_factor"], "<f4"))}
+    if rope.kind != "llama3":
+        raise EffllmError(f"rotary positions of kind {rope.kind} depend on the length of the text, which a GGUF file cannot state", PLAIN)
+    turned = int(config.head_dim * rope.partial_rotary_factor)
+    plain = rope.theta ** (-np.arange(0, turned, 2, np.float64) / turned)
+    stretched = _table(config).inv_freq
+    return {FACTORS: of_head((plain / stretched).astype("<f4"))}

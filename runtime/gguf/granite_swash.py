@@ -1,0 +1,60 @@
+"""What GGUF files of Granite Swash say of its layers: which have a window, and which turn by position, all by one base."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf_header import Value, shown_value
+from ...offload.safetensors_header import damaged
+from ..config import ModelConfig
+from ..config_rope import LOCAL
+from .family_context import Given
+
+NAME, DENSE, MIXED = "granite_swa", "granite_swa", "granitemoe_swa"  # of a file, and families
+TURNED = "attention.rope_pattern"
+WHOLE = {"attn_sinks.weight": "self_attn.sinks"}
+ROLES = {"sinks": "attn_sinks.weight"}
+FUSED = {"ffn_up_shexp": ("ffn_gate_shexp", "ffn_up_shexp")}
+USUAL_THETA = 10_000.0
+
+
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what the family has beside its keys. Raises CheckpointError."""
+    header, window, kinds = of.header, of.window, of.layer_types(raw, 1)
+    raw |= {"sliding_window": window, "layer_types": kinds, "attention_bias": "blk.0.attn_q.bias" in header.tensors}
+    if window is None and LOCAL in kinds:
+        damaged(header.path, f"states 0 for {NAME}.attention.sliding_window, or nothing: how far its layers with a window see is not known")
+    for key, name in (("attention_multiplier", "attention.scale"), ("logits_scaling", "logit_scale")):
+        if key not in raw:
+            damaged(header.path, f"lacks key {NAME}.{name}")
+    theta, layers = raw.setdefault("rope_theta", USUAL_THETA), raw["num_hidden_layers"]
+    turned = header.metadata.get(f"{NAME}.{TURNED}")
+    if turned is not None:
+        are_truths = isinstance(turned, np.ndarray) and turned.dtype.kind in "biu" and np.isin(turned, (0, 1)).all()
+        if not are_truths or len(turned) != layers:
+            damaged(header.path, f"states {NAME}.{TURNED} {shown_value(turned)}, expected a truth for each of {layers} layers")
+        raw["layer_rope_theta"] = [theta if each else 0 for each in turned]
+    if "num_local_experts" in raw:
+        raw["model_type"] = MIXED
+        raw.setdefault("shared_intermediate_size", 0)
+    else:
+        raw["mlp_bias"] = "blk.0.ffn_gate.bias" in header.tensors
+        raw.pop("shared_intermediate_size", None)
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name."""
+    window = next((each for each in config.windows if each is not None), 0)
+    keys: dict[str, Value] = {"attention.sliding_window": window,
+                              "attention.sliding_window_pattern": np.array([each is not None for each in config.windows], np.int32)}
+    if None in config.ropes:
+        keys[TURNED] = np.array([each is not None for each in config.ropes], np.int32)
+    return keys
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    yield config.rope is None, "turns no layer by position"
+    yield len({each.theta for each in config.ropes if each is not None}) > 1, "has several bases of rotary positions"

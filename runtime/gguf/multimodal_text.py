@@ -1,0 +1,60 @@
+"""The text part of a model whose positions have several numbers, because it sees: a file of it says how they share out the channels, and
+for some families it has an architecture of its own, without which no file that such a model sees with (mmproj) goes with it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from ... import EffllmError
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import is_gguf
+from ..config import ModelConfig
+from ..images import raw_config
+from ..images.mrope import mrope_axes
+from .architecture import DEEP
+from .mrope_sections import HALVED, HEADS, KEY, halved_rows
+from .store import read_header
+
+# Architecture of the text part alone -> of one that sees.
+SEEING = {"glm4": "glm4", "glm4moe": "glm4moe", "qwen2": "qwen2vl", "qwen3": "qwen3vl", "qwen35": "qwen35", "qwen35moe": "qwen35moe",
+          "qwen3moe": "qwen3vlmoe"}
+
+
+def as_seeing(source: Path, config: ModelConfig, metadata: Mapping[str, Value]) -> dict[str, Value]:
+    """The keys of an export of `source`, which are left as they are for a model of one position a token."""
+    plain = str(metadata["general.architecture"])
+    stated = _of_file(source) if is_gguf(source) else _of_folder(source, config)
+    if plain not in SEEING or not stated:
+        return dict(metadata)
+    name = SEEING[plain]
+    renamed = {f"{name}.{key.removeprefix(f'{plain}.')}" if key.startswith(f"{plain}.") else key: value for key, value in metadata.items()}
+    return renamed | {"general.architecture": name} | {f"{name}.{key}": value for key, value in stated.items()}
+
+
+def rows_of(name: str, config: ModelConfig, metadata: Mapping[str, Value]) -> np.ndarray | None:
+    """Which of a model's rows those of a tensor of the file are, where they lie in another order."""
+    arch, part = metadata["general.architecture"], name.partition(".attn_")[2].partition(".")[0]
+    return halved_rows(config, part) if arch == HALVED and part in HEADS and f"{arch}.{KEY}" in metadata else None
+
+
+def _of_file(source: Path) -> dict[str, Value]:
+    """Those that are stated alone, by their names behind the architecture's."""
+    found = read_header(source).metadata
+    name = found.get("general.architecture")
+    return {key: found[f"{name}.{key}"] for key in (KEY, DEEP) if name in SEEING.values() and f"{name}.{key}" in found}
+
+
+def _of_folder(folder: Path, config: ModelConfig) -> dict[str, Value]:
+    try:
+        axes = mrope_axes(folder, config)
+    except EffllmError:  # of what is said wrong of pictures: a text needs none of it
+        return {}
+    if axes is None or axes.max() > 2:
+        return {}
+    raw = raw_config(folder)
+    vision = raw.get("thinker_config", raw).get("vision_config") or {}
+    deep = vision.get("deepstack_visual_indexes")
+    return {KEY: np.bincount(axes, minlength=4).astype(np.int32), **({DEEP: len(deep)} if isinstance(deep, list) else {})}

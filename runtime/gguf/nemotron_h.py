@@ -1,0 +1,124 @@
+"""What GGUF files say otherwise of Nemotron H: every block is one thing, as in its checkpoints; which, the counts of heads and of widths
+inside an MLP say block by block."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from ...offload.gguf_header import GgufHeader, Value, shown_value
+from ...offload.safetensors_header import damaged
+from ..config import ModelConfig
+from ..families import nemotron_h
+from . import state_spaces
+from .family_context import Given
+
+FAMILY, LATENT = "nemotron_h", "moe_latent_size"
+DENSE, MIXED = "nemotron_h", "nemotron_h_moe"  # architectures
+# Below the architecture's name -> config.json.
+KEYS = {**{key: ours for key, ours in state_spaces.KEYS.items() if key.startswith("ssm.")},
+        "attention.layer_norm_rms_epsilon": "layer_norm_epsilon", "ssm.conv_kernel": "conv_kernel", "ssm.state_size": "ssm_state_size",
+        "ssm.group_count": "n_groups", "ssm.time_step_rank": "mamba_num_heads"}
+COUNTS = {"expert_count": "n_routed_experts", "expert_used_count": "num_experts_per_tok", "expert_shared_count": "n_shared_experts",
+          "expert_feed_forward_length": "moe_intermediate_size", "expert_weights_scale": "routed_scaling_factor",
+          "expert_shared_feed_forward_length": "moe_shared_expert_intermediate_size", "expert_weights_norm": "norm_topk_prob",
+          "expert_group_count": "n_group", "expert_group_used_count": "topk_group", "expert_gating_func": "scoring_func",
+          LATENT: LATENT, "nextn_predict_layers": "num_nextn_predict_layers"}
+BY_BLOCK = ("attention.head_count_kv", "feed_forward_length")  # one number for every block, 0 where it has none
+REQUIRED = (*(key for key in KEYS if key.startswith("ssm.")), BY_BLOCK[0])
+# Parts of tensors' names -> those of a checkpoint; WHOLE with their kinds, where it has none.
+NAMES = {"attn_norm": "norm", "attn_q": "mixer.q_proj", "attn_k": "mixer.k_proj", "attn_v": "mixer.v_proj", "attn_output": "mixer.o_proj",
+         "ffn_up": "mixer.up_proj", "ffn_down": "mixer.down_proj", "ssm_z": "mixer.gate_proj", "ssm_xbc": "mixer.xbc_proj",
+         "ssm_steps": "mixer.dt_proj", "ssm_conv1d": "mixer.conv1d", "ssm_norm": "mixer.norm", "ssm_out": "mixer.out_proj",
+         "ffn_up_shexp": "mixer.shared_experts.up_proj", "ffn_down_shexp": "mixer.shared_experts.down_proj",
+         "exp_probs_b": "mixer.gate.e_score_correction_bias",
+         **dict.fromkeys(("ffn_latent_down", "ffn_latent_in"), "mixer.fc1_latent_proj"),
+         **dict.fromkeys(("ffn_latent_up", "ffn_latent_out"), "mixer.fc2_latent_proj")}
+WHOLE = {"ssm_a": "mixer.A_log", "ssm_d": "mixer.D", "ssm_dt.bias": "mixer.dt_bias"}
+OUTER = {"token_embd.weight": "model.embeddings.weight", "output_norm.weight": "model.norm_f.weight"}
+ROLES = {**state_spaces.ROLES, "post_norm": "attn_norm", "experts_in": "ffn_latent_down", "experts_out": "ffn_latent_up"}
+BEHIND = "nextn_predict_layers"  # blocks for multi-token prediction, which files count in
+DECAY = ".mixer.A_log"
+
+
+def add(of: Given, raw: dict[str, object]) -> None:
+    """Put into `raw`, a config.json in the making, what files say in their own way. Raises CheckpointError."""
+    of.demand_sigmoids(raw)
+    header, name, raw["sliding_window"] = of.header, of.name, of.window
+    path, blocks, kinds = header.path, raw["num_hidden_layers"], []
+    heads, widths = (_by_block(header, f"{name}.{key}", blocks) for key in BY_BLOCK)
+    behind = raw.pop("num_nextn_predict_layers", 0)
+    if type(behind) is not int or not 0 <= behind < len(heads):
+        damaged(path, f"states {name}.{BEHIND} {shown_value(behind)} of {len(heads)} blocks")
+    raw["num_hidden_layers"] = blocks = len(heads) - behind
+    heads, widths = heads[:blocks], widths[:blocks]
+    for block, (count, width) in enumerate(zip(heads, widths)):
+        if count and width:
+            damaged(path, f"states heads and a width of block {block}, which is one thing")
+        inside = "moe" if f"blk.{block}.ffn_gate_inp.weight" in header.tensors else "mlp"
+        kinds.append("attention" if count else inside if width else "mamba")
+    for ours, key, counts in (("num_key_value_heads", BY_BLOCK[0], heads), ("intermediate_size", BY_BLOCK[1], widths)):
+        some = sorted({count for count in counts if count})
+        if len(some) > 1:
+            damaged(path, f"states {name}.{key} {some[:8]}, which differ by block")
+        raw[ours] = some[0] if some else None
+    inner, count = raw.pop(state_spaces.INNER), raw["mamba_num_heads"]
+    if type(inner) is not int or type(count) is not int or count < 1 or inner < 1 or inner % count:
+        damaged(path, f"states {name}.ssm.inner_size {inner} for {count} heads, of which it is not a multiple")
+    if "moe" in kinds and LATENT not in raw:  # Ollama's converter leaves it to be seen, and calls the matrices in and out
+        narrow = header.tensors.get(f"blk.{kinds.index('moe')}.ffn_latent_in.weight")
+        raw |= {} if narrow is None or len(narrow.shape) != 2 else {LATENT: narrow.shape[0]}
+    raw |= {"layers_block_type": kinds, "mamba_head_dim": inner // count,
+            "use_conv_bias": any(tensor.endswith(".ssm_conv1d.bias") for tensor in header.tensors),
+            "attention_bias": any(tensor.endswith(".attn_q.bias") for tensor in header.tensors)}
+
+
+def _by_block(header: GgufHeader, key: str, blocks: object) -> list[int]:
+    value = header.metadata.get(key)
+    if not isinstance(value, np.ndarray) or value.dtype.kind not in "iu" or len(value) != blocks or (value < 0).any():
+        damaged(header.path, f"states {key} that is not a number for each of {blocks} blocks")
+    return value.tolist()
+
+
+def block_of(config: ModelConfig, layer: int, role: str) -> int:
+    """The block of a file that holds a tensor of a layer."""
+    if config.family != FAMILY:
+        return layer
+    return nemotron_h.first_half(config, layer) + (layer not in config.without_mlp and nemotron_h.in_second_half(role))
+
+
+def is_behind(name: str, config: ModelConfig) -> bool:
+    """Does a tensor of a file belong to a block for multi-token prediction?"""
+    block = name.removeprefix("blk.").partition(".")[0]
+    return name.startswith("mtp.") or block.isdecimal() and int(block) >= nemotron_h.first_half(config, config.num_hidden_layers)
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys below the architecture's name that are its own, or otherwise than other families have them."""
+    blocks = nemotron_h.first_half(config, config.num_hidden_layers)
+    heads, widths = np.zeros(blocks, np.int32), np.zeros(blocks, np.int32)
+    own, mixture = config.state, config.mixture
+    for layer in range(config.num_hidden_layers):
+        first = nemotron_h.first_half(config, layer)
+        heads[first] = 0 if layer in config.state_layers else config.num_key_value_heads
+        if layer not in config.without_mlp:
+            widths[first + 1] = config.intermediate_size if mixture is None else mixture.width
+    keys: dict[str, Value] = {"block_count": blocks, "attention.head_count_kv": heads, "feed_forward_length": widths,
+                              "ssm.conv_kernel": own.taps, "ssm.state_size": own.depth, "ssm.group_count": own.groups,
+                              "ssm.time_step_rank": own.heads, "ssm.inner_size": own.values,
+                              "attention.layer_norm_epsilon": float(config.norm_eps)}  # for which llama.cpp looks too
+    if mixture is None:
+        return keys
+    if mixture.latent:
+        keys[LATENT] = mixture.latent
+    return keys | {"expert_feed_forward_length": mixture.width, "expert_shared_feed_forward_length": mixture.shared_width,
+                   "expert_shared_count": 1, "expert_weights_norm": mixture.renormalise, "expert_weights_scale": float(mixture.factor),
+                   "expert_group_count": mixture.groups, "expert_group_used_count": mixture.kept_groups}
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say)."""
+    own = config.mixture
+    yield own is not None and len(own.layers) + len(config.without_mlp) < config.num_hidden_layers, "has MLPs beside experts"
+    yield own is not None and own.kept_groups < own.groups, "chooses experts by groups"

@@ -1,0 +1,92 @@
+"""Layers of GGUF files that have a state in the place of keys and values: which they are, and how their tensors lie, whatever the kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+
+from ...kernels.conv_shape import ConvShape
+from ...kernels.delta_shape import DeltaShape
+from ...kernels.kda_shape import KdaShape
+from ...kernels.mamba1_shape import Mamba1Shape
+from ...kernels.mamba2_shape import Mamba2Shape
+from ...kernels.rwkv7_shape import Rwkv7Shape
+from ...offload.gguf_header import Value
+from ...offload.safetensors_header import damaged
+from ..config import ModelConfig
+from . import (
+    falcon_h1,
+    glm5_next,
+    jamba,
+    kimi_delta_attention,
+    linear_attention,
+    mamba,
+    mamba2,
+    nemotron_h,
+    rwkv7,
+    short_conv,
+    state_spaces,
+)
+
+HEADS = "attention.head_count_kv"
+# Kind -> what files say of it.
+SAYS = {ConvShape: short_conv, DeltaShape: linear_attention, KdaShape: kimi_delta_attention, Mamba1Shape: jamba, Mamba2Shape: state_spaces,
+        Rwkv7Shape: rwkv7}
+# Those whose files say it otherwise.
+BY_FAMILY = {falcon_h1.FAMILY: falcon_h1, glm5_next.FAMILY: glm5_next, nemotron_h.FAMILY: nemotron_h, mamba.NAME: mamba,
+             mamba.NORMED: mamba, mamba2.NAME: mamba2}
+# Ends of names of what is stored as less than zero, and as more.
+DECAYS = linear_attention.DECAY, state_spaces.DECAY, nemotron_h.DECAY, kimi_delta_attention.BELOW
+GROWTHS = (kimi_delta_attention.ABOVE,)
+
+
+def layers_without(path: Path, key: str, value: np.ndarray, layers: object, kinds: tuple[str, str]) -> tuple[np.ndarray, list[str]]:
+    """(the counts of layers that have keys and values, the kind of each layer), of counts by layer, of `layers`; `kinds`: without
+    heads, and with. Raises CheckpointError."""
+    if value.dtype.kind not in "iu" or (value < 0).any() or not value.any() or len(value) != layers:
+        damaged(path, f"states {key} {value[:8].tolist()}, expected a number of heads for each layer, 0 where it has none")
+    return value[value > 0], [kinds[int(count > 0)] for count in value]
+
+
+def stated(config: ModelConfig) -> dict[str, Value]:
+    """The keys of its states, below the architecture's name."""
+    return {} if config.state is None else _says(config).stated(config)
+
+
+def departures(config: ModelConfig) -> Iterator[tuple[bool, str]]:
+    """(whether it is so, what files cannot say of its states)."""
+    if config.state is not None:
+        yield from _says(config).departures(config)
+
+
+def _says(config: ModelConfig) -> ModuleType:
+    """What files say of its states."""
+    return BY_FAMILY.get(config.family) or SAYS[type(config.state)]
+
+
+def order(role: str, config: ModelConfig) -> tuple[np.ndarray | None, np.ndarray | None]:
+    """Which row, and which column, of a tensor of a checkpoint each of a file's is; None where they lie as they do there."""
+    return linear_attention.order(role, config) if isinstance(config.state, DeltaShape) else (None, None)
+
+
+def side(config: ModelConfig) -> float:
+    """On which side of zero files have decays."""
+    return 1.0 if config.family == kimi_delta_attention.LING_FAMILY else -1.0
+
+
+def shape_in_file(role: str, config: ModelConfig, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of a tensor of a checkpoint."""
+    if role in ("state_conv", "ngram_conv") and not isinstance(config.state, KdaShape):
+        return shape[0], shape[-1]
+    if isinstance(config.state, Mamba2Shape) and role in ("state_decay", "state_skip"):
+        return *shape, 1
+    if isinstance(config.state, Mamba2Shape) and role == "state_norm":
+        return config.state.groups, shape[0] // config.state.groups
+    if config.family == kimi_delta_attention.LING_FAMILY and role == "state_decay":
+        return *shape, 1
+    if role.startswith("shift_") and role != "shift_up":
+        return shape[0], 1, 1, shape[1]
+    return shape

@@ -1,0 +1,75 @@
+"""Matrices that a model has as one and a GGUF file as several: queries, keys and values of Kimi Delta Attention, and their convolutions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from ...kernels.tiles import ROWS
+from ...offload.safetensors_header import CheckpointError
+from ...quant.imports.gguf import KEPT
+from ..config import ModelConfig
+from ..stores.tensor_views import joins
+from .tensor_sources import RAW, Source
+
+
+@dataclass(frozen=True)
+class Joined:
+    """The rows of `parts`, one after the other, in the shape of the model's tensor, which every part has as its own."""
+
+    parts: tuple[Source, ...]
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """In the file."""
+        return sum(part.tensor.nbytes for part in self.parts)
+
+    @property
+    def kind(self) -> str | None:
+        """The type of all parts, None where they differ."""
+        first = self.parts[0].tensor.type
+        return first if all(part.tensor.type == first and part.scale == self.parts[0].scale for part in self.parts) else None
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether kernels multiply it as it lies: parts begin on row blocks."""
+        return len(self.shape) == 2 and self.kind in KEPT and not any(part.tensor.shape[0] % ROWS for part in self.parts)
+
+    def dtype(self, wide: str) -> str:
+        """The raw type of its values where it is not kept."""
+        return self.kind if self.kind in RAW else wide.upper()
+
+    @property
+    def files(self) -> frozenset[Path]:
+        return frozenset(part.tensor.file for part in self.parts)
+
+    def ranges(self, begin: int, end: int) -> Iterator[tuple[Source, int, int, int]]:
+        """(part, its first row, the one behind its last, the row of the whole that the first is) of the rows [begin, end)."""
+        before = 0
+        for part in self.parts:
+            low, high = max(begin, before), min(end, before + part.tensor.shape[0])
+            if low < high:
+                yield part, low - before, high - before, low
+            before += part.tensor.shape[0]
+
+
+def places(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """The name of a part in a checkpoint -> that of the whole, and which part it is."""
+    return {part: (whole, index) for whole, parts in joins(config).items() for index, (part, _) in enumerate(parts)}
+
+
+def joined(path: object, name: str, found: Mapping[int, Source], shape: tuple[int, ...], config: ModelConfig) -> Joined:
+    """The parts of a tensor of the model's `shape`. Raises CheckpointError where one is missing or of another size."""
+    parts = []
+    for index, (_, rows) in enumerate(joins(config)[name]):
+        if index not in found:
+            raise CheckpointError(f"{path} holds a part of {name} without another", "the file is damaged: download it again")
+        tensor, own = found[index].tensor, (rows, *shape[1:])
+        if prod(tensor.shape) != prod(own):
+            raise CheckpointError(f"{path} has tensor {tensor.name} of shape {list(tensor.shape)}, the config says {list(own)}",
+                                  "the config and the weights are of different models")
+        parts.append(replace(found[index], tensor=replace(tensor, shape=own), shape=shape))
+    return Joined(tuple(parts), shape)

@@ -1,0 +1,250 @@
+"""The models that other programs keep on this machine, by names that say whose they are: `ollama:llama3.2:3b`, `lmstudio:Qwen3-8B-Q4_K_M`.
+
+They are read where they lie and never changed. A library is looked through where a name asks for it, or a list does, and by no other run.
+Of programs that keep GGUF files in folders a model is called by its file, without `.gguf`, and by as many folders before it as tell it
+from the others; of a file `model.gguf` the folder is the name.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from ... import ModelNotFound, UsageError, typed
+from .. import hub
+from ..config_reader import show
+from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..gguf import file_names as gguf_names
+from ..gguf.projector_lookup import projectors_beside
+from . import ollama
+from .model_name import Reference
+from .name_suggestions import near
+
+DEEPEST = 4  # levels of folders below that of a program's models
+MOST = 20_000  # files and folders that are looked at in a library of folders
+PLAIN = "model"  # the name of a file that says nothing of the model
+UNFINISHED = ("incomplete-", "downloading_", ".")  # how programs begin the name of a file that is still coming
+
+
+@dataclass(frozen=True)
+class Kept:
+    """A model of another program. `name`: what to type; `projector`: the file that it sees with, where the program states it. `stored`: as
+    Ollama has it."""
+
+    name: str
+    title: str
+    file: Path
+    projector: Path | None = None
+    licence: str | None = None
+    stored: ollama.Stored | None = None
+
+
+@dataclass(frozen=True)
+class Program:
+    """`prefix` begins the names of its models, `title` is what people call it, `removal` what removes one of them."""
+
+    prefix: str
+    title: str
+    removal: str
+    folders: Callable[[Mapping[str, str]], list[Path]]
+
+
+def _home(env: Mapping[str, str], *parts: str) -> Path:
+    return hub.home(env).joinpath(*parts)
+
+
+def _stated(env: Mapping[str, str], variable: str, *usual: str) -> Path:
+    given = env.get(variable, "").strip()
+    return hub.expand(given, env) if given else _home(env, *usual)
+
+
+def _data(env: Mapping[str, str], windows: str = "APPDATA") -> Path:
+    """Where programs keep what is theirs."""
+    if sys.platform == "darwin":
+        return _home(env, "Library", "Application Support")
+    if sys.platform == "win32":
+        return _stated(env, windows, "AppData", "Roaming" if windows == "APPDATA" else "Local")
+    return _stated(env, "XDG_DATA_HOME", ".local", "share")
+
+
+def _lm_studio(env: Mapping[str, str]) -> list[Path]:
+    own = _home(env, ".lmstudio")
+    try:
+        pointed = read_whole(_home(env, ".lmstudio-home-pointer"), JSON_NBYTES).decode().strip()
+        own = Path(pointed) if os.path.isabs(pointed) else own
+    except (OSError, ValueError):
+        pass  # it is where it usually is
+    chosen = _entry(own / "settings.json", "downloadsFolder")
+    return [*([Path(chosen)] if chosen else []), own / "models", _home(env, ".cache", "lm-studio", "models")]
+
+
+def _llama_cpp(env: Mapping[str, str]) -> list[Path]:
+    if env.get("LLAMA_CACHE", "").strip():
+        return [_stated(env, "LLAMA_CACHE")]
+    if sys.platform == "darwin":
+        return [_home(env, "Library", "Caches", "llama.cpp")]
+    if sys.platform == "win32":
+        return [_stated(env, "LOCALAPPDATA", "AppData", "Local") / "llama.cpp"]
+    return [_stated(env, "XDG_CACHE_HOME", ".cache") / "llama.cpp"]
+
+
+def _jan(env: Mapping[str, str]) -> list[Path]:
+    whole = {_data(env) / "Jan", _home(env, ".config", "Jan")}
+    chosen = [path for folder in sorted(whole) if (path := _entry(folder / "settings.json", "data_folder"))]
+    data = [*map(Path, chosen), *(folder / "data" for folder in sorted(whole)), _home(env, "jan")]
+    return [folder / inner for folder in data for inner in (Path("llamacpp", "models"), Path("models"))]
+
+
+def _gpt4all(env: Mapping[str, str]) -> list[Path]:
+    return [_data(env, "LOCALAPPDATA") / "nomic.ai" / "GPT4All", _home(env, ".cache", "gpt4all")]
+
+
+def _entry(path: Path, key: str) -> str | None:
+    """A folder that a program's file of settings names; None where it names none."""
+    try:
+        content = json.loads(read_whole(path, JSON_NBYTES))
+    except (OSError, ValueError, RecursionError):
+        return None
+    value = content.get(key) if isinstance(content, dict) else None
+    return value if isinstance(value, str) and os.path.isabs(value) and "\0" not in value else None
+
+
+OLLAMA = Program("ollama", "Ollama", "ollama rm", ollama.roots)
+PROGRAMS = {each.prefix: each for each in (
+    OLLAMA, Program("lmstudio", "LM Studio", "LM Studio", _lm_studio), Program("llamacpp", "llama.cpp", "", _llama_cpp),
+    Program("jan", "Jan", "Jan", _jan), Program("gpt4all", "GPT4All", "GPT4All", _gpt4all))}
+
+
+def all_kept(env: Mapping[str, str]) -> Iterator[Kept]:
+    """Those of every program that are whole, as far as their names and sizes tell."""
+    for stored in ollama.stored(env):
+        yield _of_ollama(stored)
+    for program in PROGRAMS.values():
+        if program is not OLLAMA:
+            yield from (Kept(f"{program.prefix}:{name}", program.title, file, _projector(file)) for name, file in _named(program, env))
+
+
+def all_names(env: Mapping[str, str]) -> list[str]:
+    """What can be typed for them, without a look into any."""
+    others = (f"{program.prefix}:{name}" for program in PROGRAMS.values() if program is not OLLAMA for name, _ in _named(program, env))
+    return [*(f"{OLLAMA.prefix}:{name}" for name in ollama.names(env)), *others]
+
+
+def find(reference: Reference, env: Mapping[str, str]) -> Kept:
+    """The model of another program. Raises ModelNotFound with what was probably meant, UsageError for a name of several."""
+    prefix, name = reference.program or "", reference.of_program
+    program = PROGRAMS[prefix]
+    if program is OLLAMA:
+        if (stored := ollama.find(name, env)) is not None:
+            return _of_ollama(stored)
+        if name in (names := ollama.names(env)):
+            raise ModelNotFound(f"what Ollama noted of its model {show(name)} cannot be read", f"ollama pull {typed(name)} writes it anew")
+        raise _not_found(program, name, names, env)
+    each = list(_named(program, env))
+    asked = _key(name).lower().split("/")
+    exact = [(own, file) for own, file in each if own.lower() == "/".join(asked)]
+    found = exact or [(own, file) for own, file in each if _ends(file, asked)]
+    if len(found) > 1:
+        raise UsageError(f"{program.title} has {len(found)} models {show(name)}",
+                         f"name one: {' or '.join(f'{prefix}:{own}' for own, _ in found[:4])}")
+    if not found:
+        raise _not_found(program, name, [own for own, _ in each], env)
+    return Kept(f"{prefix}:{found[0][0]}", program.title, found[0][1], _projector(found[0][1]))
+
+
+def here_as(name: str, env: Mapping[str, str]) -> str | None:
+    """What to type for what Ollama calls so, where it has it."""
+    try:
+        stored = ollama.find(name, env)
+    except ModelNotFound:
+        return None
+    return None if stored is None else _of_ollama(stored).name
+
+
+def owner_of(file: Path, env: Mapping[str, str]) -> Program | None:
+    """The program in whose library a file lies."""
+    place = Path(os.path.abspath(file))
+    return next((program for program in PROGRAMS.values()
+                 for folder in program.folders(env) if Path(os.path.abspath(folder)) in place.parents), None)
+
+
+def refuse_removal(text: str, name: str, program: Program) -> UsageError:
+    how = f"ollama rm {typed(name)}" if program is OLLAMA else f"remove it in {program.removal}" if program.removal else f"rm {typed(name)}"
+    return UsageError(f"{text} is {program.title}'s, which effllm reads and never changes", how)
+
+
+def demand_place_beside(file: Path, env: Mapping[str, str]) -> None:
+    """Before what is measured of a model is kept beside it. Raises UsageError where that would be in another program's library."""
+    if (owner := owner_of(file, env)) is not None:
+        raise UsageError(f"{file} is {owner.title}'s, and nothing is written there: what is measured of a model is kept beside it",
+                         f"a link in a folder of yours is a place for it: ln -s {typed(file)} {owner.prefix}-model{gguf_names.SUFFIX}")
+
+
+def _of_ollama(stored: ollama.Stored) -> Kept:
+    return Kept(f"{OLLAMA.prefix}:{stored.name}", OLLAMA.title, stored.model, stored.first("projector"), stored.licence, stored)
+
+
+def _not_found(program: Program, name: str, known: list[str], env: Mapping[str, str]) -> ModelNotFound:
+    if not any(folder.is_dir() for folder in program.folders(env)):
+        return ModelNotFound(f"there is no model {show(f'{program.prefix}:{name}')}: no library of {program.title} is here",
+                             f"it is looked for in {program.folders(env)[0]}")
+    alike = near(name, known) or [each for each in known if each.lower().startswith(name.lower())][:3]
+    hint = f"did you mean {' or '.join(f'{program.prefix}:{each}' for each in alike)}?" if alike else "effllm list shows what is here"
+    return ModelNotFound(f"{program.title} has no model {show(name)}", hint)
+
+
+def _named(program: Program, env: Mapping[str, str]) -> Iterator[tuple[str, Path]]:
+    """The GGUF files of models, by the shortest name that no other has."""
+    files = [(_key(path.relative_to(root).as_posix()), path) for root in dict.fromkeys(program.folders(env)) for path in _files(root)]
+    counts: dict[str, int] = {}
+    for key, _ in files:
+        for end in _all_ends(key):
+            counts[end] = counts.get(end, 0) + 1
+    for key, path in files:
+        yield next((key[-len(end):] for end in _all_ends(key) if counts[end] == 1), str(path)), path
+
+
+def _all_ends(key: str) -> list[str]:
+    parts = key.lower().split("/")
+    return ["/".join(parts[-count:]) for count in range(1, len(parts) + 1)]
+
+
+def _key(relative: str) -> str:
+    """A file's place without what says nothing of the model."""
+    key = relative[: -len(gguf_names.SUFFIX)] if relative.lower().endswith(gguf_names.SUFFIX) else relative
+    folder, _, name = key.rpartition("/")
+    return folder if folder and name.lower() == PLAIN else key
+
+
+def _ends(file: Path, asked: list[str]) -> bool:
+    return _key(file.as_posix()).lower().split("/")[-len(asked):] == asked
+
+
+def _files(root: Path) -> Iterator[Path]:
+    """The GGUF files of models below a folder that are no part of a download, in alphabetical order; of one that was split the first part.
+    Folders that may not be read are left out, and so is what a link leads back to."""
+    seen, left = set(), [MOST]
+
+    def walk(folder: Path, deep: int) -> Iterator[Path]:
+        if (real := os.path.realpath(folder)) in seen:
+            return
+        seen.add(real)
+        entries = hub.names_in(folder)
+        left[0] -= len(entries)
+        yield from (folder / name for name in gguf_names.models(each for each in entries if not each.startswith(UNFINISHED))
+                    if os.path.isfile(folder / name))
+        for name in entries:
+            if deep < DEEPEST and left[0] > 0 and not name.startswith(".") and "." + name.rpartition(".")[2].lower() != gguf_names.SUFFIX \
+                    and os.path.isdir(folder / name):
+                yield from walk(folder / name, deep + 1)
+
+    return walk(root, 1)
+
+
+def _projector(file: Path) -> Path | None:
+    found = projectors_beside(file)
+    return found[0] if len(found) == 1 else None

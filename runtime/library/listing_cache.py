@@ -1,0 +1,112 @@
+"""What the headers of GGUF files told when they were last listed, so that a list of fifty does not read fifty vocabularies, nor load NumPy
+for one; and what models in folders take beside text, so that a list with one that sees does not load what reads towers.
+
+A file is known by its place, its size and its time, all parts of a split one, and a folder by those of its files; any other is read again.
+What could not run is kept nowhere: the next effllm may run it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ... import __version__
+from ..files.bounded_read import JSON_NBYTES, read_whole
+from ..gguf.file_names import all_parts
+from . import storage
+
+FORMAT, FILE = "effllm-listed", "listed.json"
+
+
+@dataclass(frozen=True)
+class Facts:
+    """Of a file: as of `LocalModel`."""
+
+    family: str
+    size_bytes: int
+    params: int
+    licence: str | None
+    bits: float
+    context: int
+    has_template: bool
+    takes: list[str]
+    writes: bool
+
+
+KINDS = {"family": str, "size_bytes": int, "params": int, "licence": (str, type(None)), "bits": float, "context": int, "has_template": bool,
+         "takes": list, "writes": bool}
+
+
+class ListedBefore:
+    """The facts of one list. `keep` writes what has changed, where that can be written."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        self._path = storage.data_folder(env) / FILE
+        self._before, self._taken_before = _read(self._path)
+        self._now: dict[str, list[object]] = {}
+        self._taken_now: dict[str, list[object]] = {}
+
+    def of(self, file: Path, projector: Path | None, read: Callable[[Path, Path | None], Facts | None]) -> Facts | None:
+        """What is known of a file and what it sees with, else what `read` makes of them: None for what cannot run."""
+        try:
+            state = [number for part in all_parts(file.name) for number in _state(file.with_name(part))]
+        except OSError:
+            return None
+        if projector is not None and projector.exists():
+            state += _state(projector)
+        known = self._before.get(str(file))
+        facts = known[1] if known is not None and known[0] == state else read(file, projector)
+        if facts is not None:
+            self._now[str(file)] = [state, facts]
+        return facts
+
+    def taken(self, folder: Path, read: Callable[[], tuple[str, ...]]) -> tuple[str, ...]:
+        """What the model of a folder takes beside text, as it is known, else as `read` says."""
+        try:
+            state = [number for path in sorted(folder.iterdir()) if path.is_file() for number in (path.name, *_state(path))]
+        except OSError:
+            return read()
+        known = self._taken_before.get(str(folder))
+        takes = known[1] if known is not None and known[0] == state else read()
+        self._taken_now[str(folder)] = [state, list(takes)]
+        return tuple(takes)
+
+    def keep(self) -> None:
+        if (self._now, self._taken_now) == (self._before, self._taken_before):
+            return
+        said = {name: [state, asdict(facts)] for name, (state, facts) in self._now.items()}
+        with suppress(OSError):  # a list is as good without
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            storage.write_aside(self._path, json.dumps({"format": FORMAT, "version": __version__, "files": said,
+                                                         "folders": self._taken_now}))
+
+
+def _state(path: Path) -> tuple[int, int]:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _read(path: Path) -> tuple[dict[str, list[object]], dict[str, list[object]]]:
+    """Of files, and of folders. Nothing where it is damaged, or of another effllm."""
+    try:
+        content = json.loads(read_whole(path, JSON_NBYTES))
+    except (OSError, ValueError, RecursionError):
+        return {}, {}
+    if not isinstance(content, dict) or (content.get("format"), content.get("version")) != (FORMAT, __version__):
+        return {}, {}
+    files, folders = (each if isinstance(each := content.get(name), dict) else {} for name in ("files", "folders"))
+    return ({name: [each[0], Facts(**each[1])] for name, each in files.items() if _is_sound(each)},
+            {name: each for name, each in folders.items() if _tells_senses(each)})
+
+
+def _tells_senses(each: object) -> bool:
+    return isinstance(each, list) and len(each) == 2 and isinstance(each[1], list) and all(isinstance(word, str) for word in each[1])
+
+
+def _is_sound(each: object) -> bool:
+    if not isinstance(each, list) or len(each) != 2 or not isinstance(each[1], dict) or each[1].keys() != KINDS.keys():
+        return False
+    return all(isinstance(value, KINDS[name]) for name, value in each[1].items())

@@ -1,0 +1,150 @@
+"""Models in our own folder that were being made when whoever made them was stopped: how much of them is there, by the names that a person
+typed.
+
+`run --keep`, `quantize -o` and `export -o` leave what they wrote under `.NAME.partial` (`offload/folder_writer.py`). With `pull --bits`
+there lie, beside the folder that is being made, the files that it is made of (`pull/streaming_quantize.py`), and among them a note of what
+they will be. A shard that is done with has given its place back; that it had come is known from the note alone.
+
+    <data>/models/<org>--<repo>/<commit>/.<format>.source/.pull.json    {"revision", "files": [[name, size, etag], ...], "done": [name]}
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from ...offload.folder_writer import partial_folder, unfinished
+from ...offload.partial_file import Digest, read_journal
+from .. import hub
+from ..pull.disk import source_folder
+from . import storage
+
+NOTE = ".pull.json"
+LARGEST = 1 << 20  # bytes of a note
+
+
+class File(Protocol):
+    """A file of a repository."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def size(self) -> int: ...
+    @property
+    def etag(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class Noted:
+    """A file as a note tells it."""
+
+    name: str
+    size: int
+    etag: str
+
+
+@dataclass(frozen=True)
+class HalfMade:
+    """`folder` is what is being made. Bytes of the published files: `held` have come, of `size`."""
+
+    repo: str
+    revision: str
+    commit: str
+    spec: str
+    folder: Path
+    held: int
+    size: int
+
+
+def note(out: Path, revision: str, files: Iterable[File], done: Collection[str]) -> None:
+    """Say beside what `out` is made of which branch it is, what it takes, and which shards are done with. Raises OSError."""
+    said = {"revision": revision, "files": [[file.name, file.size, file.etag] for file in files], "done": sorted(done)}
+    storage.write_aside(source_folder(out) / NOTE, json.dumps(said))
+
+
+def done_with(out: Path) -> frozenset[str]:
+    """The shards whose tensors are made already; none where nothing says so."""
+    said = _read(out)
+    return said[2] if said else frozenset()
+
+
+def held_nbytes(out: Path, files: Iterable[File]) -> int:
+    """Bytes of the published files that need not be fetched again."""
+    source, done = source_folder(out), done_with(out)
+    return sum(file.size if file.name in done else _come(source, file) for file in files)
+
+
+def _come(source: Path, file: File) -> int:
+    digest = Digest("", file.etag)
+    for data in (source / file.name, source / f".{file.name}.incomplete"):  # of weights, and of what lies beside them
+        if (noted := read_journal(data, source / f".{file.name}.journal", file.size, digest)) is not None:
+            return noted[0].count
+    place = source / file.name
+    try:
+        whole = place.is_symlink() or not file.name.endswith(".safetensors")  # weights have their length from the start
+        return file.size if whole and place.stat().st_size == file.size else 0
+    except OSError:
+        return 0
+
+
+def half_made(env: Mapping[str, str]) -> Iterator[HalfMade]:
+    """All of them, in alphabetical order of their folders; a note that a kill has torn counts nothing."""
+    root = storage.models_folder(env)
+    for name in hub.names_in(root):
+        repo = name.replace("--", "/")
+        for commit in hub.names_in(root / name) if hub.is_repo(repo) else ():
+            for each in hub.names_in(root / name / commit):
+                out = root / name / commit / each.removeprefix(".").removesuffix(".source")
+                if source_folder(out).name != each or (out / storage.MARKER).is_file() or (said := _read(out)) is None:
+                    continue
+                revision, files, _ = said
+                yield HalfMade(repo, revision, commit, out.name, out, held_nbytes(out, files), sum(file.size for file in files))
+
+
+@dataclass(frozen=True)
+class Begun:
+    """`folder` is what was being made, `of` the name of what it was made of, where that is told. Bytes of its weights: `held` of `size`."""
+
+    folder: Path
+    of: str
+    held: int
+    size: int
+
+
+def begun(env: Mapping[str, str]) -> Iterator[Begun]:
+    """What a stopped `run --keep`, `quantize -o` or `export -o` has left in our own folder, in alphabetical order. What a pull was making
+    is told by its note, and what is whole by itself."""
+    for partial in storage.below(env):
+        folder = partial.with_name(partial.name.removeprefix(".").removesuffix(".partial"))
+        if partial_folder(folder) != partial or source_folder(folder).is_dir() or (folder / storage.CONFIG).is_file():
+            continue
+        if (said := unfinished(folder)) is not None:
+            yield Begun(folder, said.of, said.done, said.size)
+
+
+def meant(env: Mapping[str, str], repo: str, revision: str, spec: str) -> list[HalfMade]:
+    """Those of a repository at a branch, a tag, a commit or the beginning of one, in a format."""
+    return [each for each in half_made(env) if (each.repo, each.spec) == (repo, spec)
+            and (revision in (each.revision, each.commit) or hub.COMMIT.fullmatch(revision) and each.commit.startswith(revision))]
+
+
+def left(out: Path) -> tuple[Path, ...]:
+    """The folders that whoever was making `out` has left."""
+    return tuple(each for each in (source_folder(out), partial_folder(out)) if each.is_dir())
+
+
+def _read(out: Path) -> tuple[str, list[Noted], frozenset[str]] | None:
+    try:
+        with (source_folder(out) / NOTE).open("rb") as file:
+            said = json.loads(file.read(LARGEST))
+        revision, done = said["revision"], frozenset(said["done"])
+        files = [Noted(name, size, etag) for name, size, etag in said["files"]]
+    except (OSError, ValueError, RecursionError, KeyError, TypeError):
+        return None
+    sound = isinstance(revision, str) and hub.is_revision(revision) and all(
+        isinstance(each.name, str) and "/" not in each.name and isinstance(each.etag, str) and type(each.size) is int and each.size >= 0
+        for each in files)
+    return (revision, files, done) if sound else None

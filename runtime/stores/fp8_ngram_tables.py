@@ -1,0 +1,89 @@
+"""Tables of n-grams in floats of eight bits, all parts of one under one scale (the FP8 folders of Qwen 4 Exp).
+
+Such a table stays on the disk and a token reads a few rows of it, so these are widened to 16 bits as they are read. The store of other
+quantized weights, which opens one as a whole, never sees it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from math import prod
+
+import numpy as np
+
+from ...offload.checkpoint import TensorStore
+from ...offload.safetensors_header import TensorInfo, damaged, shown
+from ...offload.size import format_size
+from ...quant.imports import fp8
+from ...quant.weight import RAW_NUMPY, from_f32, to_f32
+from .tensor_views import PartedStore
+
+PART = re.compile(r"(.+\.ngram_embedding\.)shard_\d+\.weight")
+CODES, SCALE, FLOATS = "F8_E4M3", "weight_scale", ("BF16", "F16", "F32")
+ITEM_NBYTES = {"f16": 2, "f32": 4}
+
+
+@dataclass(frozen=True)
+class Scaled:
+    """A part of a table, `stored` as codes of which each is multiplied by the one number of `scale`, which is `known` once it was read;
+    `wide`: what rows become (`tensor_views.Part`)."""
+
+    stored: TensorInfo
+    scale: TensorInfo
+    wide: str
+    at_once: bool = False
+    known: dict[str, np.float32] = field(default_factory=dict, compare=False)
+
+    @property
+    def whole(self) -> TensorInfo:
+        return replace(self.stored, dtype=self.wide.upper(), nbytes=ITEM_NBYTES[self.wide] * prod(self.stored.shape))
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return self.whole, self.scale
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        if self.scale.name not in self.known:
+            self.known[self.scale.name] = _scale(store, self.scale)
+        values = fp8.VALUES[store.read(self.stored, begin, end)] * self.known[self.scale.name]
+        if not np.isfinite(values).all():
+            damaged(self.stored.file, f"has tensor {shown(self.stored.name)} with NaN or infinity")
+        return from_f32(values, self.wide).view(np.uint8).reshape(-1)
+
+
+def without_tables(store: TensorStore, wide: str) -> dict[str, Scaled]:
+    """The parts of tables in eight bits by name, which `store` no longer lists. Raises CheckpointError for one without one scale."""
+    found, known = {}, {}
+    for name, info in store.tensors.items():
+        place = PART.fullmatch(name)
+        if place is None or info.dtype != CODES or len(info.shape) != 2:
+            continue
+        beside = next((each for each in (f"{name}_scale", place[1] + SCALE) if each in store.tensors), None)
+        if beside is None:
+            damaged(info.file, f"holds {shown(name)} in 8 bits without one scale for it")
+        found[name] = Scaled(info, store.tensors[beside], wide, known=known)
+    for name in {*found, *(part.scale.name for part in found.values())}:
+        del store.tensors[name]
+    return found
+
+
+def _scale(store: TensorStore, info: TensorInfo) -> np.float32:
+    kind = info.dtype.lower()
+    value = to_f32(store.read(info).view(RAW_NUMPY[kind]), kind) if info.dtype in FLOATS and prod(info.shape) == 1 else np.zeros(1)
+    if not (np.isfinite(value).all() and value.reshape(-1)[0] > 0):
+        damaged(info.file, f"holds {shown(info.name)} {list(info.shape)}, expected one number above 0 for a table of n-grams")
+    return np.float32(value.reshape(-1)[0])
+
+
+def with_tables(store: TensorStore, taken: Mapping[str, Scaled]) -> TensorStore:
+    """The store with these parts again, as rows of 16 bits or of 32."""
+    if not taken:
+        return store
+    made = PartedStore(store, {name: (part.stored.shape, part) for name, part in taken.items()})
+    nbytes = sum(part.stored.nbytes for part in taken.values())
+    wide = next(iter(taken.values())).wide
+    said = f"rows of n-grams are widened to {wide} as they are read, from {format_size(nbytes)} of 8 bits on the disk"
+    made.notices = (*store.notices, said)
+    return made

@@ -1,0 +1,40 @@
+"""Tables of whole numbers, as float32: which experts the tokens of a word visit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+
+import numpy as np
+
+from ...offload.checkpoint import TensorStore
+from ...offload.safetensors_header import TensorInfo
+from .tensor_views import PartedStore
+
+ENDING, TYPES = ".tid2eid", {"I32": np.int32, "I64": np.int64}
+
+
+@dataclass(frozen=True)
+class Numbers:
+    """A table that is `stored` as whole numbers (see `tensor_views.Part`)."""
+
+    stored: TensorInfo
+    at_once: bool = False
+
+    @property
+    def whole(self) -> TensorInfo:
+        return replace(self.stored, dtype="F32", nbytes=4 * prod(self.stored.shape))
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        raw = store.read(self.stored, begin, end)
+        return raw.view(TYPES[self.stored.dtype]).astype(np.float32).view(np.uint8).reshape(-1)
+
+
+def with_numbers(store: TensorStore) -> TensorStore:
+    """The store with its tables of whole numbers as float32, which holds all of as many experts as there can be."""
+    found = {name: info for name, info in store.tensors.items() if name.endswith(ENDING) and info.dtype in TYPES and len(info.shape) == 2}
+    return PartedStore(store, {name: (info.shape, Numbers(info)) for name, info in found.items()}) if found else store

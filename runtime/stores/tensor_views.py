@@ -1,0 +1,285 @@
+"""Folders whose matrices lie in one another so that none is a range of a file: a store that gives each by itself.
+
+Qwen 3 Next joins all that reads a layer's input by heads of keys, GPT-NeoX queries, keys and values by heads. Rows are gathered as they are
+asked for, of a matrix or of its bias; what lies in no other matrix is the inner store's, whatever kind that is. The norms of StableLM's
+heads lie the other way, one by one, and are stacked, and queries, keys and values of OLMo Hybrid's and Kimi Linear's linear attention are
+joined, and so are the two tensors of Molmo 2's embedding. GPT-2's matrices lie inputs before outputs, and so do routers of ERNIE 4.5 VL.
+`transposed_experts.py` has another reason for such a store.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property, partial
+from itertools import accumulate
+from math import prod
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+from ...offload.checkpoint import CheckpointError, OpenFile, TensorStore
+from ...offload.repack import Repack
+from ...offload.safetensors_header import TensorInfo
+from .. import families
+from ..config import ModelConfig
+from .converting_store import MadeStore
+
+# Whose folders hold matrices in one another, row by row, or in another order of their rows.
+IN_ONE = ("axk2", "bloom", "codegen", "falcon", "gpt2", "gpt_neox", "hy_v4", "internlm2", "minimax", "persimmon", "qwen3_next")
+STACKED = ("stablelm",)  # and those that may hold rows of one apart
+# And those that hold parts of one apart.
+JOINED = ("bailing_hybrid", "glm5_next_text", "kimi_linear", "molmo2_text", "olmo_hybrid", "qwen4_exp_text", "zaya")
+VECTORS = (".bias", "_norm.weight")  # endings of what is no matrix
+WIDE = ("F64", "F32", "F16", "BF16")
+TURNED_OVER = ("gpt2",)  # and those whose matrices lie inputs before outputs
+ROUTERS_TURNED = ("ernie4_5_vl_moe_text",)  # or of whose matrices those that choose experts
+
+
+class Part(Protocol):
+    """A matrix that lies in `whole`, which a store holds, or in several like that, all `wholes`; `at_once`: reading some of its rows reads
+    as much as reading all."""
+
+    whole: TensorInfo
+    at_once: bool
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]: ...
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        """Bytes of the rows [begin, end)."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a matrix."""
+
+    whole: TensorInfo
+    rows: np.ndarray
+    at_once: bool = False
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        rows = self.rows[begin:end]
+        runs = np.split(rows, np.flatnonzero(np.diff(rows) != 1) + 1)
+        return np.concatenate([store.read(self.whole, int(run[0]), int(run[-1]) + 1) for run in runs])
+
+
+@dataclass(frozen=True)
+class Stack:
+    """Vectors one above the other."""
+
+    wholes: tuple[TensorInfo, ...]
+    at_once: bool = False
+
+    @property
+    def whole(self) -> TensorInfo:
+        return self.wholes[0]
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        return np.concatenate([store.read(info) for info in self.wholes[begin:end]])
+
+
+@dataclass(frozen=True)
+class Joined:
+    """Matrices of `heights` rows one above the other."""
+
+    wholes: tuple[TensorInfo, ...]
+    heights: tuple[int, ...]
+    at_once: bool = False
+
+    @property
+    def whole(self) -> TensorInfo:
+        return self.wholes[0]
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        parts = []
+        while begin < end:  # there may be hundreds, of which a row is asked for
+            place = bisect_right(self.firsts, begin) - 1
+            first, last = self.firsts[place], min(end, self.firsts[place] + self.heights[place])
+            parts.append(store.read(self.wholes[place], begin - first, last - first))
+            begin = last
+        return np.concatenate(parts)
+
+    @cached_property
+    def firsts(self) -> list[int]:
+        """The first row of each."""
+        return list(accumulate(self.heights, initial=0))[:-1]
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Columns from `first` on of a matrix [K, N], as rows."""
+
+    whole: TensorInfo
+    first: int
+    at_once: bool = True
+
+    @property
+    def wholes(self) -> tuple[TensorInfo, ...]:
+        return (self.whole,)
+
+    def read(self, store: TensorStore, begin: int, end: int) -> np.ndarray:
+        inputs, outputs = self.whole.shape
+        typed = store.read(self.whole).view(f"u{self.whole.nbytes // (inputs * outputs)}").reshape(inputs, outputs)
+        return np.ascontiguousarray(typed[:, self.first + begin : self.first + end].T).view(np.uint8).reshape(-1)
+
+
+def columns(config: ModelConfig) -> dict[str, tuple[str, int]]:
+    """Name of a matrix -> that of the one that it lies in turned over, and its first column there."""
+    family = families.get(config.family)
+    return {} if config.family not in (*TURNED_OVER, *ROUTERS_TURNED) else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.turned_columns(config, layer).items()}
+
+
+def joins(config: ModelConfig) -> dict[str, tuple[tuple[str, int], ...]]:
+    """Name of a matrix -> those of its parts, which are stored by themselves, with their rows."""
+    family = families.get(config.family)
+    return {} if config.family not in JOINED else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.joined_rows(config, layer).items()}
+
+
+def stacks(config: ModelConfig) -> dict[str, tuple[str, ...]]:
+    """Name of a matrix -> those of its rows, which are stored one by one."""
+    family = families.get(config.family)
+    return {} if config.family not in STACKED else {
+        own: found for layer in range(config.num_hidden_layers) for own, found in family.stacked_rows(config, layer).items()}
+
+
+def places(config: ModelConfig) -> dict[str, tuple[str, np.ndarray]]:
+    """Name of a tensor -> that of the one that it is stored in, and its rows there."""
+    if config.family not in IN_ONE:
+        return {}
+    family = families.get(config.family)
+    return {own: found for layer in range(config.num_hidden_layers) for own, found in family.stored_rows(config, layer).items()}
+
+
+def parted(store: TensorStore, config: ModelConfig) -> TensorStore:
+    """The store with the tensors of `places` by themselves and those of `stacks` and `joins` as one. Raises CheckpointError for one of
+    another shape."""
+    parts: dict[str, tuple[tuple[int, ...], Part]] = {}
+    heights: dict[str, int] = {}
+    for whole, rows in places(config).values():
+        heights[whole] = heights.get(whole, 0) + len(rows)
+    for name, (whole, rows) in places(config).items():
+        info = store.tensors.get(whole)
+        if name in store.tensors or info is None:
+            continue
+        if len(info.shape) != (1 if name.endswith(VECTORS) else 2) or info.shape[0] != heights[whole]:
+            raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, the config says {heights[whole]} rows",
+                                  "the config and the weights are of different models")
+        parts[name] = (len(rows), *info.shape[1:]), Rows(info, rows)
+    turned = columns(config)
+    if turned and (low := next((store.tensors[whole] for whole, _ in turned.values() if whole in store.tensors
+                                and store.tensors[whole].dtype not in WIDE), None)) is not None:
+        raise CheckpointError(f"tensor {low.name} is {low.dtype}: matrices of {config.family} models are turned over, which is not done "
+                              "with those of other tools' low-bit formats", "take the original 16-bit checkpoint, or a GGUF file")
+    for name, (whole, first) in turned.items():
+        info = store.tensors.get(whole)
+        if name in store.tensors or info is None:
+            continue
+        shape = _shape_of(config, name)
+        if len(info.shape) != 2 or info.shape[0] != shape[1] or info.shape[1] not in (shape[0], 3 * shape[0]):
+            raise CheckpointError(f"tensor {whole} has shape {list(info.shape)}, expected {shape[1]} inputs before its outputs",
+                                  "the config and the weights are of different models")
+        parts[name] = shape, Columns(info, first)
+    for name, rows in stacks(config).items():
+        wholes = tuple(found for found in map(store.tensors.get, rows) if found is not None)
+        if name in store.tensors or len(wholes) < len(rows):
+            continue
+        if stray := next((info for info in wholes if info.shape != (config.head_dim,) or info.dtype != wholes[0].dtype), None):
+            raise CheckpointError(f"tensor {stray.name} is {stray.dtype} {list(stray.shape)}, expected {config.head_dim} numbers alike",
+                                  "the config and the weights are of different models")
+        parts[name] = (len(rows), config.head_dim), Stack(wholes)
+    for name, named in joins(config).items():
+        wholes = tuple(found for found in (store.tensors.get(each) for each, _ in named) if found is not None)
+        if name in store.tensors or len(wholes) < len(named):
+            continue
+        # transformers writes the taps of three sorts in three parts of equal height, wherever one sort ends
+        heights, rows, width = tuple(info.shape[0] for info in wholes), sum(own for _, own in named), wholes[0].shape[1:]
+        if sum(heights) != rows or any(info.shape[1:] != width or info.dtype != wholes[0].dtype for info in wholes):
+            raise CheckpointError(f"tensor {wholes[0].name} is {wholes[0].dtype} {list(wholes[0].shape)}, expected a part of {rows} rows",
+                                  "the config and the weights are of different models")
+        parts[name] = (sum(heights), *width), Joined(wholes, heights)
+    return PartedStore(store, parts) if parts else store
+
+
+def _shape_of(config: ModelConfig, name: str) -> tuple[int, ...]:
+    """The shape of a layer's tensor as the family says it."""
+    rules = families.get(config.family).layer_tensors(config, int(name.split(".", 3)[2]))
+    return next(rule.shape for rule in rules.values() if rule.name == name)
+
+
+class PartedStore(MadeStore):
+    """The tensors of `inner`, which it takes over, with `parts` of some, their shapes by name, in the place of these."""
+
+    def __init__(self, inner: TensorStore, parts: Mapping[str, tuple[tuple[int, ...], Part]]) -> None:
+        self._inner, self._parts = inner, {name: part for name, (_, part) in parts.items()}
+        joined = {info.name for part in self._parts.values() for info in part.wholes}
+        tensors = {name: info for name, info in inner.tensors.items() if name not in joined}
+        for name, (shape, part) in parts.items():
+            nbytes = part.whole.nbytes * prod(shape) // prod(part.whole.shape)
+            tensors[name] = TensorInfo(name, part.whole.dtype, shape, part.whole.file, part.whole.offset, nbytes)
+        super().__init__(inner.folder, tensors, {})
+        self.made, self.files = self._parts.keys(), inner.files
+        self.container, self.notices = getattr(inner, "container", None), inner.notices
+
+    @property
+    def puts_in_order(self) -> bool:
+        return self._inner.puts_in_order
+
+    def fill(self, info: TensorInfo, begin: int, end: int, out: np.ndarray) -> None:
+        out[:] = self._parts[info.name].read(self._inner, begin, end)
+
+    def put_codes(self, info: TensorInfo, begin: int, end: int, blob: np.ndarray) -> None:
+        raise TypeError(f"{info.name} has no codes")
+
+    def place(self, info: TensorInfo) -> int | None:
+        return None if info.name in self.made else self._inner.place(info)
+
+    def read(self, info: TensorInfo, row_begin: int = 0, row_end: int | None = None) -> np.ndarray:
+        return (super() if info.name in self.made else self._inner).read(info, row_begin, row_end)
+
+    def read_into(self, info: TensorInfo, out: np.ndarray | memoryview) -> None:
+        own = self._parts.get(info.name)
+        if own is not None and own.at_once:
+            self.fill(info, 0, info.shape[0], np.frombuffer(out, np.uint8))
+        else:
+            (self._inner if own is None else super()).read_into(info, out)
+
+    def reads(self, info: TensorInfo, out: np.ndarray) -> Iterator[tuple[Callable[[], None], int]]:
+        own = self._parts.get(info.name)
+        if own is not None and own.at_once:
+            return iter([(partial(self.read_into, info, out), info.nbytes)])
+        return (self._inner if own is None else super()).reads(info, out)
+
+    def arrival(self, infos: Sequence[TensorInfo]) -> Repack | None:
+        return None if any(info.name in self.made for info in infos) else self._inner.arrival(infos)
+
+    def files_of(self, info: TensorInfo) -> frozenset[Path]:
+        own = self._parts.get(info.name)
+        return self._inner.files_of(info) if own is None else frozenset().union(*map(self._inner.files_of, own.wholes))
+
+    def stored_nbytes(self, info: TensorInfo) -> int:
+        own = self._parts.get(info.name)
+        return self._inner.stored_nbytes(info) if own is None else self._inner.stored_nbytes(own.whole) * info.nbytes // own.whole.nbytes
+
+    def read_at(self, file: Path, offset: int, out: memoryview) -> None:
+        self._inner.read_at(file, offset, out)
+
+    def descriptor(self, file: Path) -> int:
+        return self._inner.descriptor(file)
+
+    def check_unchanged(self) -> None:
+        self._inner.check_unchanged()
+
+    def take_files(self) -> dict[Path, OpenFile]:
+        return self._inner.take_files()
+
+    def close(self) -> None:
+        self._inner.close()
