@@ -373,7 +373,7 @@ def test_keys_of_json_have_the_names_that_are_told(at_home: Path, person) -> Non
     assert fields[0] == begin and set(ours) <= set(fields[fields.index(end) + 1 :]), json.dumps(fields)
 
 
-def test_the_architecture_lists_every_room_of_the_runtime():
+def test_the_architecture_lists_every_package_of_the_runtime():
     table = re.findall(r"^\| `(\w+)/` \|", (ROOT / "docs" / "ARCHITECTURE.md").read_text(encoding="utf-8"), re.MULTILINE)
     assert table == sorted(path.parent.name for path in (ROOT / "runtime").glob("*/__init__.py"))
 
